@@ -12,8 +12,7 @@ from typing import Any
 
 import yaml
 
-from harness.calibration.errors import CurveError
-from harness.calibration.fit import FittedRates
+from harness.calibration.fit import CurveError, FittedRates
 from harness.calibration.points import Measurements
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.hardware.peak_flops import peak_flops

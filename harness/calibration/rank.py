@@ -9,18 +9,19 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from harness.calibration.collectives import collective_points, overlap_points
 from harness.calibration.kernels import (
     QUICK_SIZES,
     SIZES,
+    Stopwatch,
     attention_points,
+    collective_points,
     host_copy_points,
     launch_points,
     matmul_points,
     memory_points,
+    overlap_points,
 )
 from harness.calibration.points import RESULT_FILE, SPEC_FILE, Measurements
-from harness.calibration.stopwatch import Stopwatch
 from harness.config.schema import Device
 from harness.util.files import atomic_write_json
 

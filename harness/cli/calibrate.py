@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from harness.util.errors import UserError, run_command
 
 if TYPE_CHECKING:
-    from harness.calibration.errors import CurveError
+    from harness.calibration.fit import CurveError
     from harness.hardware.machine import Machine
 
 FOLDER = Path("conf") / "cluster"
@@ -64,9 +64,8 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
         fitted_to,
         write_cluster,
     )
-    from harness.calibration.errors import curve_errors
-    from harness.calibration.fit import fit_rates
-    from harness.calibration.measure import measure_machine
+    from harness.calibration.fit import curve_errors, fit_rates
+    from harness.calibration.points import measure_machine
     from harness.hardware.processor import processor_name
     from harness.runner.machine_defaults import computes_bf16
     from harness.runner.predicted_columns import described_devices

@@ -7,8 +7,8 @@ import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.cli.commands import COMMANDS
 from harness.cli.ls import LISTS
+from harness.cli.main import COMMANDS
 from harness.config.mistakes import choices_of, group_names, known_keys
 from harness.util.errors import run_command
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cli.comparison import prepare_output, read_comparison
+from harness.cli.report import prepare_output, read_comparison
 from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record

@@ -2,10 +2,12 @@
 
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 
-from harness.cli.commands import COMMANDS
+from harness import __version__
 from harness.cli.notice import import_slowly
+from harness.config.locations import conf_folders, names_in, sweeps_folders
 
 HELP = ("-h", "--help")
 
@@ -24,8 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     is_run = bool(words) and words[0] not in COMMANDS
     if not words or words[0] == "help" or (is_run and set(HELP) & set(words)):
-        from harness.cli.help import help_text
-
         print(help_text())
         return 0
     if words[0] == "--version":
@@ -69,3 +69,58 @@ def unknown_command_text(words: Sequence[str]) -> str:
     similar = difflib.get_close_matches(word, COMMANDS, 1)
     remedy = f"type harness {similar[0]}" if similar else f"choose {', '.join(COMMANDS)}, or write KEY=VALUE"
     return f"{problem}: {remedy}"
+
+
+# Every command word, with the module whose main(arguments) runs it and one line of help.
+COMMANDS = {
+    "plan": ("harness.cli.plan", "predict memory and time of any layout on any cluster, and search for the best"),
+    "calibrate": ("harness.cli.calibrate", "measure this machine into a cluster file for plans and predictions"),
+    "status": ("harness.cli.status", "show how far the runs of a comparison are, from any shell"),
+    "report": ("harness.cli.report", "print the table of one or several comparisons and write their report"),
+    "explain": ("harness.cli.explain", "show what each figure of a run was computed from"),
+    "diff": ("harness.cli.diff", "show what changed from one comparison to another"),
+    "sync": ("harness.cli.sync", "send to the tracker the runs that it does not have yet"),
+    "export": ("harness.cli.export", "write one run's layout as scripts and configuration files for other launchers"),
+    "selftest": ("harness.cli.selftest", "show what of this installation works, by real runs on this machine"),
+    "completion": ("harness.cli.completion", "print a script that completes commands and settings in your shell"),
+    "ls": ("harness.cli.ls", "list the available strategies, models, clusters or sweeps"),
+}
+
+
+EXAMPLES = (
+    ("harness strategy=zero3 model=tiny", "one run; ends with its row"),
+    ("harness -m strategy=ddp,zero1,zero2,zero3 checkpointing=none,full", "a sweep over every combination"),
+    ("harness sweeps=quickstart", "a named sweep, sweeps/quickstart.yaml"),
+    ("harness report results/quickstart", "the report again, from the recorded files"),
+    ("harness strategy=zero3 --cfg job", "print the whole configuration and run nothing"),
+)
+GROUPS = ("model", "strategy", "checkpointing", "precision", "data", "cluster", "train", "proof", "tracking")
+_WIDTH = 100
+
+
+def help_text() -> str:
+    """Return the help: usage, commands, examples, configuration groups and sweeps."""
+    lines = [
+        f"harness {__version__}: compare training strategies by measuring them.",
+        "",
+        "usage: harness [-m] KEY=VALUE ...    run what the overrides describe (-m: every combination of comma lists)",
+        "       harness COMMAND ...           work with recorded runs; `harness COMMAND --help` explains each",
+        "       harness --help | --version",
+        "",
+        "commands:",
+        *(f"  {word:<8} {about}" for word, (_, about) in COMMANDS.items()),
+        "",
+        "examples:",
+        *(f"  {command}\n      {about}" for command, about in EXAMPLES),
+        "",
+        "configuration groups (GROUP=NAME), searched in ./conf first:",
+        *(_listed(group, names_in(conf_folders(), group)) for group in GROUPS),
+        _listed("sweeps", names_in(sweeps_folders(), "")),
+    ]
+    return "\n".join(lines)
+
+
+def _listed(group: str, names: list[str]) -> str:
+    return textwrap.fill(
+        " ".join(names), _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16, break_on_hyphens=False
+    )

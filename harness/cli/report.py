@@ -1,17 +1,20 @@
 """harness report results/NAME ...: the table in the terminal, and runs.csv, runs.parquet, report.md and report.html."""
 
 import argparse
+import gc
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.text import Text
 
-from harness.cli.comparison import prepare_output, read_comparison
 from harness.config.byte_size import parse_bytes
+from harness.records.store import LoadedRecords, read_all
 from harness.report.files import FOLDER, FORMATS, Exported, parse_formats, parse_width, write_files
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import merge_folders
 from harness.util.errors import UserError, run_command
+from harness.util.text import sanitize
 
 
 def report(
@@ -71,3 +74,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(options.folders, options.to, options.pivot, options.fits_in, exported)
 
     return run_command(run)
+
+
+def read_comparison(results_dir: Path) -> LoadedRecords:
+    """Return the records of a comparison, and print which could not be read. Raises UserError if there is none."""
+    loaded = read_all(results_dir)
+    if not loaded.records:
+        hint = f"; {loaded.problems[0]}" if loaded.problems else ": name the folder of one comparison, results/NAME"
+        raise UserError(f"{results_dir} holds no readable record of a run{hint}")
+    for problem in loaded.problems:
+        print(f"skipped: {sanitize(problem)}", file=sys.stderr)
+    return loaded
+
+
+def prepare_output() -> None:
+    """Make any terminal able to show the table, and stop the garbage collector from scanning thousands of records."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    gc.disable()  # nothing that is read becomes garbage before the command ends

@@ -17,7 +17,7 @@ from harness.records.schema import Record
 from harness.records.store import LoadedRecords, read_all
 from harness.sweep.command_file import CommandFile, read_commands, seconds_left
 from harness.sweep.display import format_duration
-from harness.sweep.slurm.mailbox import running_jobs
+from harness.sweep.slurm.commands import running_jobs
 from harness.util.errors import run_command
 from harness.util.text import sanitize
 

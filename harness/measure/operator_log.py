@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from harness.measure.native_allocator import build_torch_library
 from harness.measure.time_breakdown import TraceEvent
-from harness.measure.torch_library import build_torch_library
 
 _SOURCE = Path(__file__).with_name("operator_log.cpp")
 

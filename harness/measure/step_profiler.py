@@ -20,8 +20,7 @@ from harness.measure.communication import Collective, CommunicationCounter
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
-from harness.measure.memory_ownership import OwnershipRecorder
-from harness.measure.rank_state import bytes_by_device, state_shards
+from harness.measure.memory_ownership import OwnershipRecorder, bytes_by_device, state_shards
 from harness.models.compile import compiled_graph_count
 from harness.probe import Listener, Probe, ShardSource
 from harness.records.rank_report import ProfiledStep

@@ -8,9 +8,7 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.runner.context import RunContext
 from harness.runner.plan import Plan
 from harness.runner.simulation import simulated_ranks
-from harness.simulator.entry import simulator_entry
-from harness.simulator.native_guard import build_device_guard
-from harness.simulator.virtual_entry import virtual_entry
+from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 
 
 def chosen_ranks(plan: Plan) -> tuple[int, ...]:

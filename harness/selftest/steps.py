@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 from harness.launcher.rank_entry import worker_entry
 from harness.records.schema import Record
-from harness.selftest import checks, devices, observations
+from harness.selftest import checks, observations
 from harness.selftest.bench import Bench
-from harness.selftest.rank_faults import FAULTY_STEPS, hanging_rank, killed_rank
 from harness.selftest.rank_variants import (
+    FAULTY_STEPS,
     bound_rank,
+    hanging_rank,
+    killed_rank,
     rank_without_host_memory,
     rank_without_memory_for_nccl,
     traced_rank,
@@ -70,8 +72,8 @@ def _each(template: str, *values: str) -> tuple[str, ...]:
 
 
 STEPS = (
-    Step("environment", "what is installed: libraries, compiler, driver", devices.describe_environment),
-    Step("devices", "which devices there are, and how they can be named", devices.describe_devices),
+    Step("environment", "what is installed: libraries, compiler, driver", observations.describe_environment),
+    Step("devices", "which devices there are, and how they can be named", observations.describe_devices),
     Step("single", "a single process trains", checks.proven, ("strategy=single world_size=1",)),
     Step("torch", "PyTorch's engine, by DDP and FSDP2", checks.proven, ("strategy=ddp", "strategy=fsdp_full_shard")),
     Step("deepspeed", "DeepSpeed's engine", checks.proven, ("strategy=zero3",)),

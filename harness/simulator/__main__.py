@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from harness.simulator.native_guard import load_device_guard
+from harness.simulator.process import load_device_guard
 from harness.util.parent_death import die_with_parent
 
 
@@ -18,7 +18,7 @@ def simulate_run(run_dir: Path) -> None:
     spec = read_run_spec(run_dir)
     if spec.device_guard is not None:
         load_device_guard(spec.device_guard)
-    from harness.simulator.run import simulate_ranks
+    from harness.simulator.layout_ranks import simulate_ranks
 
     simulate_ranks(spec, run_dir)
 

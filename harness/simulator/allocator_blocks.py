@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+
+from harness.util.errors import UserError
 
 SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 LARGE_SEGMENT_BYTES = 20 * 2**20  # large_segment_size: of blocks below kMinLargeAlloc
@@ -132,3 +135,124 @@ class DeviceReservation:
         address = self.next_address
         self.next_address += -(-size // LARGE_SEGMENT_BYTES) * LARGE_SEGMENT_BYTES
         return address
+
+
+MIB = 2**20
+
+# What torch's allocator has further settings for, which change no sizes: backends, pinned memory, locks, traces.
+IGNORED = ("backend", "pinned_", "release_lock_", "graph_capture_", "throw_on_", "per_process_memory_fraction")
+
+
+@dataclass(frozen=True)
+class AllocatorSettings:
+    """The settings of PYTORCH_CUDA_ALLOC_CONF that change sizes, by the names of torch's documentation."""
+
+    expandable_segments: bool = False
+    max_split_bytes: float = math.inf  # max_split_size_mb: free blocks of at least this size are not split
+    max_non_split_rounding_bytes: int = 20 * MIB  # how much larger than a request an unsplit block may be
+    roundup_power2_divisions: int = 0  # 0 and 1 round to multiples of 512 bytes
+    garbage_collection_threshold: float = 0.0  # of the memory limit; 0 collects nothing
+
+
+def parse_allocator_settings(text: str) -> AllocatorSettings:
+    """Return the settings of a value of PYTORCH_CUDA_ALLOC_CONF.
+
+    Raises UserError if a setting is unknown, or if rounding differs by size, which is not modeled.
+    """
+    values: dict[str, float | int | bool] = {}
+    for part in (part.strip() for part in text.split(",") if part.strip()):
+        name, _, value = (piece.strip() for piece in part.partition(":"))
+        try:
+            if name == "expandable_segments":
+                values[name] = {"True": True, "true": True, "False": False, "false": False}[value]
+            elif name == "max_split_size_mb":
+                values["max_split_bytes"] = int(value) * MIB
+            elif name == "max_non_split_rounding_mb":
+                values["max_non_split_rounding_bytes"] = int(value) * MIB
+            elif name == "roundup_power2_divisions":
+                values[name] = int(value)
+            elif name == "garbage_collection_threshold":
+                values[name] = float(value)
+            elif not name.startswith(IGNORED):
+                raise KeyError(name)
+        except (KeyError, ValueError):
+            raise UserError(
+                f"PYTORCH_CUDA_ALLOC_CONF={text}: the model of the allocator does not know {part}; leave it out"
+            ) from None
+    return AllocatorSettings(**values)  # type: ignore[arg-type]
+
+
+def expand(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Block | None:
+    """Return a block of an expandable segment, to which pages are mapped (try_allocate_expandable_block)."""
+    block = _find_address_space(device, pool, size, stream)
+    if not block.is_mapped and not _map(device, block, min(block.size, size)):
+        return None
+    while block.size < size:
+        grown = block.next
+        assert grown is not None  # _find_address_space saw address space after the block
+        if not _map(device, grown, min(size - block.size, grown.size)):
+            return None
+        block = grown  # it has taken over the block before it
+    pool.remove(block)
+    return block
+
+
+def _find_address_space(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Block:
+    """Return the first free or unmapped block of the stream after which there is enough address space."""
+    for _, address in pool.unmapped[bisect_left(pool.unmapped, (stream, 0)) :]:
+        block = pool.blocks[address]
+        if block.stream != stream:
+            break
+        if block.previous is not None and block.previous.is_available:
+            block = block.previous
+        bytes_after, other = 0, block
+        while other is not None and other.is_available and bytes_after < size:
+            bytes_after += other.size
+            other = other.next  # type: ignore[assignment]
+        if bytes_after >= size:
+            return block
+    # torch reserves 9/8 of the device's memory as addresses.
+    page_bytes = pool.page_bytes
+    space = -(-device.capacity_bytes * 9 // 8 // page_bytes) * page_bytes
+    block = Block(device.new_addresses(space), space, stream, pool, is_mapped=False, is_expandable=True)
+    pool.insert(block)
+    return block
+
+
+def _map(device: DeviceReservation, block: Block, size: int) -> bool:
+    """Map whole pages at the start of an unmapped block; return whether there was memory for them (map_block)."""
+    page_bytes = block.pool.page_bytes
+    mapped = -(-size // page_bytes) * page_bytes
+    if not device.reserve(mapped):
+        return False
+    block.pool.remove(block)
+    block.is_mapped = True
+    if mapped < block.size:
+        rest = block.split(mapped)
+        rest.is_mapped = False
+        rest.pool.insert(rest)
+    block.merge(block.previous)
+    block.merge(block.next)
+    block.pool.insert(block)
+    return True
+
+
+def unmap(device: DeviceReservation, block: Block) -> None:
+    """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
+    page_bytes = block.pool.page_bytes
+    start = -(-block.address // page_bytes) * page_bytes
+    end = (block.address + block.size) // page_bytes * page_bytes
+    if start >= end:
+        return
+    block.pool.remove(block)
+    if start > block.address:
+        before, block = block, block.split(start - block.address)
+        block.pool.insert(before)
+    if block.address + block.size > end:
+        rest = block.split(end - block.address)
+        rest.pool.insert(rest)
+    device.release(block.size)
+    block.is_mapped = False
+    block.merge(block.previous)
+    block.merge(block.next)
+    block.pool.insert(block)

@@ -8,15 +8,15 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from harness.config.byte_size import format_bytes
-from harness.simulator import expandable_segments
+from harness.simulator import allocator_blocks
 from harness.simulator.allocator_blocks import (
     LARGE_SEGMENT_BYTES,
     SMALL_SEGMENT_BYTES,
+    AllocatorSettings,
     Block,
     DeviceReservation,
     Pool,
 )
-from harness.simulator.allocator_settings import AllocatorSettings
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 SMALL_BYTES = 2**20  # kSmallSize: the largest block of the small pool
@@ -118,7 +118,7 @@ class CachingAllocator:
                 if block is None:
                     continue  # merged with a block that was unmapped
                 if block.is_expandable:
-                    expandable_segments.unmap(self.device, block)
+                    allocator_blocks.unmap(self.device, block)
                 elif not block.is_split:
                     self._release(block)
 
@@ -174,7 +174,7 @@ class CachingAllocator:
     def _reserve(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
         if self.settings.expandable_segments:
-            return expandable_segments.expand(self.device, pool, size, stream)
+            return allocator_blocks.expand(self.device, pool, size, stream)
         if size <= SMALL_BYTES:
             segment_bytes = SMALL_SEGMENT_BYTES
         elif size < MIN_LARGE_BYTES:

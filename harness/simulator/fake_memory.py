@@ -1,12 +1,15 @@
 """The memory that fake tensors would take on their device: the bytes of their storages, as requested."""
 
+import functools
+import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch.distributed.fsdp  # defines the operators of fully_shard
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -14,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from harness.simulator import cuda_api
-from harness.simulator.cpu_workspaces import CPU_WORKSPACES
 
 WORKSPACE = -1  # stands for the identity of a kernel's own memory, which is no storage's
 
@@ -30,7 +32,7 @@ class Request(NamedTuple):
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts the storages of results on a device, from the operator that makes them to their end.
 
-    What a kernel allocates for itself is counted only where harness.simulator.cpu_workspaces tells it.
+    What a kernel allocates for itself is counted only where harness.simulator.fake_memory tells it.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -132,3 +134,56 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
         counter,
     ):
         yield counter
+
+
+def chunk_cat_bytes(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> int:
+    """Return the bytes of the padded copies of tensors whose rows do not divide evenly (aten's _pad_chunk)."""
+    return sum(
+        math.ceil(tensor.shape[dim] / num_chunks) * num_chunks * (tensor.nbytes // max(1, tensor.shape[dim]))
+        for tensor in tensors
+        if tensor.shape[dim] % num_chunks
+    )
+
+
+def _chunk_cat_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
+    names = ("tensors", "dim", "num_chunks")
+    values = dict(zip(names, arguments, strict=False)) | {name: keywords[name] for name in names if name in keywords}
+    return chunk_cat_bytes(**values)
+
+
+def conversion_bytes(operands: Sequence[Tensor]) -> int:
+    """Return the bytes of the copies in the common dtype that elementwise operators make of other operands.
+
+    It is aten's TensorIterator that converts them, on a CPU only; scalars are converted without memory.
+    """
+    tensors = [operand for operand in operands if operand.dim()]
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) < 2:
+        return 0
+    common = functools.reduce(torch.promote_types, dtypes)
+    return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
+
+
+def _elementwise_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
+    return conversion_bytes([argument for argument in arguments if isinstance(argument, Tensor)])
+
+
+def _foreach_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
+    pairs = zip(arguments[0], arguments[1], strict=True)
+    return max(map(conversion_bytes, pairs), default=0)
+
+
+_aten = torch.ops.aten
+
+# By operator, the bytes that a call with these arguments and keywords takes beside its results.
+CPU_WORKSPACES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], int]] = {
+    torch.ops.fsdp.chunk_cat.default: _chunk_cat_call_bytes,
+    _aten._foreach_add_.List: _foreach_call_bytes,
+    **dict.fromkeys(
+        (
+            *(_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor),
+            *(_aten.mul.Tensor, _aten.mul_.Tensor, _aten.div.Tensor, _aten.div_.Tensor),
+        ),
+        _elementwise_call_bytes,
+    ),
+}

@@ -21,8 +21,7 @@ from torch.distributed.pipelining import PipelineStage
 from harness.cost_model.pipeline import PassKind
 from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 from harness.layout.layout import Layout
-from harness.simulator.pipeline_stages import pipeline_stages
-from harness.simulator.process_group import fake_process_group
+from harness.simulator.process_group import fake_process_group, pipeline_stages
 
 
 class Pass(NamedTuple):

@@ -21,15 +21,14 @@ from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.rank_state import state_fields
+from harness.measure.memory_ownership import state_fields
 from harness.measure.step_profiler import StepListener
 from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
 from harness.records.tensor_shards import TensorFingerprint
-from harness.simulator.accelerate_process import accelerate_process
-from harness.simulator.allocator_settings import parse_allocator_settings
+from harness.simulator.allocator_blocks import parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
@@ -37,9 +36,8 @@ from harness.simulator.ddp_reducer import ddp_reducer
 from harness.simulator.deepspeed_process import deepspeed_process
 from harness.simulator.fake_memory import StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
-from harness.simulator.pipeline_stages import pipeline_stages
 from harness.simulator.process import StepRequest
-from harness.simulator.process_group import fake_process_group
+from harness.simulator.process_group import accelerate_process, fake_process_group, pipeline_stages
 from harness.simulator.simulated_memory import SimulatedMemory, replay
 from harness.simulator.step_timing import TimedStep, profile_timed_step, time_step
 from harness.util.text import one_line

@@ -1,13 +1,31 @@
 """One rank of a larger world that runs alone, with real tensors and kernels: the worker's own code from end to end."""
 
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.futures import Future
+
+from harness.config.strategy import AXES
+from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder
-from harness.records.run_spec import read_run_spec
-from harness.simulator.virtual_group import join_virtual_ranks
+from harness.records.run_spec import RunSpec, read_run_spec
+from harness.simulator.ddp_reducer import communication_hook, completed
+from harness.simulator.deepspeed_process import agreeing_ranks
+from harness.simulator.process_group import fake_process_group, pipeline_stages
+from harness.worker.batches import Batches
 from harness.worker.main import report_rank
+from harness.worker.process_group import prepare_device
 
 PROCESS_RANK = 0  # by which the launcher knows the process
 
@@ -21,3 +39,117 @@ def run_next_rank(directory: Path) -> None:
     rank = next(rank for rank in spec.simulated_ranks if not folder.rank_report(rank).exists())
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(spec.layout.world_size))
     report_rank(directory, rank, HeartbeatWriter(directory, PROCESS_RANK), join_virtual_ranks)
+
+
+@contextmanager
+def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
+    """Return a context in which this process is one rank of a world; yield the mesh of the world, and its device."""
+    device, layout, rank = prepare_device(spec), spec.layout, int(os.environ["RANK"])
+    with ExitStack() as stack:
+        for context in (
+            own_tokens(spec.config.model.vocab_size, layout, rank),
+            communication_hook(keep_bucket),
+            lone_stages(),
+            agreeing_ranks(layout, device),
+            fake_process_group(rank, layout.world_size),
+        ):
+            stack.enter_context(context)
+        yield init_device_mesh(spec.device, layout.mesh_shape, mesh_dim_names=AXES), device
+
+
+def keep_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """Return a bucket as the average over ranks that all have the gradients of this one, after its all-reduce."""
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=group)
+    return completed(buffer)
+
+
+def own_vocabulary(vocab_size: int, layout: Layout, rank: int) -> range:
+    """Return the token ids whose rows of embedding and head the rank holds: equal parts, the last ones shorter."""
+    part = -(-vocab_size // layout.vocabulary_tp)
+    place = layout.coordinates(rank)["tp"] if layout.vocabulary_tp > 1 else 0
+    return range(vocab_size)[place * part : (place + 1) * part]
+
+
+@contextmanager
+def own_tokens(vocab_size: int, layout: Layout, rank: int) -> Iterator[None]:
+    """Return a context in which all batches have tokens of the rank's own vocabulary, if it has any."""
+    own = own_vocabulary(vocab_size, layout, rank)
+    read_sequence: Any = Batches.sequence
+
+    def sequence(batches: Batches, step: int, index: int) -> Any:
+        tokens = read_sequence(batches, step, index)
+        return own.start + tokens % len(own) if len(own) else tokens
+
+    with mock.patch.object(Batches, "sequence", sequence):
+        yield
+
+
+RECEIVED_HIDDEN_STATE = 0.02  # of the size of an embedding's initial weights, which are what the first layer gets
+
+RECEIVED_GRADIENT = 2.0**-10  # products of it are no subnormal numbers in float16, and sums over tokens do not overflow
+
+
+class HeldMessages:
+    """A handle of messages that keeps their tensors, as one of a real process group does.
+
+    Gloo's keeps them until it is dropped, NCCL's until it was waited for.
+    """
+
+    def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        self.works, self.tensors = works, [*tensors]
+
+    def wait(self) -> None:
+        """Wait for the messages, which takes no time."""
+        for work in self.works:
+            work.wait()
+        if any(tensor.is_cuda for tensor in self.tensors):
+            self.tensors.clear()
+
+
+@contextmanager
+def lone_stages() -> Iterator[None]:
+    """Return a context in which pipeline stages run without the other ranks' stages."""
+    create_forward, create_backward = PipelineStage.get_fwd_recv_ops, PipelineStage.get_bwd_recv_ops
+    receive_forward = _filling(create_forward, RECEIVED_HIDDEN_STATE)
+    receive_backward = _filling(create_backward, RECEIVED_GRADIENT)
+    with ExitStack() as stack:
+        for context in (
+            pipeline_stages(),
+            mock.patch.object(PipelineStage, "get_fwd_recv_ops", receive_forward),
+            mock.patch.object(PipelineStage, "get_bwd_recv_ops", receive_backward),
+            mock.patch.object(schedules, "_batch_p2p", _holding(schedules._batch_p2p)),
+        ):
+            stack.enter_context(context)
+        yield
+
+
+def _filling(create_receives: Callable[..., list[dist.P2POp]], size: float) -> Callable[..., list[dist.P2POp]]:
+    """Return a function that creates the operations which receive a micro-batch, and fills their tensors."""
+
+    def create_and_fill(stage: Any, micro_batch: int) -> list[dist.P2POp]:
+        operations = create_receives(stage, micro_batch)
+        for operation in operations:
+            fill_received(operation.tensor, size)
+        return operations
+
+    return create_and_fill
+
+
+def fill_received(tensor: Tensor, size: float) -> None:
+    """Fill a tensor with numbers of one size and of alternating sign, whose mean is 0, in place of a message.
+
+    Autograd does not see it, as it does not see a message.
+    """
+    values = tensor.data
+    values[..., ::2] = size
+    values[..., 1::2] = -size
+
+
+def _holding(start: Callable[..., Sequence[Any]]) -> Callable[..., list[HeldMessages]]:
+    """Return a function that starts a batch of messages and returns a handle that keeps their tensors."""
+
+    def start_and_hold(operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
+        return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
+
+    return start_and_hold

@@ -14,7 +14,7 @@ import psutil
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.config.values import ConfigValues, GroupValues
-from harness.tracking.messages import Answer, Message, Task
+from harness.tracking.base import Answer, Message, Task
 from harness.util.errors import UserError
 
 CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed over to be tracked

@@ -22,9 +22,8 @@ import psutil
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.records.store import read_all, read_record
-from harness.tracking import payload, sync_state
-from harness.tracking.base import TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id
-from harness.tracking.messages import Answer, Message
+from harness.tracking import payload
+from harness.tracking.base import Answer, Message, TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
@@ -126,8 +125,8 @@ class TrackingProcess:
             self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[config]
         if message["do"] == "start_run":
-            state = sync_state.SyncState(tracked_id(folder.name, str(time.time_ns())))
-            sync_state.write_sync_state(folder, used.name, state)
+            state = payload.SyncState(tracked_id(folder.name, str(time.time_ns())))
+            payload.write_sync_state(folder, used.name, state)
             run = payload.started_run(folder, state.id, message["config"], used)
             tracker.start_run(run)
             self.live[message["folder"]] = LiveRun(run, config)
@@ -140,24 +139,24 @@ class TrackingProcess:
     def finish_run(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
         """Give a run's record to the tracker, unless the tracker has it and `again` is false."""
         record = read_record(run_dir)
-        state = sync_state.record_sync_state(run_dir, used.name, record)
+        state = payload.record_sync_state(run_dir, used.name, record)
         if state.content_key is not None and (state.sent_at or used.mode == "offline") and not again:
             return
         run = payload.finished_run(run_dir, state.id, record, used)
         tracker.finish_run(run, redacted(record.row), payload.step_values(run_dir))
-        synced = sync_state.mark_synced(state, sync_state.record_key(record), used.mode == "online")
-        sync_state.write_sync_state(run_dir, used.name, synced)
+        synced = payload.mark_synced(state, payload.record_key(record), used.mode == "online")
+        payload.write_sync_state(run_dir, used.name, synced)
 
     def log_table(self, tracker: Tracker, used: TrackingConfig, folder: Path, again: bool) -> None:
         """Give a comparison's table to the tracker, unless the tracker has it and `again` is false."""
         records = read_all(folder).records
-        state = sync_state.table_sync_state(folder, used.name)
-        rows_key = sync_state.rows_key(records)
+        state = payload.table_sync_state(folder, used.name)
+        rows_key = payload.rows_key(records)
         if state.content_key == rows_key and (state.sent_at or used.mode == "offline") and not again:
             return
         run = TrackedRun(state.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
         tracker.log_table(run, *payload.table_rows(records))
-        sync_state.write_sync_state(folder, used.name, sync_state.mark_synced(state, rows_key, used.mode == "online"))
+        payload.write_sync_state(folder, used.name, payload.mark_synced(state, rows_key, used.mode == "online"))
 
     def update_live_runs(self) -> None:
         """Log the heartbeats of running runs; the tracker learns of short runs only when they have ended."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from harness.config.command import TrackingConfig
 from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.tracking import sync_state
+from harness.tracking import payload
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
 
@@ -44,8 +44,8 @@ def sync_comparison(
         log(f"skipped: {problem}")
     online = dataclasses.asdict(dataclasses.replace(tracking, mode="online"))
     missing = [record for record in loaded.records if again or not is_sent(folder, tracking.name, record)]
-    state = sync_state.read_sync_state(folder, tracking.name)
-    rows_key = sync_state.rows_key(loaded.records)
+    state = payload.read_sync_state(folder, tracking.name)
+    rows_key = payload.rows_key(loaded.records)
     is_table_sent = state is not None and state.sent_at is not None and state.content_key == rows_key
     client = TrackingClient(log, upload_seconds=timeout_seconds)
     problem, runs = "", 0
@@ -68,8 +68,8 @@ def sync_comparison(
 
 def is_sent(folder: Path, tracker: str, record: Record) -> bool:
     """Return whether the tracker's server has this record."""
-    state = sync_state.read_sync_state(folder / record.run_id, tracker)
-    return state is not None and state.content_key == sync_state.record_key(record) and state.sent_at is not None
+    state = payload.read_sync_state(folder / record.run_id, tracker)
+    return state is not None and state.content_key == payload.record_key(record) and state.sent_at is not None
 
 
 def wait_delivered(client: TrackingClient, folder: Path) -> str:

@@ -13,11 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.engines.base import Engine, load_engine
 from harness.hardware.machine import usable_cores
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.memory import DeviceMemory
-from harness.measure.memory_limit import MemoryLimit
+from harness.measure.memory import DeviceMemory, MemoryLimit
+from harness.measure.memory_ownership import state_fields
 from harness.measure.native_allocator import load_allocator
 from harness.measure.operator_log import load_operator_log
-from harness.measure.rank_state import state_fields
 from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe

@@ -31,7 +31,7 @@ from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.memory import DeviceMemory
-from harness.measure.rank_state import state_bytes
+from harness.measure.memory_ownership import state_bytes
 from harness.measure.step_profiler import profile_step
 from harness.models.build import build_model
 from harness.models.init_weights import initial_value, materialize

@@ -29,8 +29,7 @@ from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import has_rule
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
 from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
-from harness.measure.memory import DeviceMemory
-from harness.measure.memory_limit import CPU
+from harness.measure.memory import CPU, DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
 from harness.tensors.shard import Shard

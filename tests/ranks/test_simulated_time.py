@@ -12,8 +12,7 @@ import pytest
 from harness.config.stack import load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
-from harness.simulator.native_guard import build_device_guard
-from harness.simulator.process import StepRequest
+from harness.simulator.process import StepRequest, build_device_guard
 from tests.support.commands import compose_config, read_rows, run_harness
 
 CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default

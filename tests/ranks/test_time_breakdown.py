@@ -10,10 +10,17 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.measure.intervals import difference, intersection, merged_intervals, total_seconds
 from harness.measure.operator_log import OperatorLog, build_operator_log, load_operator_log
 from harness.measure.step_trace import ProfilerTracer, StepTrace
-from harness.measure.time_breakdown import TraceEvent, cpu_time_breakdown, gpu_time_breakdown
+from harness.measure.time_breakdown import (
+    TraceEvent,
+    cpu_time_breakdown,
+    difference,
+    gpu_time_breakdown,
+    intersection,
+    merged_intervals,
+    total_seconds,
+)
 from harness.records.run_folder import RunFolder
 from tests.support import faults
 from tests.support.commands import compose, compose_config, execute_run

@@ -10,7 +10,7 @@ from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import simulated_run
-from harness.simulator.virtual_entry import virtual_entry
+from harness.simulator.process import virtual_entry
 from tests.support.combinations import COMBINATIONS, Combination, model_parallel
 from tests.support.commands import assert_not_proven, run_with
 from tests.support.faults import virtual as faults

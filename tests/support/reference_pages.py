@@ -26,8 +26,7 @@ import harness.config.model
 import harness.config.precision
 import harness.config.schema
 import harness.config.strategy
-from harness.cli.commands import COMMANDS
-from harness.cli.help import help_text
+from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
 from harness.records.columns_page import columns_page
 

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-from harness.simulator.native_guard import load_device_guard
+from harness.simulator.process import load_device_guard
 
 
 @contextmanager

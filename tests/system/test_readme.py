@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.commands import COMMANDS
-from harness.cli.main import main
+from harness.cli.main import COMMANDS, main
 from tests.support.commands import ROOT, compose_config, run_harness
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))

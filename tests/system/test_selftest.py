@@ -10,7 +10,7 @@ import pytest
 from harness.cli.main import main
 from harness.hardware.machine import Machine
 from harness.runner.plan import capacity_problem, make_plan
-from harness.selftest import checks, devices, run
+from harness.selftest import checks, observations, run
 from harness.selftest.bench import StepFailedError
 from harness.selftest.steps import STEPS, Step
 from harness.util.files import JsonObject
@@ -90,7 +90,7 @@ def test_every_step_passes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert selftest(tmp_path) == 0
     assert capsys.readouterr().out.count(" before ") == len(passed)
     with pytest.raises(StepFailedError, match="=cuda needs a CUDA device"):
-        devices.seen_devices("0")
+        observations.seen_devices("0")
 
 
 def compiler_package_is_missing() -> bool:

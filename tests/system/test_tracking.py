@@ -24,7 +24,7 @@ import pytest
 from harness.cli.sync import main as upload
 from harness.records import heartbeat
 from harness.records.store import read_all, read_record
-from harness.tracking import sync_state
+from harness.tracking import payload
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
 from harness.util.redact import redacted
 from tests.support.commands import ROOT
@@ -169,8 +169,8 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     feed.close()
     assert messages == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
-        check_sent(server.runs[sync_state.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
-    summary = server.runs[sync_state.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
+        check_sent(server.runs[payload.read_sync_state(run_dir, "wandb").id], run_dir)  # type: ignore[union-attr]
+    summary = server.runs[payload.read_sync_state(tmp_path / "mine", "wandb").id]  # type: ignore[union-attr]
     assert summary.settings["jobType"] == "summary" and summary.summary["rows"] == 2
     assert any(name.startswith("media/table/runs") for name in summary.files)
     assert send(tmp_path / "mine") == 0
@@ -180,7 +180,7 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     assert capsys.readouterr().out == "sent 1 run and the table; the tracker had 1 before\n"
     assert len(server.runs) == 4
     assert send(tmp_path / "mine", "--again") == 0 and len(server.runs) == 4  # what is there is replaced
-    (run_dir / sync_state.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
+    (run_dir / payload.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
     assert send(tmp_path / "mine") == 0 and len(server.runs) == 4
 
 
@@ -265,7 +265,7 @@ def test_a_bad_server_costs_seconds_and_one_line(fault: str, outcomes: dict[str,
     run_dirs = sorted(path.parent for path in outcome.folder.glob("*/record.json"))
     if "401" in fault:  # known at once: there is time to keep everything for W&B too
         assert all(inspect(folder, "--summary")["state"] == "finished" for folder in (*run_dirs, outcome.folder))
-    states = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    states = [payload.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
     assert len(states) == 2 and all(entry is None or entry.sent_at is None for entry in states)
 
 
@@ -275,12 +275,12 @@ def test_a_sync_sends_the_runs_that_were_not_sent(
 ) -> None:
     outcome = outcomes[fault]
     run_dirs = sorted(path.parent for path in outcome.folder.glob("*/record.json"))
-    states = [sync_state.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
+    states = [payload.read_sync_state(run_dir, "wandb") for run_dir in run_dirs]
     assert send(outcome.folder) == 0
     assert capsys.readouterr().out == "sent 2 runs and the table; the tracker had 0 before\n"
     assert len(server.runs) == 3
     for run_dir, entry in zip(run_dirs, states, strict=True):
-        state = sync_state.read_sync_state(run_dir, "wandb")
+        state = payload.read_sync_state(run_dir, "wandb")
         assert state is not None and (entry is None or state.id == entry.id)
         check_sent(server.runs[state.id], run_dir)
 

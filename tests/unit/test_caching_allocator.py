@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.simulator.allocator_blocks import Block
-from harness.simulator.allocator_settings import MIB, AllocatorSettings, parse_allocator_settings
+from harness.simulator.allocator_blocks import MIB, AllocatorSettings, Block, parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.util.errors import UserError
 

@@ -20,9 +20,8 @@ from harness.calibration.cluster import (
     default_name,
     write_cluster,
 )
-from harness.calibration.collectives import _growing_messages
-from harness.calibration.errors import collective_seconds, curve_errors
-from harness.calibration.fit import fit_links, fit_rates, fit_terms
+from harness.calibration.fit import collective_seconds, curve_errors, fit_links, fit_rates, fit_terms
+from harness.calibration.kernels import Stopwatch, _growing_messages
 from harness.calibration.points import (
     AttentionPoint,
     Collective,
@@ -33,7 +32,6 @@ from harness.calibration.points import (
     MemoryPoint,
     OverlapPoint,
 )
-from harness.calibration.stopwatch import Stopwatch
 from harness.config.command import CommandConfig
 from harness.config.from_dict import from_dict
 from harness.config.hardware import FittedHardware, HardwareConfig

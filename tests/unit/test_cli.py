@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import ls
-from harness.cli.commands import COMMANDS
 from harness.cli.completion import SHELLS, candidates, command_options
+from harness.cli.main import COMMANDS
 from tests.support.commands import ROOT
 from tests.support.tracking import write_example_record
 

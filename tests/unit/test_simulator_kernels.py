@@ -10,7 +10,7 @@ from harness.measure.kernels import attention_backend_priority
 from harness.simulator.cuda_kernels import AttentionCall, choose_kernel
 from harness.simulator.fake_memory import count_storages
 from harness.simulator.fake_tensors import fake_tensors
-from harness.simulator.native_guard import load_device_guard
+from harness.simulator.process import load_device_guard
 
 FLASH, CUDNN = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
 EFFICIENT, MATH = SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH

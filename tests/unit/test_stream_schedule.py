@@ -12,7 +12,6 @@ from harness.layout.layout import resolve_layout
 from harness.metrics.simulation import simulated_time_columns
 from harness.metrics.step_time import PARTS
 from harness.records.rank_report import RankReport, SimulatedTime
-from harness.simulator.chrome_trace import PHASES, trace_events, write_trace
 from harness.simulator.kernel_work import (
     Attention,
     Collective,
@@ -24,6 +23,7 @@ from harness.simulator.kernel_work import (
     Work,
     work_seconds,
 )
+from harness.simulator.layout_ranks import PHASES, trace_events, write_trace
 from harness.simulator.operator_stream import Launch
 from harness.simulator.operator_work import WorkCache
 from harness.simulator.stage_times import with_stage_waits

@@ -12,10 +12,9 @@ from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import resolve_layout
 from harness.metrics.virtual import virtual_columns
 from harness.records.rank_report import PhaseShare, RankReport, TimeBreakdown
+from harness.simulator.deepspeed_process import fill_padding
 from harness.simulator.process_group import fake_process_group
-from harness.simulator.virtual_batches import own_vocabulary
-from harness.simulator.virtual_deepspeed import fill_padding
-from harness.simulator.virtual_stages import RECEIVED_GRADIENT, RECEIVED_HIDDEN_STATE, fill_received
+from harness.simulator.virtual_rank import RECEIVED_GRADIENT, RECEIVED_HIDDEN_STATE, fill_received, own_vocabulary
 from tests.support.commands import compose_config
 
 # A step of 1 s, of which stand-ins for collectives take 0.2 s in forward and 0.1 s in backward.

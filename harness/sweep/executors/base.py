@@ -1,15 +1,21 @@
 """The interfaces of executors and of a sweep's observers, and what executors on one machine share."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
+from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
 from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
+from harness.launcher.forkserver import start_forkserver
+from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
-from harness.runner.context import LogFn
+from harness.runner.context import LogFn, RunContext
 from harness.runner.local_machine import detect_machine
 from harness.runner.reuse import reusable_record
-from harness.sweep.queued_run import QueuedRun
+from harness.runner.run import execute
+from harness.sweep.display import ProgressDisplay
+from harness.sweep.queued_run import QueuedRun, plan_run
 from harness.util.errors import UserError
 
 
@@ -80,3 +86,57 @@ class SweepObserver(Protocol):
     def log(self, line: str) -> None:
         """Handle a line for the user."""
         ...
+
+
+class SequentialExecutor:
+    """The executor of one run after another in this process; in a cluster's job, over the nodes that it leads."""
+
+    max_parallel = 1
+
+    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
+        self.models, self.display, self.nodes = models, display, nodes
+        self.done: list[tuple[QueuedRun, Record | None]] = []
+
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
+        """Return the planned run of composed values."""
+        return plan_run(values, repeat_index, self.machine)
+
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """Return the machine to run on; ranks import torch in the background while runs are planned."""
+        machine = detect_machine(cluster) if self.nodes else local_machine(cluster)
+        start_forkserver(machine.device)
+        return machine
+
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the run's stored record if it can be reused."""
+        return stored_record(run, self.display.print_line)
+
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return whether the last run's record was collected."""
+        return not self.done
+
+    def start(self, run: QueuedRun) -> None:
+        """Make the run and return when it has ended."""
+        assert run.plan is not None
+        context = RunContext(
+            models=self.models,
+            on_progress=lambda folder: self.display.update(run, folder),
+            log=self.display.print_line,
+            nodes=self.nodes,
+        )
+        self.done.append((run, execute(run.plan, context)))
+
+    def poll(self) -> list[tuple[QueuedRun, Record | None]]:
+        """Return the run that was made. Raises KeyboardInterrupt if a signal to this process interrupted it."""
+        ((run, record),) = self.done
+        if record is not None and record.status == "interrupted":
+            raise KeyboardInterrupt
+        self.done = []
+        return [(run, record)]
+
+    def interrupt(self) -> list[tuple[QueuedRun, Record]]:
+        """Return the run that was interrupted, if one was."""
+        return [(run, record) for run, record in self.done if record is not None]
+
+    def close(self) -> None:
+        """Do nothing: this executor has nothing to release."""

@@ -1,6 +1,6 @@
 """The executor that makes runs as jobs of Slurm.
 
-It relies on files (harness.sweep.slurm.mailbox) and on the runs' records more than on what Slurm says of its jobs.
+It relies on files (harness.sweep.slurm.commands) and on the runs' records more than on what Slurm says of its jobs.
 """
 
 import shutil
@@ -26,8 +26,7 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.micro_batch_search import candidates, wants_max_micro_batch
 from harness.sweep.queued_run import QueuedRun
 from harness.sweep.slurm import commands
-from harness.sweep.slurm.commands import SlurmResources
-from harness.sweep.slurm.mailbox import job_key, message_file, read_run_ids, submitted_job
+from harness.sweep.slurm.commands import SlurmResources, job_key, message_file, read_run_ids, submitted_job
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, atomic_write_text
 from harness.util.locks import is_locked, run_lock

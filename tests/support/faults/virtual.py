@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from harness.simulator import virtual_group, virtual_stages
+from harness.simulator import virtual_rank
 from harness.simulator.ddp_reducer import completed
-from harness.simulator.virtual_entry import virtual_entry
+from harness.simulator.process import virtual_entry
 
 
 def nothing_received(run_dir: str) -> None:
@@ -17,7 +17,7 @@ def nothing_received(run_dir: str) -> None:
     def fill_with_nan(tensor: Tensor, size: float) -> None:
         tensor.data.fill_(torch.nan)
 
-    virtual_stages.fill_received = fill_with_nan
+    virtual_rank.fill_received = fill_with_nan
     virtual_entry(run_dir)
 
 
@@ -27,21 +27,21 @@ def bucket_not_reduced(run_dir: str) -> None:
     def keep(group: object, bucket: torch._C._distributed_c10d.GradBucket) -> Future[Tensor]:
         return completed(bucket.buffer())
 
-    virtual_group.keep_bucket = keep
+    virtual_rank.keep_bucket = keep
     virtual_entry(run_dir)
 
 
 def sent_tensors_dropped(run_dir: str) -> None:
     """Free what a stage sends before a message of a real process group would."""
-    virtual_stages.HeldMessages.__init__ = _hold_nothing  # type: ignore[method-assign,assignment]
+    virtual_rank.HeldMessages.__init__ = _hold_nothing  # type: ignore[method-assign,assignment]
     virtual_entry(run_dir)
 
 
-def _hold_nothing(self: virtual_stages.HeldMessages, works: object, tensors: object) -> None:
+def _hold_nothing(self: virtual_rank.HeldMessages, works: object, tensors: object) -> None:
     self.works, self.tensors = [], []
 
 
 def whole_vocabulary(run_dir: str) -> None:
     """Give the rank tokens whose rows of the embedding other ranks hold."""
-    virtual_group.own_tokens = lambda *_: nullcontext()  # type: ignore[assignment]
+    virtual_rank.own_tokens = lambda *_: nullcontext()  # type: ignore[assignment]
     virtual_entry(run_dir)
