@@ -45,12 +45,6 @@ def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
     return tensors | {f"{name}.output": shape.tokens * shape.model.hidden_size * shape.width}
 
 
-def dropout_masks(shape: MicroBatchShape, *names: str) -> dict[str, int]:
-    """Return the bytes of dropout masks of the residual stream, by these names; none without dropout."""
-    size = shape.residual_tokens * shape.model.hidden_size * shape.dropout_mask_width
-    return dict.fromkeys(names, size) if shape.model.dropout else {}
-
-
 @lru_cache(maxsize=4096)
 def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of every tensor that one decoder layer keeps for backward, by name."""
@@ -64,7 +58,8 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
                 tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in operator.inputs}
             elif operator.kind == "row":
                 tensors.setdefault(f"{branch.name}.{operator.inputs[0]}", shape.tensor_bytes(operator.inputs[0]))
-        tensors |= dropout_masks(shape, f"{branch.name}.mask")
+        if shape.model.dropout:
+            tensors[f"{branch.name}.mask"] = shape.dropout_mask_bytes
     return tensors
 
 
@@ -144,26 +139,30 @@ def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingCo
     return {name: size for name, size in saved.items() if name not in block and name != "down_proj"}
 
 
-def layer_activations(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
-    """Return the bytes that a layer, by its index in the whole model, keeps before its backward, by tensor."""
+def layer_activations(
+    shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
+) -> dict[str, int]:
+    """Return the bytes that a layer keeps before its backward, by tensor."""
     block = block_tensors(shape)
     if checkpointing.name == "attention":
         recomputed = recomputed_attention_tensors(shape)
         saved = {name: size for name, size in block.items() if name not in recomputed}
         inputs = {f"attention.{name}": shape.tensor_bytes(name) for name in ("query", "key", "value")}
         return saved | {f"{name}.input": size for name, size in inputs.items() if name in recomputed}
-    if not checkpointing.recomputes_layer(layer):
+    if not is_recomputed:
         return block
     saved = selectively_saved_tensors(shape, checkpointing) if checkpointing.name == "selective" else {}
     return {"input": shape.hidden_bytes} | saved
 
 
-def recomputed_tensors(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> dict[str, int]:
+def recomputed_tensors(
+    shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
+) -> dict[str, int]:
     """Return the bytes that a layer's second forward adds to what the layer keeps, by tensor.
 
     The layer's input is also its first norm's, if that keeps no fp32 copy.
     """
-    saved = layer_activations(shape, checkpointing, layer)
+    saved = layer_activations(shape, checkpointing, is_recomputed)
     recomputed = {name: size for name, size in block_tensors(shape).items() if name not in saved}
     if "input" in saved and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
         del recomputed["input_layernorm.input"]

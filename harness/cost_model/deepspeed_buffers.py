@@ -11,8 +11,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.deepspeed_memory import FP64_BYTES, large_gradient_bytes
-from harness.cost_model.gradient_bucket import GradientBucket, arrivals, layer_arrivals, rising_layers
+from harness.cost_model.deepspeed_memory import (
+    FP64_BYTES,
+    GradientBucket,
+    arrivals,
+    large_gradient_bytes,
+    layer_arrivals,
+    rising_layers,
+)
 from harness.cost_model.layer_backward import Moment
 from harness.cost_model.stage_activations import observed_layers
 from harness.cost_model.transient_buffers import TransientBuffers, shard_groups

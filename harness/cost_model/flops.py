@@ -148,11 +148,6 @@ def recomputed_product_flops(
     return sum(products[name] for name in names if is_last_run or name != layer_matrices(model)[-1].name)
 
 
-def must_recompute_last_projection(config: RunConfig) -> bool:
-    """Return whether a layer's second forward runs its last projection too: for dropout behind it, or compiled."""
-    return config.model.dropout > 0 or config.train.compile
-
-
 def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int:
     """Return how many second forwards of a layer, or of its attention, a stage runs for each micro-batch.
 

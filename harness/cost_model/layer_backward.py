@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.architecture import Branch, Operator
-from harness.cost_model.activations import dropout_masks
 from harness.cost_model.attention_activations import (
     attention_backward_operators,
     eager_score_tensors,
@@ -117,7 +116,7 @@ def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
     """
     if shape.tp == 1 or not shape.model.dropout:
         return 0
-    return shape.whole_hidden_bytes + 4 * shape.hidden_bytes - sum(dropout_masks(shape, "mask").values())
+    return shape.whole_hidden_bytes + 4 * shape.hidden_bytes - shape.dropout_mask_bytes
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:

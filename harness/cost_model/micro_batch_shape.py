@@ -132,6 +132,12 @@ class MicroBatchShape:
         """Bytes per element of a dropout's mask: a CPU multiplies by it in the width of compute."""
         return self.width if self.device == "cpu" else 1
 
+    @cached_property
+    def dropout_mask_bytes(self) -> int:
+        """Bytes of a dropout's mask of the residual stream; 0 without dropout."""
+        size = self.residual_tokens * self.model.hidden_size * self.dropout_mask_width
+        return size if self.model.dropout else 0
+
 
 _shape = lru_cache(maxsize=8192)(MicroBatchShape)
 

@@ -84,18 +84,6 @@ class ParameterCoordinator:
         self.whole = {number for number in self.uses if self._is_persistent(number)}
         self.elements = sum(self.sizes[number] for number in self.whole)
 
-    def apply(self, kind: EventKind, module: Module) -> None:
-        """Do what happens to a module."""
-        match kind:
-            case "enter":
-                self.enter(module)
-            case "leave":
-                self.leave(module)
-            case "refer":
-                self.refer(module)
-            case "forget":
-                self.forget(module)
-
     def enter(self, module: Module) -> None:
         """Fetch the parameters of the next module in the order, and prefetch those of others."""
         if module != self.order[self.step]:

@@ -13,19 +13,14 @@ PassKind = Literal["forward", "backward", "inputs", "weights"]  # a backward as 
 PassCounts = tuple[int, ...]  # the number of passes through each of the rank's own stages
 
 
-def schedule_order(layout: Layout, micro_batches: int, pp_rank: int) -> Iterator[tuple[PassKind, int]]:
-    """Yield the passes of a step on this rank of the pipeline, and through which of its own stages each goes.
+def schedule_order(
+    schedule: Schedule, p: int, v: int, micro_batches: int, pp_rank: int
+) -> Iterator[tuple[PassKind, int]]:
+    """Yield the passes of a step on this rank of the pipeline, and through which of its own `v` stages each goes.
 
     Forwards warm up, then a forward and a backward take turns, then come the backwards that are left. Zero bubble
     halves the backward: the half for weights comes `pp_rank` passes later, and in the first stage with all of it.
     """
-    schedule = layout.schedule if layout.pp_enabled else "1f1b"  # a single rank has nothing to wait for
-    return _schedule_order(schedule, layout.pp, layout.virtual_stages, micro_batches, pp_rank)
-
-
-def _schedule_order(
-    schedule: Schedule, p: int, v: int, micro_batches: int, pp_rank: int
-) -> Iterator[tuple[PassKind, int]]:
     per_round, total = micro_batches_per_round(p, micro_batches), v * micro_batches
     first_rounds = (v - 1) * per_round
     warm_up = {
@@ -104,7 +99,7 @@ def _backward_starts(
         return tuple(start.later(micro_batches - few) if all(start.done) else start for start in starts_of_few)
     starts: dict[object, BackwardStart] = {}
     pending, awaiting, done, forwards = ([0] * virtual_stages for _ in range(4))
-    for kind, stage in _schedule_order(schedule, pp, virtual_stages, micro_batches, pp_rank):
+    for kind, stage in schedule_order(schedule, pp, virtual_stages, micro_batches, pp_rank):
         if kind == "forward":
             pending[stage] += 1
             forwards[stage] += 1

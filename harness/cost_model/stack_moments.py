@@ -35,17 +35,17 @@ class StackState:
 
     parameters: int
     optimizer: int
-    main_gradients: int  # a buffer that lives from step to step
-    gradients: int  # of all parameters, where there is no such buffer, or beside it
+    gradients: int  # of all parameters, where no buffer of them lives from step to step, or beside it
     at_rest: int  # gradients and buffers that are allocated between steps
-    buckets: int  # that live from step to step
     layers: int
-    unit_gathered: int  # of one layer's parameters as they are gathered for use
-    root_gathered: int  # of all others
-    gathered_units: int  # how many layers are gathered at once; all of them under ZeRO stage 2
-    unit_gradient: int  # of one layer's gradients before they are reduced
-    root_gradient: int
     optimizer_temporaries: int
+    main_gradients: int = 0  # a buffer that lives from step to step
+    buckets: int = 0  # that live from step to step
+    unit_gathered: int = 0  # of one layer's parameters as they are gathered for use
+    root_gathered: int = 0  # of all others
+    gathered_units: int = 0  # how many layers are gathered at once; all of them under ZeRO stage 2
+    unit_gradient: int = 0  # of one layer's gradients before they are reduced
+    root_gradient: int = 0
 
     def at(self, moment: StackMoment, accumulates: bool) -> dict[str, int]:
         """Return the bytes of all parts but resident ones at a moment of the last micro-batch of a step."""
@@ -69,63 +69,45 @@ class StackState:
 
     def in_optimizer_step(self) -> dict[str, int]:
         """Return the bytes of all parts but resident ones in the optimizer's step, where activations are gone."""
-        gradients = self.main_gradients or self.gradients
-        temporaries = self.optimizer_temporaries
-        return {
-            "gradients": gradients,
-            "buffers": self.buckets,
-            "activations": 0,
-            "loss": 0,
-            "temporaries": temporaries,
-        }
+        at_step = {"gradients": self.main_gradients or self.gradients, "buffers": self.buckets}
+        return at_step | {"activations": 0, "loss": 0, "temporaries": self.optimizer_temporaries}
 
 
 def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: RankParts) -> StackState:
     """Return a rank's model state: widths from the precision, shards from ZeRO's stage (arXiv 1910.02054)."""
-    precision, count = config.precision, parts.parameters
+    precision, count, layers = config.precision, parts.parameters, sum(parts.chunks)
     compute, master, states = precision.compute_bytes, precision.master_bytes, config.optimizer.state_bytes(precision)
     shards = layout.dp_shard * (layout.cp if layout.zero_stage else 1)
-    layers = sum(parts.chunks)
     if memory.kind == "flat_units":
         is_sharded = layout.data_parallel == "fsdp" and layout.zero_stage > 0 and shards > 1
         degree = shards if is_sharded else 1
-        gathers = is_sharded or precision.is_mixed
-        whole = layout.zero_stage == 2 or not is_sharded
+        gathered = compute if is_sharded or precision.is_mixed else 0
         gradients = -(-master * count // degree)
         return StackState(
-            parameters=-(-master * count // degree),
+            parameters=gradients,
             optimizer=-(-states * count // degree),
-            main_gradients=0,
             gradients=gradients,
             at_rest=gradients if memory.keeps_gradients_at_rest and is_sharded else 0,
-            buckets=0,
             layers=layers,
-            unit_gathered=compute * parts.unit if gathers else 0,
-            root_gathered=compute * parts.root if gathers else 0,
-            gathered_units=layers if whole else 1 + memory.prefetched_units,
+            optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
+            unit_gathered=gathered * parts.unit,
+            root_gathered=gathered * parts.root,
+            gathered_units=layers if layout.zero_stage == 2 or not is_sharded else 1 + memory.prefetched_units,
             unit_gradient=compute * parts.unit,
             root_gradient=compute * parts.root,
-            optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
         )
     degree = shards if layout.zero_stage >= 1 else 1
-    optimizer = states + master * precision.is_mixed
-    replicated = layout.dp > 1 and layout.zero_stage == 0
     main = precision.accumulate_bytes * count if memory.keeps_main_gradients else 0
-    buckets = memory.reduce_bucket_bytes * count if replicated else 0
+    buckets = memory.reduce_bucket_bytes * count if layout.dp > 1 and layout.zero_stage == 0 else 0
     return StackState(
         parameters=compute * count,
-        optimizer=-(-optimizer * count // degree),
-        main_gradients=main,
+        optimizer=-(-(states + master * precision.is_mixed) * count // degree),
         gradients=compute * count if memory.holds_backward_gradients or not main else 0,
         at_rest=main + buckets,
-        buckets=buckets,
         layers=layers,
-        unit_gathered=0,
-        root_gathered=0,
-        gathered_units=0,
-        unit_gradient=0,
-        root_gradient=0,
         optimizer_temporaries=-(-memory.optimizer_copies * master * count // degree),
+        main_gradients=main,
+        buckets=buckets,
     )
 
 
@@ -205,7 +187,10 @@ def activation_moments(
     average = (saved * (layers - recomputes) + shape.hidden_bytes * recomputes) / max(1, layers)
     passes = passes_in_flight(layout, micro_batches, pp_rank)
     group = layout.micro_batches_per_round(micro_batches)
-    ends = embedding_bytes(config, shape) if parts.holds_embedding else 0
+    ends = 0  # token ids, and the mask of the embedding's dropout
+    if parts.holds_embedding:
+        masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
+        ends = shape.tokens * INT64_BYTES + masks
     pending = round(average * layers_in_flight(parts.chunks, passes, group)) + ends * -(-passes // len(parts.chunks))
     pass_bytes = round(average * parts.chunks[-1]) + (ends if len(parts.chunks) == 1 else 0)
     received = shape.hidden_bytes if layout.pp > 1 else 0
@@ -221,12 +206,6 @@ def activation_moments(
     if not gathers:
         return moments
     return [dataclasses.replace(moment, temporaries=moment.temporaries + gathers) for moment in moments]
-
-
-def embedding_bytes(config: RunConfig, shape: MicroBatchShape) -> int:
-    """Return what the embedding keeps of a pass: token ids, and the mask of its dropout."""
-    masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
-    return shape.tokens * INT64_BYTES + masks
 
 
 def passes_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:

@@ -9,7 +9,6 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import (
     block_tensors,
     consumed_by_recompute,
-    dropout_masks,
     layer_activations,
     norm_tensors,
     recomputed_tensors,
@@ -75,7 +74,9 @@ def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: Check
             layer_backward_activations(shape, stage, checkpointing, following)
             for following in observed_layers(stage.layers)
         ),
-        recomputed=one_layer_activations(shape, checkpointing, stage.layer_indices[-1]).recomputed,
+        recomputed=one_layer_activations(
+            shape, checkpointing, checkpointing.recomputes_layer(stage.layer_indices[-1])
+        ).recomputed,
     )
 
 
@@ -93,34 +94,31 @@ def layer_backward_activations(
 ) -> LayerActivations:
     """Return the bytes kept at the moments of the backward of the layer that so many of the stage's layers follow."""
     indices = stage.layer_indices[: stage.layers - following]
-    own = one_layer_activations(shape, checkpointing, indices[-1])
+    own = one_layer_activations(shape, checkpointing, checkpointing.recomputes_layer(indices[-1]))
     outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - own.saved
     return LayerActivations(following, outside, own, outside + own.at_scores)
 
 
-def one_layer_activations(
-    shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int
-) -> OneLayerActivations:
-    """Return what a layer, by its index in the whole model, keeps; layers differ by whether they are recomputed."""
-    return _one_layer_activations(shape, checkpointing, checkpointing.recomputes_layer(layer))
-
-
 @lru_cache(maxsize=4096)
-def _one_layer_activations(
+def one_layer_activations(
     shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
 ) -> OneLayerActivations:
-    layer = checkpointing.every - 1 if is_recomputed else 0  # any layer that is like it
-    saved = layer_activations(shape, checkpointing, layer)
-    recomputed = recomputed_tensors(shape, checkpointing, layer)
+    """Return what a layer keeps; layers differ by whether they are recomputed."""
+    saved = layer_activations(shape, checkpointing, is_recomputed)
+    recomputed = recomputed_tensors(shape, checkpointing, is_recomputed)
     until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(BEFORE_SCORES)}
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
-        names = {"input", "scores"} | (attention_operands(shape) if shape.cp == 1 else set())
+        names = {"input", "scores"}
+        if shape.cp == 1:  # with context parallelism the plan of that moment is 0.2 % too high without these
+            # The norm's output, which attention has as its argument, and saved products beside the rotated ones.
+            rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
+            names |= {"input_layernorm.output"} | rotated
         until_scores |= {name: size for name, size in (block_tensors(shape) | saved).items() if name in names}
     consumed = consumed_by_recompute(shape, checkpointing)
     recomputation = Recomputation(recomputed, consumed, whole_layer=is_recomputed)
     moments = layer_backward_moments(shape, saved, recomputation)
-    for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, checkpointing, layer)
+    for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, is_recomputed)
     return OneLayerActivations(
         saved=sum(saved.values()),
         recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
@@ -132,16 +130,6 @@ def _one_layer_activations(
         most_saved=max(moment.saved for moment in moments),
         saved_at_end=moments[-1].saved,
     )
-
-
-def attention_operands(shape: MicroBatchShape) -> set[str]:
-    """Return what a checkpointed layer has at its scores beside what it keeps without checkpointing.
-
-    These are the norm's output, which attention has as its argument, and the saved products of queries and keys beside
-    the rotated ones. With context parallelism the plan of that moment is 0.2 % too high without them.
-    """
-    rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
-    return {"input_layernorm.output"} | rotated
 
 
 def possible_peaks(moments: Sequence[Moment]) -> tuple[Moment, ...]:
@@ -178,11 +166,11 @@ def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: 
     """
     block, norm = block_tensors(shape), head_tensors(shape, stage)
     head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)
-    for layer, count in layers_by_kind(checkpointing, stage.layer_indices):
-        own = one_layer_activations(shape, checkpointing, layer)
+    for is_recomputed, count in layers_by_kind(checkpointing, stage.layer_indices):
+        own = one_layer_activations(shape, checkpointing, is_recomputed)
         left += count * (own.kept_for_weights - own.saved)
     freed = weight_pass_bytes(norm, shape) + layer_norm_statistics_bytes(norm, shape)
-    used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing, stage.layer_indices[-1])
+    used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing.recomputes_layer(stage.layer_indices[-1]))
     used_by_last_matrix = head - freed + norm["norm.output"] if norm else block["mlp.product"]
     return left + used_by_last_layer + head, left + used_by_last_matrix
 
@@ -201,17 +189,14 @@ def saved_by_layers_bytes(
     )
     shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
     kinds = layers_by_kind(checkpointing, indices)
-    return shared + sum(count * one_layer_activations(shape, checkpointing, layer).saved for layer, count in kinds)
+    return shared + sum(count * one_layer_activations(shape, checkpointing, kind).saved for kind, count in kinds)
 
 
-def layers_by_kind(checkpointing: CheckpointingConfig, layers: range) -> list[tuple[int, int]]:
-    """Return a layer that is recomputed and one that is not, each with the number of those like it in this range."""
-    first_recomputed, other = checkpointing.every - 1, 0
-    recomputed = layers.stop // checkpointing.every - layers.start // checkpointing.every
-    if not checkpointing.recomputes_layer(first_recomputed):
-        recomputed = 0
-    kinds = [(first_recomputed, recomputed), (other, len(layers) - recomputed)]
-    return [(layer, count) for layer, count in kinds if count]
+def layers_by_kind(checkpointing: CheckpointingConfig, layers: range) -> list[tuple[bool, int]]:
+    """Return whether layers are recomputed, and how many of this range are so, for each kind that is there."""
+    every = checkpointing.every
+    recomputed = layers.stop // every - layers.start // every if checkpointing.recomputes_layer(every - 1) else 0
+    return [(kind, count) for kind, count in ((True, recomputed), (False, len(layers) - recomputed)) if count]
 
 
 def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
@@ -220,7 +205,7 @@ def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
         return 0
     positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
     token_bytes = shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1))
-    return token_bytes + positions + sum(dropout_masks(shape, "mask").values())
+    return token_bytes + positions + shape.dropout_mask_bytes
 
 
 def head_tensors(shape: MicroBatchShape, stage: Stage) -> dict[str, int]:
@@ -238,11 +223,11 @@ def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape)
     return sum(size for name, size in tensors.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
 
 
-def layer_weight_grad_bytes(shape: MicroBatchShape, checkpointing: CheckpointingConfig, layer: int) -> int:
+def layer_weight_grad_bytes(shape: MicroBatchShape, is_recomputed: bool) -> int:
     """Return the bytes that a layer keeps or recomputes for its weights' gradients and frees after them."""
     block = block_tensors(shape)
     statistics = layer_norm_statistics_bytes(block, shape)
-    if statistics and checkpointing.recomputes_layer(layer):  # the first norm's input is the layer's, which stays
+    if statistics and is_recomputed:  # the first norm's input is the layer's, which stays
         statistics -= shape.hidden_bytes
     return weight_pass_bytes(block, shape) + statistics
 

@@ -48,12 +48,8 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
     head, by default as many as of the other matrices.
     """
     vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
-    count = 0
-    for parameter in parameters_of_stage(model, stage):
-        parts = vocabulary_parts if parameter.cut == "vocabulary" else tp
-        sizes = enumerate(parameter.shape)
-        count += math.prod(math.ceil(size / parts) if axis == parameter.dim else size for axis, size in sizes)
-    return count
+    parameters = parameters_of_stage(model, stage)
+    return sum(math.prod(parameter.largest_part(tp, vocabulary_parts)) for parameter in parameters)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ Parameters are gathered and reduced in groups, which fully_shard divides among s
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -13,7 +13,6 @@ from typing import NamedTuple, Protocol
 from harness.config.model import ModelConfig
 from harness.cost_model.layer_backward import Moment
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, parameters_of_stage
 
 
@@ -86,18 +85,6 @@ class GroupSizes(NamedTuple):
     total: float
 
 
-@lru_cache(maxsize=16)
-def group_names(model: ModelConfig) -> Mapping[str, str]:
-    """Return the name of each parameter's group: `layers.` and the index of its layer, `embedding` or `head`."""
-    profile = model_profile(model)
-    embedding = () if model.tie_word_embeddings else profile.embedding_shapes
-    layers = {name: profile.layer_index(name) for name in profile.parameter_shapes}
-    return {
-        name: f"layers.{layer}" if layer is not None else "embedding" if name in embedding else "head"
-        for name, layer in layers.items()
-    }
-
-
 def without_data_parallelism(layout: Layout) -> Layout:
     """Return the layout of a single replica's ranks, on which all depends that data parallelism does not divide.
 
@@ -113,11 +100,12 @@ def group_sizes(model: ModelConfig, layout: Layout, stage: Stage) -> GroupSizes:
 
 @lru_cache(maxsize=1024)
 def _group_sizes(model: ModelConfig, layout: Layout, stage: Stage) -> GroupSizes:
-    names, sizes = group_names(model), defaultdict[str, float](float)
-    for parameter, elements in local_numel(model, layout, stage).items():
-        sizes[names[parameter]] += elements
-    layers = (size for name, size in sizes.items() if name.startswith("layers."))
-    return GroupSizes(max(layers, default=0), sizes["head"], sum(sizes.values()))
+    elements, sizes = local_numel(model, layout, stage), defaultdict[str, float](float)
+    for parameter in parameters_of_stage(model, stage):
+        sizes[parameter.group] += elements[parameter.name]
+    total = sum(sizes.values())
+    layers = (size for name, size in sizes.items() if name not in ("embedding", "head"))
+    return GroupSizes(max(layers, default=0), sizes.get("head", 0), total)
 
 
 @dataclass(frozen=True)
@@ -175,17 +163,11 @@ def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroup
 
 @lru_cache(maxsize=2048)
 def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int) -> ShardGroups:
-    parts = {"whole": 1, "matrix": layout.tp, "vocabulary": layout.vocabulary_tp}
-    names, groups = group_names(model), defaultdict[str, list[tuple[int, ...]]](list)
-    first_layer = f"layers.{stage.layer_indices[0]}"
+    groups = defaultdict[str, list[tuple[int, ...]]](list)
     for parameter in parameters_of_stage(model, stage):
-        group = names[parameter.name]
-        if parameter.layer is None or group == first_layer:
-            cut = parameter.dim if parts[parameter.cut] > 1 else None
-            sizes = enumerate(parameter.shape)
-            shape = tuple(math.ceil(size / parts[parameter.cut]) if axis == cut else size for axis, size in sizes)
-            groups[group].append(shape)
-    ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[first_layer], shards)
+        if parameter.layer in (None, stage.first_layer):
+            groups[parameter.group].append(parameter.largest_part(layout.tp, layout.vocabulary_tp))
+    ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[str(stage.first_layer)], shards)
     if all(ends):
         embedding, head = (_shard_group(shapes, shards) for shapes in ends)
         return ShardGroups(embedding, layer, head, NO_GROUP, stage.layers, waiting=0)

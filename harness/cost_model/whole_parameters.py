@@ -67,7 +67,8 @@ def whole_parameters(
     most: dict[tuple[str, str, str], int] = {}  # at an event, with copies
     after: dict[tuple[str, str, str], int] = {}
     for kind, module, phase in events:
-        coordinator.apply(kind, module)
+        if kind != "compute":
+            getattr(coordinator, kind)(module)
         elements = after[kind, module.path, phase] = coordinator.elements
         copied = coordinator.gathered_at_once if kind == "enter" and backend_copies else 0
         most[kind, module.path, phase] = elements + copied

@@ -25,11 +25,14 @@ class DecoderProfile:
     """A ModelProfile of the project's decoder; parameters have the names of Hugging Face's Llama."""
 
     model: ModelConfig
+    # Whether tensor-parallel ranks sum or gather for every matrix by itself, as a library's plan has it. Otherwise
+    # the matrices of attention, and those of the MLP, share the collectives of their input and output.
     communicates_per_matrix = False
-    supports_pipeline = True
-    supports_compile = True
+    supports_pipeline = True  # whether the model can be cut into pipeline stages
+    supports_compile = True  # whether its layers can be compiled, so that their operators show whether they were
+    # Whether the layers are this project's, which exported scripts contain and every engine is tested with.
     is_project_decoder = True
-    activations_are_known = True
+    activations_are_known = True  # whether there are formulas for the activations, and so for the peak of memory
 
     @cached_property
     def layer_shapes(self) -> Shapes:

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Literal
 
 from harness.config.model import ModelConfig
 from harness.layout.layer_spec import SHARD_DIM, numel
@@ -120,9 +119,8 @@ def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> Mapping[str
 
 @lru_cache(maxsize=1024)
 def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, stage: Stage) -> Mapping[str, float]:
-    parts = {"whole": 1, "matrix": tp, "vocabulary": vocabulary_tp}
     owned = parameters_of_stage(model, stage)
-    return MappingProxyType({entry.name: math.prod(entry.shape) / parts[entry.cut] for entry in owned})
+    return MappingProxyType({each.name: math.prod(each.shape) / each.parts(tp, vocabulary_tp) for each in owned})
 
 
 def local_sizes(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> list[float]:
@@ -136,10 +134,23 @@ class ShardedParameter:
 
     name: str
     shape: tuple[int, ...]
-    cut: Literal["whole", "matrix", "vocabulary"]  # what tensor parallelism cuts it as
-    dim: int | None  # the dimension that is cut
-    layer: int | None  # the index of its layer where that decides its stage
+    dim: int | None  # the dimension that tensor parallelism cuts; None if it stays whole
+    is_vocabulary: bool  # whether that is the vocabulary, which a layout may leave whole
+    layer: int | None  # the index of its layer
     is_embedding: bool
+    # What is gathered and reduced with it: its layer's index, `embedding` or `head`, which are one where they are tied.
+    group: str
+
+    def parts(self, tp: int, vocabulary_tp: int) -> int:
+        """Return the number of parts into which tensor parallelism cuts it."""
+        if self.dim is None:
+            return 1
+        return vocabulary_tp if self.is_vocabulary else tp
+
+    def largest_part(self, tp: int, vocabulary_tp: int) -> tuple[int, ...]:
+        """Return the shape on the tensor-parallel rank that has most of it."""
+        parts = self.parts(tp, vocabulary_tp)
+        return tuple(math.ceil(size / parts) if axis == self.dim else size for axis, size in enumerate(self.shape))
 
     def is_in(self, stage: Stage) -> bool:
         """Return whether the parameter is in this stage, as Stage.holds() does for its name."""
@@ -155,15 +166,13 @@ def parameters_of_stage(model: ModelConfig, stage: Stage) -> Iterator[ShardedPar
 
 @lru_cache(maxsize=16)
 def _sharded_parameters(model: ModelConfig) -> tuple[ShardedParameter, ...]:
-    parameters = []
-    for name, shape in model_profile(model).parameter_shapes.items():
-        owner, *rest = name.split(".")
-        dim = tp_shard_dim(name, model)
-        cut: Literal["whole", "matrix", "vocabulary"] = "whole"
-        if dim is not None:
-            cut = "vocabulary" if is_vocab_sharded(name, model) else "matrix"
-        layer = int(rest[0]) if owner == "layers" else None
-        parameters.append(ShardedParameter(name, shape, cut, dim, layer, owner in ("embed_tokens", "embed_positions")))
+    profile, parameters = model_profile(model), []
+    for name, shape in profile.parameter_shapes.items():
+        layer, is_embedding = profile.layer_index(name), name in profile.embedding_shapes
+        end = "embedding" if is_embedding and not model.tie_word_embeddings else "head"
+        group = end if layer is None else str(layer)
+        cut = (tp_shard_dim(name, model), is_vocab_sharded(name, model))
+        parameters.append(ShardedParameter(name, shape, *cut, layer, is_embedding, group))
     return tuple(parameters)
 
 
@@ -187,13 +196,12 @@ def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) ->
     """
     coordinate = layout.coordinates(rank)["tp"]
     shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in model_profile(model).parameter_shapes.items():
-        if stage.holds(name):
-            cut, sizes = tp_shard_dim_under(name, model, layout), list(shape)
-            if cut is not None:
-                part = math.ceil(shape[cut] / layout.tp)
-                sizes[cut] = max(0, min(part, shape[cut] - coordinate * part))
-            shapes[name] = tuple(sizes)
+    for parameter in parameters_of_stage(model, stage):
+        parts, cut, sizes = parameter.parts(layout.tp, layout.vocabulary_tp), parameter.dim, list(parameter.shape)
+        if cut is not None and parts > 1:
+            part = math.ceil(sizes[cut] / parts)
+            sizes[cut] = max(0, min(part, sizes[cut] - coordinate * part))
+        shapes[parameter.name] = tuple(sizes)
     return MappingProxyType(shapes)
 
 

@@ -10,8 +10,7 @@ from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.schema import Device, RunConfig
 from harness.cost_model import flops
-from harness.cost_model.communication import padded_bytes
-from harness.cost_model.data_parallel_communication import sent_elements
+from harness.cost_model.communication import padded_bytes, sent_elements
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.rank_memory import optimizer_parameter_count, rank_stages
 from harness.cost_model.stage_memory import local_parameter_count

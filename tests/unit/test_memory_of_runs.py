@@ -7,8 +7,8 @@ from statistics import median
 import pytest
 
 from harness.cost_model import rank_memory, step_peaks, whole_parameters
+from harness.cost_model.deepspeed_memory import GradientBucket
 from harness.cost_model.fully_shard_memory import GroupBytes
-from harness.cost_model.gradient_bucket import GradientBucket
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parameter_coordinator import ParameterCoordinator
 from harness.runner import local_machine

@@ -188,7 +188,7 @@ def test_passes_run_in_the_order_of_torchs_schedules(schedule: tuple[str, int], 
     names = {"F": "forward", "B": "backward"}
     for pp_rank in range(p):
         passes = [(names[kind], stage // p) for stage, kind, _ in expected[pp_rank]]
-        assert list(schedule_order(layout, p * rounds, pp_rank)) == passes
+        assert list(schedule_order(layout.schedule, p, layout.virtual_stages, p * rounds, pp_rank)) == passes
 
 
 @pytest.mark.parametrize("v", (1, 2, 3))
@@ -204,7 +204,7 @@ def test_split_backwards_run_in_the_order_of_torchs_schedules(p: int, v: int) ->
             for stage, kind, _ in expected[pp_rank]
             if (stage, kind) != (0, "I")
         ]
-        assert list(schedule_order(layout, 3 * p, pp_rank)) == passes
+        assert list(schedule_order(layout.schedule, p, layout.virtual_stages, 3 * p, pp_rank)) == passes
 
 
 @pytest.mark.parametrize("micro_batches", (4, 6, 12))
@@ -335,7 +335,7 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
     with ActivationMeter(module) as meter, probe.listen(Recomputing(meter)), Live() as live:
-        for kind, _ in schedule_order(layout, count, pp_rank):
+        for kind, _ in schedule_order(layout.schedule, layout.pp, layout.virtual_stages, count, pp_rank):
             if kind == "forward":
                 stage_input = arriving.pop(0)
                 waiting.append((stage_input, module(stage_input, tokens) if stage.holds_head else module(stage_input)))

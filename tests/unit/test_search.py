@@ -182,14 +182,14 @@ def test_shortcuts_change_no_byte(
     monkeypatch.setattr(rank_memory.RankCost, "heaviest_starts", every_start)
     monkeypatch.setattr(rank_memory, "representative_stage", lambda stage, period: stage)
     monkeypatch.setattr(stage_activations, "possible_peaks", tuple)
-    for cached in (rank_memory._alike_ranks, stage_activations._one_layer_activations):
+    for cached in (rank_memory._alike_ranks, stage_activations.one_layer_activations):
         cached.cache_clear()
     stage_activations.stage_activations.cache_clear()
     try:
         assert estimate_memory(config, prediction.layout, prediction.widths, "cuda") == short
     finally:
         monkeypatch.undo()
-        for cached in (rank_memory._alike_ranks, stage_activations._one_layer_activations):
+        for cached in (rank_memory._alike_ranks, stage_activations.one_layer_activations):
             cached.cache_clear()
         stage_activations.stage_activations.cache_clear()
 
