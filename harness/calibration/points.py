@@ -9,8 +9,8 @@ from typing import Literal
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import Device
+from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
-from harness.launcher.rank_environment import threads_per_rank
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
 

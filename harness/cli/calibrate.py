@@ -66,9 +66,9 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
     )
     from harness.calibration.fit import curve_errors, fit_rates
     from harness.calibration.points import measure_machine
-    from harness.hardware.processor import processor_name
-    from harness.runner.machine_defaults import computes_bf16
+    from harness.hardware.machine import processor_name
     from harness.runner.predicted_columns import described_devices
+    from harness.runner.resolve import computes_bf16
 
     dtype = "bfloat16" if computes_bf16(machine.device, machine.compute_capability) else "float32"
     measured = measure_machine(machine.device, ranks, dtype, quick)

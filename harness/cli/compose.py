@@ -18,18 +18,14 @@ from yaml import YAMLError
 from harness.cli.notice import Notice, import_slowly, showing
 from harness.config.arguments import find_mistake, normalize_arguments
 from harness.config.command import read_command_config
-from harness.config.from_dict import from_dict
-from harness.config.hydra import register_resolvers, to_container
+from harness.config.from_dict import ConfigValues, GroupValues, from_dict, require_one_of
+from harness.config.hydra import composition_error, register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
-from harness.config.overrides import composition_error
 from harness.config.schema import ClusterConfig
-from harness.config.validation import require_one_of
-from harness.config.values import ConfigValues, GroupValues
 from harness.layout.layout import resolve_layout
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import find_problems
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import wants_max_micro_batch

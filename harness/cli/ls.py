@@ -6,9 +6,8 @@ from pathlib import Path
 
 import yaml
 
-from harness.config.comments import first_sentence
-from harness.config.locations import conf_folders, files_in, sweeps_folders
-from harness.config.values import GroupValues
+from harness.config.from_dict import GroupValues
+from harness.config.locations import conf_folders, files_in, first_sentence, sweeps_folders
 from harness.util.errors import UserError, run_command
 from harness.util.text import sanitize
 

@@ -10,8 +10,14 @@ from harness.planner.explain import explanation
 from harness.planner.plan import Plan, Refusal, plans
 from harness.planner.predict import Prediction
 from harness.planner.row import planned_row, refused_row
-from harness.planner.sentences import basis_sentences, misfit_sentence, run_sentences, search_sentences
-from harness.planner.text import detail_lines, table_lines
+from harness.planner.sentences import (
+    basis_sentences,
+    detail_lines,
+    misfit_sentence,
+    run_sentences,
+    search_sentences,
+    table_lines,
+)
 from harness.records.schema import Row
 from harness.report.plan_files import csv_text
 from harness.util.errors import UserError, run_command

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from harness.cli.compose import Combinations, report_mistake
 from harness.config.command import merge_values
-from harness.config.overrides import expand_repeats
-from harness.config.values import ConfigValues
+from harness.config.from_dict import ConfigValues
+from harness.config.hydra import expand_repeats
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from harness.config.validation import require, require_one_of, require_positive
+from harness.config.from_dict import require, require_one_of, require_positive
 
 Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
 SavedProducts = Literal["all", "every_second"]

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import ConfigValues, from_dict, require, require_one_of
 from harness.config.schema import RunConfig
-from harness.config.validation import require, require_one_of
-from harness.config.values import ConfigValues
 from harness.util.errors import UserError
 
 RetryableStatus = Literal["error", "timeout", "oom"]  # interrupted runs are always run again

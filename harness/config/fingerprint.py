@@ -8,8 +8,7 @@ from typing import Any, get_type_hints
 
 from harness.config.byte_size import parse_bytes
 from harness.config.command import COMMAND_KEYS
-from harness.config.hf_model_info import HFModelInfo
-from harness.config.model import ModelConfig
+from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
 from harness.util.errors import UserError
 

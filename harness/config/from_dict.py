@@ -3,10 +3,10 @@
 import dataclasses
 import types
 import typing
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypedDict
 
-from harness.config.validation import require_one_of
 from harness.util.errors import UserError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -89,3 +89,63 @@ def _checked_value(hint: Any, value: Any, key: str) -> Any:
         raise UserError(f"{key}={value} is not a list: give it a list")
     wanted = TYPE_NAMES.get(hint, str(hint))
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
+
+
+GroupValues = dict[str, Any]  # the values of one group; harness.config.from_dict checks their keys and types
+
+
+class ConfigValues(TypedDict, total=False):
+    """The keys of a whole configuration: those of RunConfig and those of CommandConfig.
+
+    A group or a key may be missing in the record of an earlier version.
+    """
+
+    name: str
+    results_dir: str
+    proof: GroupValues
+    tracking: GroupValues
+    measure: GroupValues
+    sweep: GroupValues
+    plan: GroupValues
+    repeats: int
+    timeout_seconds: float
+    hang_seconds: float
+    preflight: bool
+    retry: Sequence[str]
+    stop_after: Sequence[str | int | float]
+    force: bool
+    model: GroupValues
+    strategy: GroupValues
+    checkpointing: GroupValues
+    precision: GroupValues
+    data: GroupValues
+    cluster: GroupValues
+    train: GroupValues
+    world_size: int | None
+    repeat: int
+    launch: str
+    simulate: GroupValues
+
+
+def require(holds: bool, key: str, value: object, rule: str) -> None:
+    """Raise UserError with the key, its value and the rule unless the rule holds."""
+    if not holds:
+        raise UserError(f"{key}={value} {rule}")
+
+
+def require_positive(group: str, owner: object, *keys: str) -> None:
+    """Raise UserError unless each of these attributes of a group's dataclass is 1 or more."""
+    for key in keys:
+        value = getattr(owner, key)
+        require(value >= 1, f"{group}.{key}", value, "is not a positive whole number: choose 1 or more")
+
+
+def require_one_of(key: str, value: object, choices: Sequence[object]) -> None:
+    """Raise UserError, which lists the choices, unless the value is one of them."""
+    require(value in choices, key, value, f"is not known: choose {', '.join(map(str, choices))}")
+
+
+def divisors_text(number: int) -> str:
+    """Return the divisors of a number for a sentence, such as "1, 2 or 4"."""
+    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
+    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]

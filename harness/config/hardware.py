@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from harness.config.byte_size import parse_bytes
-from harness.config.validation import require
+from harness.config.from_dict import require
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,15 @@ import typing
 from pathlib import Path
 from typing import Any, cast
 
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
 from harness.config.command import CommandConfig
+from harness.config.from_dict import ConfigValues
 from harness.config.locations import PACKAGED_CONF, PRESETS, user_conf, user_sweeps
+from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
 from harness.config.schema import RunConfig
-from harness.config.values import ConfigValues
 from harness.util.errors import UserError
 from harness.util.text import one_line
 
@@ -79,8 +84,6 @@ def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
 
-    from harness.config.overrides import composition_error
-
     register_resolvers()
     try:
         with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
@@ -97,8 +100,6 @@ def sweeper_params(*overrides: str, primary: str = "config") -> dict[str, str]:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import YAMLError
-
-    from harness.config.overrides import composition_error
 
     register_resolvers()
     try:
@@ -123,3 +124,35 @@ def to_container(composed: Any) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         raise UserError(one_line(error)) from None
     return values
+
+
+def composition_error(error: Exception) -> str:
+    """Return why a configuration cannot be composed, in one line that names the key and the remedy."""
+    if isinstance(error, YAMLError):
+        return f"a configuration file is not valid YAML: {one_line(error)}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, name = str(error.missing_cfg_file).rpartition("/")
+        if group in group_names():
+            return unknown_choice(group, name)
+        return f"{group}={name} is not known: choose {', '.join(sorted(error.options))}"
+    cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key and isinstance(error, HydraException):
+        return _unknown_key_error(cause.full_key)
+    return one_line(str(error).split("\nSee https", maxsplit=1)[0])
+
+
+def _unknown_key_error(key: str) -> str:
+    """Return why a key cannot be set that the composed configuration does not have."""
+    group = key.partition(".")[0]
+    if key in known_keys():
+        choices = ", ".join(f"{group}={choice}" for choice in choices_of(group) if choice != "auto")
+        return f"{key} is not part of the chosen {group}: choose one of {choices} beside it"
+    return unknown_key(key, "")
+
+
+def expand_repeats(values: ConfigValues) -> list[ConfigValues]:
+    """Return the values of each repeat of a combination; an invalid count yields one, which the schema then rejects."""
+    first, repeats = values.get("repeat"), values.get("repeats")
+    if type(first) is not int or type(repeats) is not int or repeats < 1:
+        return [values]
+    return [values | {"repeat": first + index, "repeats": 1} for index in range(repeats)]

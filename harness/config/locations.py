@@ -45,3 +45,14 @@ def files_in(folders: Iterable[Path], group: str) -> dict[str, Path]:
 def names_in(folders: Iterable[Path], group: str) -> list[str]:
     """Return the names that a configuration group has."""
     return list(files_in(folders, group))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the comment at the top of a YAML file, without `# @package` lines."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @"):
+            lines.append(line.removeprefix("#").strip())
+    return " ".join(lines).partition(". ")[0].rstrip(".")

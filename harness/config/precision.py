@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from harness.config.validation import require, require_one_of, require_positive
+from harness.config.from_dict import require, require_one_of, require_positive
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element, by torch's dtype names
 

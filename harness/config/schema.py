@@ -15,13 +15,12 @@ from typing import Any, Literal, cast
 
 from harness.config.byte_size import parse_bytes
 from harness.config.checkpointing import CheckpointingConfig
+from harness.config.from_dict import ConfigValues, require, require_one_of, require_positive
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import ADAMW, OptimizerSpec
 from harness.config.precision import PrecisionConfig
 from harness.config.strategy import StrategyConfig
-from harness.config.validation import require, require_one_of, require_positive
-from harness.config.values import ConfigValues
 
 RequestedDevice = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]

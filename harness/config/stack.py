@@ -4,14 +4,184 @@ Only the planner reads it, and it is no part of a run's identity.
 """
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import yaml
 
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import from_dict, require, require_one_of
 from harness.config.locations import conf_folders, files_in
-from harness.config.stack_memory import StackMemory
-from harness.config.stack_timing import StackTiming
+from harness.config.optimizer import ADAMW
 from harness.util.errors import UserError
+
+# Which engine's memory a stack has: `harness` is this project's own, which the exact model predicts from the widths and
+# the layout, `replicated` keeps weights whole beside sharded or whole optimizer state, and `flat_units` is FSDP1, whose
+# flat parameter of each layer is sharded at rest and gathered for use.
+MemoryKind = Literal["harness", "replicated", "flat_units"]
+
+
+# How layers are spread over pipeline stages: evenly, by their parameters as this project does, or by their products'
+# FLOPs with the head's, as nanotron does.
+StageBalance = Literal["layers", "parameters", "products"]
+
+
+@dataclass(frozen=True)
+class StackMemory:
+    """The tensors that an implementation allocates where implementations differ."""
+
+    kind: MemoryKind = "replicated"  # The engine's kind: harness, replicated or flat_units.
+    # The ZeRO stages that the implementation has, and whether it divides matrices, layers or sequences too.
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    has_model_parallelism: bool = True
+    # State. The width of weights, and of masters where they are kept apart, follows from the precision.
+    # Whether a buffer of all parameters' gradients, as wide as they are accumulated, lives from step to step.
+    keeps_main_gradients: bool = True
+    # Whether the gradients of a backward, in the width of compute, exist for all parameters before they are added to
+    # that buffer; otherwise each is added when it is computed.
+    holds_backward_gradients: bool = False
+    # The bytes per parameter of the buckets in which replicas without a sharded optimizer reduce gradients.
+    reduce_bucket_bytes: int = 0
+    # Whether gradients stay allocated after the optimizer's step, where nothing accumulates them from step to step.
+    keeps_gradients_at_rest: bool = False
+    # The copies of the parameters, in the optimizer's width, that its step makes; foreach operators make one.
+    optimizer_copies: int = 0
+    vocabulary_multiple: int = 1  # The vocabulary is padded to a multiple of this times tp; 1 means it is not.
+    balance: StageBalance = "layers"  # How layers are spread over pipeline stages: layers, parameters or products.
+    # Activations that a layer keeps for backward.
+    # Whether sequence parallelism keeps the inputs of matrices as shards and gathers them again in backward.
+    gathers_inputs_again: bool = True
+    # The tensors of intermediate_size that a gated MLP keeps: gate, up, product, and the activation unless it is fused.
+    gated_mlp_tensors: int = 4
+    plain_mlp_tensors: int = 2  # The tensors of intermediate_size that an MLP without a gate keeps.
+    # The tensors as wide as its input that an RMSNorm of plain operations keeps beside its input and its output.
+    rms_norm_copies: int = 0
+    # The tensors as wide as queries that attention keeps beside queries, keys, values and its result.
+    attention_copies: int = 0
+    scores_bytes: int = 2  # The bytes per element of the softmax that eager attention keeps.
+    # Head and loss.
+    # The copies of the logits in the width of compute, and in fp32, at the worst moment of the loss.
+    narrow_logits: int = 1
+    fp32_logits: int = 1
+    loss_chunk_tokens: int = 0  # The tokens that head and loss compute at once; 0 means all of a micro-batch.
+    # Buffers.
+    # The tensors of the residual stream, of each pipeline stage of a rank, that live from step to step: what the last
+    # micro-batch received, and its gradient.
+    pipeline_tensors_at_rest: int = 0
+    tp_gather_buffers: int = 0  # The persistent buffers for gathered inputs and gradients of sequence parallelism.
+    prefetched_units: int = 1  # The flat parameters that are gathered ahead of the one in use.
+    cublas_handles: int = 2  # The threads that multiply matrices, each with a workspace: of forward and of backward.
+    cublas_workspace_bytes: int | None = None  # The bytes of one such workspace; null means torch's default.
+    # The bytes of a workspace of the layers' own library, before and from compute capability 9.
+    library_workspace_bytes: tuple[int, int] = (0, 0)
+    # The tensors of the whole residual stream, in each layer of a forward with sequence parallelism, that collectives
+    # read and that the allocator cannot use again before the host has seen their end.
+    collective_tensors: int = 0
+    # The share of activations and temporaries by which torch's allocator holds more than is allocated. It is fitted.
+    fragmentation: float = 0.0
+    # The range of measured over predicted peak bytes in published measurements of this stack, 94 of 100 rows inside;
+    # null means that there are none.
+    measured_over_predicted: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        require_one_of("stack.memory.kind", self.kind, ("harness", "replicated", "flat_units"))
+        require_one_of("stack.memory.balance", self.balance, ("layers", "parameters", "products"))
+        for key in (
+            "reduce_bucket_bytes",
+            "optimizer_copies",
+            "attention_copies",
+            "fp32_logits",
+        ):
+            value = getattr(self, key)
+            require(value >= 0, f"stack.memory.{key}", value, "is negative: choose 0 or more")
+        rule = "is not a positive number: choose 1 or more"
+        require(self.vocabulary_multiple >= 1, "stack.memory.vocabulary_multiple", self.vocabulary_multiple, rule)
+
+
+@dataclass(frozen=True)
+class StackTiming:
+    """The choices of an implementation that decide the time of a step."""
+
+    # Whether gradients are sent while backward still runs, those of the last micro-batch if they are sent once a step.
+    overlaps_gradient_reduction: bool = True
+    # Whether updated parameters are gathered while the next forward already runs; otherwise before it.
+    overlaps_parameter_gather: bool = False
+    # Time of the host for each rank's slice of each parameter, where ZeRO gathers into a list of slices and copies one
+    # after the other into its parameter; 0 where one flat buffer is gathered.
+    shard_slice_seconds: float = 0.0
+    # Whether gathered parameters of the next layer arrive while a layer computes, in ZeRO's stage 3.
+    prefetches_parameters: bool = True
+    # Whether replicas of shards sum their gradients in every micro-batch, in stage 3; otherwise once a step.
+    reduces_replicas_every_micro_batch: bool = False
+    # Whether backward gathers the inputs of column-parallel matrices again, with sequence parallelism.
+    gathers_inputs_again: bool = False
+    # Whether the gradient of a column-parallel matrix's input is summed while that of its weight is computed.
+    overlaps_input_gradient: bool = False
+    skips_masked_scores: bool = True  # Whether the fused attention kernel skips the half that the causal mask hides.
+    # The memory traffic of kernels between matrix products in units of one read and one write for each operator, as
+    # torch runs them without a compiler.
+    elementwise_traffic: float = 1.0
+    logit_bytes: float = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
+    kernels_per_layer: int = 90  # Kernels of a decoder layer, in forward and backward.
+    # Time in which a device at least waits for its host in both passes of a layer, and beside the layers in those of a
+    # stage for a micro-batch.
+    layer_seconds: float = 0.0
+    micro_batch_seconds: float = 0.0
+    # What the host does beside a layer's own kernels, in launches that take as long, on a CPU, where it was measured:
+    # to gather or reduce a layer's parameters in stage 3, or a parameter of an engine that gathers them one by one; in
+    # a layer that tensor-parallel ranks divide; and in a micro-batch outside its layers.
+    layer_gather_launches: int = 0
+    parameter_gather_launches: int = 0
+    divided_layer_launches: int = 0
+    micro_batch_launches: int = 0
+    collective_launch_seconds: float = 0.0  # Time of the host for one tensor-parallel collective, beside a kernel's.
+    # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
+    collective_seconds_per_rank: float = 0.0
+    pipelined_collective_seconds_per_rank: float = 0.0
+    # Time of one step of a ring between nodes beside the hardware's, such as that of processes that wait for others.
+    inter_node_step_seconds: float = 0.0
+    blocking_transfers: bool = False  # Whether a stage waits for its transfers instead of computing meanwhile.
+    # Time of a transfer between stages on two nodes beside its bytes, and the power of the number of nodes, in units
+    # of two, by which it grows.
+    transfer_seconds: float = 0.0
+    transfer_growth: float = 0.0
+    # Time of each micro-batch beside everything else on 64 nodes, and the power of the nodes by which it grows.
+    inter_node_micro_batch_seconds: float = 0.0
+    inter_node_micro_batch_growth: float = 0.0
+    optimizer_bytes: float = (
+        ADAMW.update_bytes
+    )  # Bytes that the update reads and writes for each parameter, masters included.
+    step_seconds: float = 0.0  # Time of a step beside everything else.
+    # The range of measured over predicted step time of a step without exposed communication in published measurements
+    # of this stack, nine of ten rows inside; null means that there are none.
+    measured_over_predicted: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        low, high = self.measured_over_predicted or (1.0, 1.0)
+        rule = "is not a range around 1: choose a number up to 1 and one from 1 on"
+        require(0 < low <= 1 <= high, "stack.timing.measured_over_predicted", self.measured_over_predicted, rule)
+        for key in (
+            "elementwise_traffic",
+            "logit_bytes",
+            "kernels_per_layer",
+            "layer_seconds",
+            "micro_batch_seconds",
+            "layer_gather_launches",
+            "parameter_gather_launches",
+            "divided_layer_launches",
+            "micro_batch_launches",
+            "collective_launch_seconds",
+            "collective_seconds_per_rank",
+            "pipelined_collective_seconds_per_rank",
+            "transfer_seconds",
+            "transfer_growth",
+            "inter_node_step_seconds",
+            "inter_node_micro_batch_seconds",
+            "inter_node_micro_batch_growth",
+            "optimizer_bytes",
+            "shard_slice_seconds",
+            "step_seconds",
+        ):
+            value = getattr(self, key)
+            require(value >= 0, f"stack.timing.{key}", value, "is negative: choose 0 or more")
 
 
 @dataclass(frozen=True)

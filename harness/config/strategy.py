@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from harness.config.validation import require, require_one_of, require_positive
+from harness.config.from_dict import require, require_one_of, require_positive
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")  # the same axes, in the order in which they are read

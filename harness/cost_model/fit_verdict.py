@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackMemory
 from harness.cost_model.stack_memory import RankMemory
 
 Fits = Literal["likely", "tight", "no"]

@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 
 from harness.config.schema import RunConfig
-from harness.config.stack import StackConfig
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackConfig, StackMemory
 from harness.cost_model.buffers import CUBLAS_WORKSPACE_BYTES
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.schema import RunConfig
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackMemory
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.cost_model.stack_parameters import RankParts
 from harness.layout.layout import Layout

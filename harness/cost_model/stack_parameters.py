@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from harness.config.model import ModelConfig
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackMemory
 from harness.layout.layer_spec import layer_matrices, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.partition import split_into_stages

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
-from harness.records.run_folder import RunFolder
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import RunFolder, read_run_spec
 from harness.records.store import read_record
 from harness.util.errors import UserError
 

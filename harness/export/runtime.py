@@ -16,9 +16,9 @@ Scripts that were exported before continue to work when other modules of the har
 
 from harness.layout.partition import stages_of_rank
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import initial_value, materialize
-from harness.models.loss import loss_function
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import read_run_spec
 from harness.worker.batches import Batches
 
 __all__ = [

@@ -1,9 +1,16 @@
 """A machine's ranks, devices, cores and free memory, as a value that needs no device."""
 
+import functools
+import importlib.util
 import os
 import platform
+import runpy
+import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
 
 import psutil
 
@@ -76,3 +83,37 @@ def usable_cores() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(psutil.cpu_count() or 1))
+
+
+CPUINFO = Path("/proc/cpuinfo")
+
+
+@functools.cache
+def processor_name() -> str | None:
+    """Return the processor model's name, None if it is unknown. On some architectures /proc/cpuinfo has none."""
+    if platform.system() == "Darwin":
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.check_output(command, text=True, timeout=5).strip() or None
+        return None
+    if CPUINFO.exists():
+        with CPUINFO.open(errors="replace") as lines:
+            for line in lines:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def is_built_for_gpus() -> bool:
+    """Return whether the installed torch is a build for GPUs, by the file that states its version."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return True  # importing it says what is wrong
+    versions = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return versions.get("cuda") is not None or versions.get("hip") is not None
+
+
+def torch_release() -> tuple[int, int]:
+    """Return the first two numbers of the installed torch's version."""
+    major, minor, *_ = version("torch").split(".")
+    return int(major), int(minor)

@@ -17,12 +17,16 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
-from harness.hardware.oom_kills import oom_kill_count
 from harness.launcher import rank_entry, stack_dump
-from harness.launcher.forkserver import START_METHODS, StartMethod, start_forkserver
+from harness.launcher.forkserver import (
+    START_METHODS,
+    StartMethod,
+    rank_environment,
+    start_forkserver,
+    temporary_environment,
+)
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
-from harness.launcher.rank_environment import rank_environment, temporary_environment
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
@@ -182,3 +186,37 @@ def _log_elastic_to(target: Path) -> Iterator[None]:
             logger.propagate, logger.handlers = propagate, handlers
         with suppress(OSError):
             file.close()
+
+
+PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+
+
+def oom_kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
+    """Return how many processes of this control group, else of this machine, the kernel killed because memory ran out.
+
+    It is 0 where the kernel does not report it (not Linux). If the count grew while a rank died of SIGKILL, the kernel
+    killed that rank.
+    """
+    return next(_counts(proc, cgroups), 0)
+
+
+def _counts(proc: Path, cgroups: Path) -> Iterator[int]:
+    """Yield the known counts, the most specific first: control groups version 2, version 1, the whole machine."""
+    groups = dict(line.split(":", 2)[1:] for line in _lines(proc / "self" / "cgroup"))
+    paths = []
+    if "" in groups:
+        paths.append(cgroups / groups[""].lstrip("/") / "memory.events")
+    if "memory" in groups:
+        paths.append(cgroups / "memory" / groups["memory"].lstrip("/") / "memory.oom_control")
+    for path in (*paths, proc / "vmstat"):
+        for line in _lines(path):
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                yield int(value)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

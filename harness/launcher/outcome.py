@@ -11,8 +11,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from harness.launcher import stack_dump
 from harness.launcher.monitor import RankMonitor
 from harness.records import heartbeat
+from harness.records.rank_report import LaunchStatus
 from harness.records.run_folder import RunFolder
-from harness.records.status import LaunchStatus
 from harness.util.text import one_line
 
 TAIL_BYTES = 16_384  # the part at the end of a log that is searched for its last lines

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from harness.config.from_dict import divisors_text
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
-from harness.config.validation import divisors_text
 from harness.layout.layer_spec import (
     Matrix,
     Shapes,

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from harness.config.hf_model_info import HFModelInfo
-from harness.config.model import ModelConfig
+from harness.config.from_dict import divisors_text
+from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
-from harness.config.validation import divisors_text
 from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes
 from harness.layout.layout import Layout
 

@@ -14,9 +14,8 @@ from typing import TypedDict
 import psutil
 import torch
 
-from harness.hardware.machine import Machine
+from harness.hardware.machine import Machine, processor_name
 from harness.hardware.nvml import NvmlError, driver_version, visible_device_ids, visible_devices
-from harness.hardware.processor import processor_name
 from harness.util.files import JsonObject
 from harness.util.redact import may_hold_secret
 

@@ -10,7 +10,6 @@ import torch
 from harness.measure.allocation_logger import AllocationLogger, CpuAllocationLog, CudaAllocationLog, PeakStepLog
 from harness.measure.native_allocator import Allocator
 
-
 CPU = torch.device("cpu")
 
 

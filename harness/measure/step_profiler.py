@@ -21,7 +21,7 @@ from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerpr
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder, bytes_by_device, state_shards
-from harness.models.compile import compiled_graph_count
+from harness.models.build import compiled_graph_count
 from harness.probe import Listener, Probe, ShardSource
 from harness.records.rank_report import ProfiledStep
 from harness.tensors.flops import has_flops, operator_flops

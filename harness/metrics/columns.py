@@ -3,14 +3,14 @@
 from collections.abc import Sequence
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS, RunConfig
+from harness.cost_model.flops import model_flops
+from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout
 from harness.metrics.disturbance import disturbance_text
-from harness.metrics.kernels import kernel_columns
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import bubble_columns, median_step_seconds, step_seconds, step_time_columns
-from harness.metrics.throughput import throughput_columns
 from harness.metrics.traffic import sent_bytes
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import COMPOSED, RankReport
 from harness.records.schema import Cells, StepEntry
 
 
@@ -87,3 +87,53 @@ def mean_losses(ranks: Sequence[RankReport]) -> list[float | None]:
         finite = [loss for loss in losses if loss is not None]
         mean_by_step.append(sum(finite) / len(finite) if len(finite) == len(losses) else None)
     return mean_by_step
+
+
+def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
+    """Return the attention kernel that ran; several are joined by +, and no kernel is None."""
+    return {"attention_kernel": "+".join(attention_kernels(config, ranks)) or None}
+
+
+def attention_kernels(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
+    """Return the attention kernels that any of the ranks ran, sorted.
+
+    Attention composed of plain operators is the model's own where model.attention=eager, else torch's math kernel.
+    The compiler makes plain operators part of generated kernels, which cannot be observed. A fused kernel still can, so
+    that attention without any was composed.
+    """
+    is_eager = config.model.attention == "eager"
+    unobserved = (COMPOSED,) if config.train.compile else ()
+    names = {name for rank in ranks for name in rank.profiled.attention_kernels or unobserved}
+    return sorted(("eager" if is_eager else "math") if name == COMPOSED else name for name in names)
+
+
+def throughput_columns(config: RunConfig, ranks: Sequence[RankReport], step_seconds: float) -> Cells:
+    """Return the throughput of the whole world, over the whole step.
+
+    MFU counts the operations that the model needs, HFU those that ran (arXiv 2204.02311, appendix B), both over the
+    dense peak of all devices in the compute width; they are None where a device's peak is not known.
+    """
+    devices = sum(rank.devices for rank in ranks)
+    tokens = config.train.global_batch * config.train.seq_len
+    needed, executed = model_flops(config), executed_flops(ranks)
+    peak = world_peak_flops(config, ranks)
+    return {
+        "tokens_per_second": tokens / step_seconds,
+        "tokens_per_second_per_device": tokens / step_seconds / devices,
+        "model_flops": needed,
+        "executed_flops": executed,
+        "model_flops_per_second_per_device": needed / step_seconds / devices,
+        "mfu": needed / step_seconds / peak if peak else None,
+        "hfu": executed / step_seconds / peak if peak and executed is not None else None,
+    }
+
+
+def world_peak_flops(config: RunConfig, ranks: Sequence[RankReport]) -> float | None:
+    """Return the dense peak of all devices in operations per second; None where a device's peak is not known."""
+    peaks = [peak_flops(rank.device_name, config.precision.compute) for rank in ranks]
+    return None if None in peaks else sum(p * rank.devices for p, rank in zip(peaks, ranks, strict=True) if p)
+
+
+def executed_flops(ranks: Sequence[RankReport]) -> int | None:
+    """Return the operations that ran in a step over all ranks; None where a process drives several devices itself."""
+    return sum(rank.profiled.flops for rank in ranks) if all(rank.devices == 1 for rank in ranks) else None

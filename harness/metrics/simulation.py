@@ -5,12 +5,21 @@ from collections.abc import Sequence
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
 from harness.cost_model.timing.kernels import device_peak_flops
+from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import Layout
-from harness.metrics.columns import communication_bytes
-from harness.metrics.kernels import kernel_columns
+from harness.metrics.columns import communication_bytes, executed_flops, kernel_columns
+from harness.metrics.disturbance import disturbance_text
 from harness.metrics.memory import max_known, memory_columns
-from harness.metrics.step_time import COPYING, EXPOSED, IDLE, PARTS, PHASE_COLUMNS
-from harness.metrics.throughput import executed_flops
+from harness.metrics.step_time import (
+    COPYING,
+    EXPOSED,
+    IDLE,
+    PARTS,
+    PHASE_COLUMNS,
+    median_step_seconds,
+    step_seconds,
+    step_time_columns,
+)
 from harness.records.rank_report import RankReport, SimulatedTime
 from harness.records.schema import Cells
 
@@ -63,3 +72,30 @@ def slowest_simulated_time(ranks: Sequence[RankReport]) -> SimulatedTime | None:
     if not times or len(times) < len(ranks):
         return None
     return max(times, key=lambda time: (time.step_seconds, -time.idle_seconds))
+
+
+# The parts of a step that mean the same in a virtual run as in a real one.
+MEASURED = ("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds", "other_seconds")
+
+
+def virtual_columns(layout: Layout, ranks: Sequence[RankReport], predicted: StepTime | None) -> Cells:
+    """Return the times of the ranks that ran alone, and the step time with the communication that is predicted.
+
+    A virtual run has no step_seconds and no throughput, as it did not run the whole step. What its stand-ins for
+    collectives took is left out. `predicted` is None where the hardware is not known.
+    """
+    measured = step_time_columns(layout, ranks)
+    stand_ins = measured[EXPOSED]  # None where the steps were not traced
+    columns: Cells = {name: measured[name] for name in MEASURED}
+    columns |= {
+        "skipped_steps": max(rank.skipped_steps for rank in ranks),
+        "noise_warning": disturbance_text(step_seconds(ranks), [rank.host_usage for rank in ranks]),
+    }
+    if predicted is None:
+        return columns
+    communication = sum(predicted.exposed_communication_seconds.values()) + predicted.bubble_seconds
+    alone = median_step_seconds(ranks) - (stand_ins if isinstance(stand_ins, float) else 0.0)
+    return columns | {
+        "predicted_communication_seconds": communication,
+        "estimated_step_seconds": alone + communication,
+    }

@@ -1,5 +1,8 @@
 """The construction of a run's model on the meta device, and the transforms that are applied to it."""
 
+import sys
+from typing import Any
+
 import torch
 
 from harness.config.model import ModelConfig
@@ -7,7 +10,6 @@ from harness.config.schema import RunConfig
 from harness.layout.partition import Stage, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations
-from harness.models.compile import apply_compile
 from harness.models.decoder import Decoder
 from harness.probe import Probe
 
@@ -36,3 +38,21 @@ def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> N
     if config.checkpointing.offload_activations:
         offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
+
+
+def apply_compile(model: Any, enabled: bool) -> None:
+    """Compile the forward of every decoder layer in place; later wrappers, such as checkpointing, stay outside."""
+    if not enabled:
+        return
+    import torch
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # a pool of processes would outlive the compilation and disturb the timed steps
+    for block in model.layers_by_index().values():
+        block.forward = torch.compile(block.forward, dynamic=False)
+
+
+def compiled_graph_count() -> int:
+    """Return the number of graphs compiled so far in this process, without importing the compiler."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return 0 if compiler is None else int(compiler.counters["stats"]["unique_graphs"])

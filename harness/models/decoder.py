@@ -3,12 +3,12 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from harness.config.model import ModelConfig
 from harness.layout.partition import Stage
 from harness.models.dropout_rng import rank_local_rng
-from harness.models.loss import loss_function
 
 SequenceChunks = tuple[tuple[int, int], ...]  # (start, stop) of positions
 
@@ -270,3 +270,15 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float = 
     weights = scores.masked_fill(is_future, float("-inf")).softmax(-1, dtype=torch.float32)
     output: Tensor = F.dropout(weights.to(value.dtype), dropout) @ value
     return output
+
+
+def loss_function(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the tokens, in fp32; logits (batch, seq, vocab), targets (batch, seq)."""
+    loss: Tensor = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+    return loss.to_local() if isinstance(loss, DTensor) else loss
+
+
+def loss_of(module: nn.Module, inputs: Tensor, targets: Tensor, chunks: int) -> Tensor:
+    """Return a wrapped or plain model's mean loss over a micro-batch; with `chunks` the model computes it in parts."""
+    loss: Tensor = module(inputs, targets) if chunks > 1 else loss_function(module(inputs), targets)
+    return loss

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from harness.config.from_dict import GroupValues
 from harness.config.model import ModelConfig
-from harness.config.values import GroupValues
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, load_hf_config
 from harness.models.hf_tracing import trace_model
 from harness.util.errors import UserError

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.hf_model_info import HFModelInfo
-from harness.config.model import ModelConfig
+from harness.config.model import HFModelInfo, ModelConfig
 from harness.models.decoder import repeats_grouped_heads
 from harness.util.errors import UserError
 from harness.util.text import one_line

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.config.hf_model_info import HFModelInfo
+from harness.config.model import HFModelInfo
 from harness.cost_model.flops import BACKWARD
 from harness.models.activation_checkpoint import checkpoint_block
+from harness.models.decoder import loss_function
 from harness.models.hf_library import decoder_layers, instantiate
-from harness.models.loss import loss_function
 from harness.tensors.flops import operator_flops
 from harness.util.errors import UserError
 from harness.util.text import one_line

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.config.values import GroupValues
+from harness.config.from_dict import GroupValues
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
 from harness.util.text import one_line

@@ -1,18 +1,23 @@
 """The rank and the phase of a predicted peak, and what torch's allocator reserves for it. Imports no torch."""
 
+import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 
+from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig
-from harness.cost_model.memory import MemoryEstimate
+from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.rank_memory import RankPeak, highest_rank, rebuilds_buckets_beside_gradients
 from harness.cost_model.stack_memory import RankMemory, predict_rank_memory, ranks, reserved_bytes
 from harness.cost_model.stack_moments import model_state
 from harness.cost_model.stack_parameters import rank_parts
+from harness.cost_model.stage_memory import local_parameter_count
 from harness.cost_model.step_peaks import PARTS
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
+from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
-from harness.planner.hf_memory import nearest_run
 
 
 @dataclass(frozen=True)
@@ -69,3 +74,62 @@ def phase_of_stack(config: RunConfig, layout: Layout, stack: StackConfig, pp_ran
     if all(at_peak[part] == size for part, size in stepping.items()):
         return "optimizer"
     return "forward" if at_peak["loss"] else "backward"
+
+
+GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
+
+
+def traced_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
+    """Return the memory of a traced model: its state as it is, everything else as in the nearest decoder."""
+    near = estimate_memory(nearest_run(config), layout, widths, device)
+    total = local_parameter_count(config.model, whole_model(config.model), layout.tp, layout.vocabulary_tp)
+    nearest = nearest_decoder(config.model)
+    ratio = total / local_parameter_count(nearest, whole_model(nearest), layout.tp, layout.vocabulary_tp)
+    state = {
+        kind: -(-width * total // layout.shard_count(kind))
+        for kind, width in (
+            ("parameters", widths.parameters),
+            ("gradients", widths.gradients),
+            ("optimizer", widths.optimizer),
+        )
+    }
+    at_peak = {part: round(size * ratio) if part in state else size for part, size in near.at_peak.items()}
+    return dataclasses.replace(
+        near,
+        parameter_bytes=state["parameters"],
+        gradient_bytes=state["gradients"],
+        optimizer_bytes=state["optimizer"],
+        host_bytes=round(near.host_bytes * ratio),
+        at_peak=at_peak,
+    )
+
+
+def nearest_run(config: RunConfig) -> RunConfig:
+    """Return the configuration with the decoder that is nearest to its traced model."""
+    return dataclasses.replace(config, model=nearest_decoder(config.model))
+
+
+@lru_cache(maxsize=64)
+def nearest_decoder(model: ModelConfig) -> ModelConfig:
+    """Return the decoder of this project whose layers are nearest to a traced model's."""
+    profile = model_profile(model)
+    inner = [
+        name
+        for name, shape in profile.parameter_shapes.items()
+        if len(shape) == 2 and profile.layer_index(name) == 0 and model.intermediate_size in shape
+    ]
+    family = "llama" if len(inner) >= GATED_MATRICES else "gpt"
+    heads = model.num_attention_heads
+    unit = 1 if family == "gpt" else 2
+    while model.hidden_size % (unit * heads):  # heads of a size that the hidden one is no multiple of
+        heads -= 1
+    groups = max(size for size in range(1, min(model.num_key_value_heads, heads) + 1) if heads % size == 0)
+    return dataclasses.replace(
+        model,
+        family=family,
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        dropout=model.dropout if family == "gpt" else 0.0,
+        path=None,
+        hf_info=None,
+    )

@@ -1,28 +1,38 @@
 """A plan: from the composed values of a command line to predictions of one layout, or of the best. Imports no torch."""
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.from_dict import from_dict
-from harness.config.hydra import compose_values
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from harness.config.arguments import find_mistake, normalize_arguments
+from harness.config.from_dict import ConfigValues, from_dict
+from harness.config.hydra import compose_values, sweeper_params
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.stack import StackConfig
-from harness.config.values import ConfigValues
 from harness.hardware.described_cluster import DescribedCluster, described_cluster
 from harness.layout.layout import resolve_layout
-from harness.planner.combinations import Combination, combinations
 from harness.planner.hf_config import hf_values
 from harness.planner.plan_problems import plan_problems
 from harness.planner.predict import Prediction
 from harness.planner.run_overrides import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
-from harness.runner.machine_defaults import AUTO, TRAIN_DEFAULTS, resolve_auto
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import AUTO, TRAIN_DEFAULTS, resolve_auto, resolve_run_config
 from harness.util.errors import UserError
+
+
+@dataclass(frozen=True)
+class Combination:
+    """The overrides of one configuration, and their values by the dotted key."""
+
+    overrides: Sequence[str]
+    values: Mapping[str, str]
+    swept: str  # the settings that differ between combinations, as they are typed; empty where there is one alone
 
 
 @dataclass(frozen=True)
@@ -145,3 +155,38 @@ def restrictions_of(config: RunConfig, fixed_keys: Mapping[str, Any]) -> Restric
         config.train.micro_batch if "train.micro_batch" in fixed_keys else None,
         {name: getattr(config.checkpointing, name) for name in of_checkpointing},
     )
+
+
+def combinations(arguments: Sequence[str]) -> list[Combination]:
+    """Return every combination of comma lists, and of the lists of a sweep file. Raises UserError for a mistake.
+
+    A key on the command line replaces the list that the sweep file has for it, as in a run.
+    """
+    words = [word for word in normalize_arguments(arguments) if word not in ("-m", "--multirun")]
+    is_sweep = len(words) < len(arguments)
+    mistake = find_mistake([*(["-m"] if is_sweep else []), *words])
+    if mistake is not None:
+        raise UserError(mistake)
+    parser = OverridesParser.create()
+    overrides = parser.parse_overrides(words)
+    keys = [override.key_or_group for override in overrides]
+    if "sweeps" in keys:
+        single = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
+        of_file = sweeper_params(*single, primary="plan")
+        overrides += parser.parse_overrides([f"{key}={value}" for key, value in of_file.items() if key not in keys])
+    choices = []
+    for override in overrides:
+        if override.is_sweep_override():
+            name = override.get_key_element()
+            choices.append([(override.key_or_group, f"{name}={value}") for value in override.sweep_string_iterator()])
+        else:
+            choices.append([(override.key_or_group, str(override.input_line))])
+    several = [len(entries) > 1 for entries in choices]
+    return [
+        Combination(
+            [text for _, text in chosen],
+            {key: text.partition("=")[2] for key, text in chosen},
+            " ".join(text for (_, text), varies in zip(chosen, several, strict=True) if varies),
+        )
+        for chosen in itertools.product(*choices)
+    ]

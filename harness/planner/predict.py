@@ -6,8 +6,7 @@ from functools import cached_property
 
 from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
-from harness.config.stack import StackConfig
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import DEGREES
 from harness.cost_model import memory
 from harness.cost_model.communication import planned_bytes
@@ -22,8 +21,7 @@ from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
-from harness.planner.hf_memory import traced_memory
-from harness.planner.peak import PredictedPeak, predicted_peak
+from harness.planner.peak import PredictedPeak, predicted_peak, traced_memory
 from harness.planner.plan_problems import engine_module
 
 SECONDS_PER_HOUR = 3600

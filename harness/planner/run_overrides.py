@@ -8,10 +8,10 @@ from typing import Any
 import yaml
 
 from harness.config.checkpointing import CheckpointingConfig
+from harness.config.from_dict import GroupValues
 from harness.config.locations import conf_folders, files_in
 from harness.config.schema import RunConfig
 from harness.config.strategy import StrategyConfig
-from harness.config.values import GroupValues
 
 SEARCH = "search"  # the strategy that stands for all of them
 

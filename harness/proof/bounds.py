@@ -98,7 +98,7 @@ def deviation_bound(
 def _least_bound(aspect: Aspect, compute: str) -> float:
     """Return the bound where the floor is zero: some roundings of the dtype in which the aspect is computed.
 
-    Losses are means over tokens in fp32. Global norms are exact to 5e-6 (harness.tensors.norm).
+    Losses are means over tokens in fp32. Global norms are exact to 5e-6 (harness.tensors.fp32_sums).
     """
     if aspect.measure == "loss":
         return max(32 * ROUNDING["float32"], ROUNDING[compute] / 4)

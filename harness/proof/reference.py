@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from harness.records.rank_report import RankReport
-from harness.records.tensor_shards import Box, TensorFingerprint
+from harness.records.training_report import Box, TensorFingerprint
 
 
 def merge_reports(ranks: Sequence[RankReport]) -> RankReport:

@@ -2,13 +2,24 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from harness.records.json_fields import FromJson, keyed, to_plain
-from harness.records.status import RankStatus
-from harness.records.tensor_shards import StateShard, TensorFingerprint, read_fingerprints, read_shards
-from harness.records.training_report import TrainingReport
+from harness.records.training_report import (
+    FromJson,
+    StateShard,
+    TensorFingerprint,
+    TrainingReport,
+    keyed,
+    read_fingerprints,
+    read_shards,
+    to_plain,
+)
 from harness.util.files import JsonObject
+
+RankStatus = Literal["", "ok", "oom", "error"]  # "" for a rank that has reported nothing yet
+LaunchStatus = Literal["ok", "oom", "error", "timeout", "interrupted"]
+RunStatus = Literal["ok", "oom", "refused", "timeout", "error", "interrupted"]
+STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 
 # What a block of memory can be used for. Where several claim a block, the first of these counts. "gathered" is a
 # parameter made whole for compute, "communication" a buffer of a collective, "temporary" whatever nothing else claims.

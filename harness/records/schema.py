@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, Self, TypedDict
 
-from harness.config.values import ConfigValues
-from harness.records.rank_report import RankReport
-from harness.records.status import RunStatus
+from harness.config.from_dict import ConfigValues
+from harness.records.rank_report import RankReport, RunStatus
 from harness.util.files import JsonObject
 
 Cell = str | int | float | bool | None  # None: the value is unknown
@@ -18,7 +17,7 @@ Cells = dict[str, Cell]  # the values of some columns of a row, by the columns' 
 # A whole row as it is read. The store has checked that every cell has its column's type (harness.records.columns).
 Row = dict[str, Any]
 
-SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.schema_1.RENAMED_COLUMNS
+SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.schema.RENAMED_COLUMNS
 
 
 class Commit(TypedDict):
@@ -184,3 +183,28 @@ class Record:
 _NAMES = {"ranks": "rank_entries"}  # attributes whose key in the file is another
 
 _FIELDS = {entry.name for entry in dataclasses.fields(Record)} - {"parts"}
+
+
+# The present names of its columns, by their names in that version.
+RENAMED_COLUMNS: dict[str, str] = {
+    "in_flight": "max_in_flight_micro_batches",
+    "bubble": "pipeline_bubble",
+    "bubble_formula": "pipeline_bubble_theory",
+    "disturbed": "noise_warning",
+    "stale": "stale_reason",
+    "outside_bytes": "non_torch_bytes",
+    "allocation_retries": "num_alloc_retries",
+    "out_of_memory_errors": "num_ooms",
+    "last_allocated_bytes": "last_seen_allocated_bytes",
+    "last_host_bytes": "last_seen_rss_bytes",
+    "peak_host_bytes": "peak_rss_bytes",
+    "phase": "failed_in_phase",
+    "hardware_flops": "executed_flops",
+    "seconds": "duration_seconds",
+    "step_seconds_spread": "step_seconds_iqr_ratio",
+}
+
+
+def with_current_names(row: Row) -> Row:
+    """Return a row of schema version 1 with the columns' current names."""
+    return {RENAMED_COLUMNS.get(name, name): value for name, value in row.items()}

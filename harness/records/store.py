@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from harness.records.columns import COLUMN_TYPES, column_type
+from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import SCHEMA_VERSION, Record, Row
-from harness.records.schema_1 import with_current_names
-from harness.records.status import STATUSES
+from harness.records.schema import SCHEMA_VERSION, Record, Row, with_current_names
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked

@@ -1,10 +1,82 @@
 """What one rank reports of a training itself: losses, gradient norms, and fingerprints of gradients and updates."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
-from harness.records.json_fields import FromJson, keyed
-from harness.records.tensor_shards import TensorFingerprint, read_fingerprints
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension of a whole tensor
+
+
+class TensorFingerprint(NamedTuple):
+    """A rank's shard of a tensor, reduced to two numbers. NaN is None after it was written to a file."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    square: float | None  # sum of squares
+    projection: float | None  # inner product with the parameter's random vector of unit variance
+
+
+class StateShard(NamedTuple):
+    """A rank's shard of a parameter, gradient or optimizer state, without its values."""
+
+    name: str
+    state_name: str  # which optimizer state it is; empty for the values themselves
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    dtype: str
+
+
+def read_fingerprints(entries: Sequence[Sequence[Any]]) -> list[TensorFingerprint]:
+    """Return the fingerprints in a rank's file, which are arrays there."""
+    return [
+        TensorFingerprint(name, tuple(shape), tuple((start, stop) for start, stop in box), square, projection)
+        for name, shape, box, square, projection in entries
+    ]
+
+
+def read_shards(entries: Sequence[Sequence[Any]]) -> list[StateShard]:
+    """Return the shards in a rank's file, which are arrays there."""
+    return [
+        StateShard(name, state_name, tuple(shape), tuple((start, stop) for start, stop in box), dtype)
+        for name, state_name, shape, box, dtype in entries
+    ]
+
+
+_AS_ARRAY = (TensorFingerprint, StateShard)  # written as JSON arrays, because there are many
+
+
+def keyed(name: str, read: Any = None) -> Any:
+    """Return metadata for a field that has another key in the file, or whose value is read by a function."""
+    return {"key": name, "read": read}
+
+
+class FromJson:
+    """A frozen dataclass that is read from JSON: unknown keys are ignored, and missing ones leave the default."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build the dataclass from the values of a file."""
+        known: dict[str, Any] = {}
+        for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+            value = values.get(entry.metadata.get("key", entry.name))
+            if value is not None:
+                read = entry.metadata.get("read")
+                known[entry.name] = read(value) if read else value
+        return cls(**known)
+
+
+def to_plain(value: Any) -> Any:
+    """Return dataclasses and named tuples as the plain values that stand for them in a file."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        entries = dataclasses.fields(value)
+        return {e.metadata.get("key", e.name): to_plain(getattr(value, e.name)) for e in entries}
+    if isinstance(value, tuple) and hasattr(value, "_asdict") and not isinstance(value, _AS_ARRAY):
+        return {key: to_plain(entry) for key, entry in value._asdict().items()}
+    if isinstance(value, Mapping):
+        return {key: to_plain(entry) for key, entry in value.items()}
+    return [to_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(frozen=True, kw_only=True)

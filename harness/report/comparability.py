@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import orjson
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import ConfigValues
 from harness.config.strategy import DEGREES
-from harness.config.values import ConfigValues
 from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
 from harness.report.labels import VARYING

@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.config.comments import first_sentence
-from harness.config.locations import conf_folders, files_in
+from harness.config.locations import conf_folders, files_in, first_sentence
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
 from harness.report.caveats import caveats

@@ -7,23 +7,21 @@ from functools import partial
 from pathlib import Path
 
 from harness.hardware.machine import usable_cores
+from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
 from harness.launcher.outcome import LaunchOutcome
-from harness.launcher.rank_environment import threads_per_rank
 from harness.measure.native_allocator import build_allocator
 from harness.measure.operator_log import build_operator_log
 from harness.records.rank_report import RankReport
-from harness.records.run_spec import RunSpec
+from harness.records.run_folder import RunSpec
 from harness.records.schema import Cells, Record, RecordParts, StepEntry
 from harness.records.store import read_record, write_record
-from harness.runner import preflight
 from harness.runner.context import RunContext
-from harness.runner.judge import judge_run
 from harness.runner.local_machine import release_problem
-from harness.runner.plan import Plan
+from harness.runner.plan import Plan, core_note
 from harness.runner.predicted_columns import predicted_columns, predicted_step_entry
-from harness.runner.record import build_record
-from harness.runner.reference import Reference
+from harness.runner.record import build_record, judge_run
+from harness.runner.reference_plans import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.runner.simulated_run import chosen_ranks, device_guard, run_simulator, run_virtual_ranks
 from harness.util.disk_reserve import is_disk_full, release
@@ -70,7 +68,7 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     is_simulated = plan.config.launch == "simulated"
     processes = 0 if is_simulated else plan.processes_per_node
-    note = preflight.core_note(plan.machine.device, processes, len(usable_cores()))
+    note = core_note(plan.machine.device, processes, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
     if plan.machine.device == "cpu" and not is_simulated:

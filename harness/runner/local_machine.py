@@ -9,8 +9,7 @@ import psutil
 
 from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
-from harness.hardware.machine import CPU_RANKS, Machine, usable_cores
-from harness.hardware.torch_build import is_built_for_gpus
+from harness.hardware.machine import CPU_RANKS, Machine, is_built_for_gpus, usable_cores
 from harness.util.errors import UserError
 from harness.util.text import one_line
 

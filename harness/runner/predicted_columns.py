@@ -13,8 +13,7 @@ from harness.cost_model import memory
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_host_update
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
-from harness.hardware.machine import Machine
-from harness.hardware.processor import processor_name
+from harness.hardware.machine import Machine, processor_name
 from harness.layout.model_profile import model_profile
 from harness.records.schema import Cells, PredictedStepEntry
 from harness.runner.plan import Plan

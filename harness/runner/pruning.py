@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from harness.config.fingerprint import result_affecting_keys
-from harness.config.values import ConfigValues
+from harness.config.from_dict import ConfigValues
 from harness.cost_model.memory import estimate_memory
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row

@@ -14,13 +14,14 @@ from harness.records.schema import Cells, Record
 from harness.runner.context import RunContext
 from harness.runner.launch_run import launch_run
 from harness.runner.plan import Plan, capacity_problem
-from harness.runner.reference import Reference, chain_text
-from harness.runner.reference_cost import predict_cost
 from harness.runner.reference_plans import (
+    Reference,
+    chain_text,
     fewer_layers,
     is_same_layout,
     is_single_process,
     plan_reference,
+    predict_cost,
     reference_configs,
 )
 from harness.runner.reuse import NO_REFERENCE, reusable_record

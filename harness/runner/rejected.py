@@ -11,17 +11,16 @@ from harness.config.fingerprint import (
     without_default_launch,
     without_default_products,
 )
+from harness.config.from_dict import ConfigValues
 from harness.config.schema import RunConfig
-from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.records.provenance import git_commit, versions
+from harness.records.rank_report import RunStatus
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cells, Record
-from harness.records.status import RunStatus
 from harness.records.store import write_record
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.record import build_record
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
 from harness.runner.simulation import machine_of_run
 from harness.util.errors import UserError

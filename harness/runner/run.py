@@ -9,7 +9,7 @@ from harness.runner.launch_run import launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import Plan, capacity_problem
 from harness.runner.pruning import pruning_reason
-from harness.runner.reference import Reference
+from harness.runner.reference_plans import Reference
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.locks import run_lock

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Iterator
 
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig, RunConfig
-from harness.config.values import ConfigValues
 from harness.cost_model.deepspeed_memory import fullest_rank
 from harness.cost_model.rank_memory import all_stages, highest_rank
 from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
-from harness.hardware.machine import Machine
-from harness.hardware.torch_build import torch_release
+from harness.hardware.machine import Machine, torch_release
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.runner.local_machine import detect_machine

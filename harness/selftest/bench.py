@@ -15,9 +15,8 @@ from harness.records.run_folder import RunFolder, comparison_folder
 from harness.records.schema import Record
 from harness.runner.context import RunContext
 from harness.runner.local_machine import detect_machine
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import make_plan
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.runner.run import execute
 from harness.util.errors import UserError

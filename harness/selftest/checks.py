@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.metrics.step_time import PARTS
+from harness.records.rank_report import RunStatus
 from harness.records.schema import Record
-from harness.records.status import RunStatus
 from harness.selftest.bench import Bench, StepFailedError
 
 MEMORY_TOLERANCE = 0.1  # of a predicted peak, relative to the measured one

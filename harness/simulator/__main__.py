@@ -13,7 +13,7 @@ from harness.util.parent_death import die_with_parent
 
 def simulate_run(run_dir: Path) -> None:
     """Simulate the ranks that a run file names, and write the report of each."""
-    from harness.records.run_spec import read_run_spec
+    from harness.records.run_folder import read_run_spec
 
     spec = read_run_spec(run_dir)
     if spec.device_guard is not None:

@@ -24,8 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.config.hf_model_info import HFModelInfo
-from harness.config.model import ModelConfig
+from harness.config.model import HFModelInfo, ModelConfig
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.models import hf_library, init_weights
 from harness.models.dropout_rng import rank_local_rng

@@ -9,8 +9,7 @@ from typing import Any
 
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import RunFolder
-from harness.records.run_spec import RunSpec
+from harness.records.run_folder import RunFolder, RunSpec
 from harness.simulator.kernel_work import Collective, Transfers
 from harness.simulator.operator_stream import Launch
 from harness.simulator.process import StepRequest

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.schema import Device, RunConfig
-from harness.hardware.torch_build import is_built_for_gpus
+from harness.hardware.machine import is_built_for_gpus
 from harness.layout.layout import Layout
 from harness.measure.native_allocator import build_torch_library
 from harness.records.rank_report import RankReport

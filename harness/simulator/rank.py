@@ -27,7 +27,7 @@ from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
-from harness.records.tensor_shards import TensorFingerprint
+from harness.records.training_report import TensorFingerprint
 from harness.simulator.allocator_blocks import parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.simulator.cuda_api import cuda_api

@@ -18,8 +18,7 @@ from torch.futures import Future
 from harness.config.strategy import AXES
 from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
-from harness.records.run_folder import RunFolder
-from harness.records.run_spec import RunSpec, read_run_spec
+from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.simulator.ddp_reducer import communication_hook, completed
 from harness.simulator.deepspeed_process import agreeing_ranks
 from harness.simulator.process_group import fake_process_group, pipeline_stages

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from harness.config.values import ConfigValues
+from harness.config.from_dict import ConfigValues
 from harness.records.schema import Record
 from harness.runner.plan import Plan
 from harness.util.errors import UserError

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.command import CommandConfig, read_command_config
+from harness.config.from_dict import ConfigValues
 from harness.config.schema import ClusterConfig, RunConfig
-from harness.config.values import ConfigValues
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import Plan, fits, make_plan
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
 

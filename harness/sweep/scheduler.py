@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from harness.records.rank_report import RunStatus
 from harness.records.schema import Record
-from harness.records.status import RunStatus
 from harness.sweep.executors.base import Executor, SweepObserver
 from harness.sweep.queued_run import QueuedRun
 from harness.util.disk_reserve import has_free_space

@@ -11,7 +11,7 @@ could tell a gradient that is scaled by 1.1 from rounding.
 """
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -97,3 +97,22 @@ def layer_norm_sums(gradient: Tensor, values: Tensor, mean: Tensor, rstd: Tensor
         of_bias += of_output.sum(0)
         of_weight += normalized.sub_(mean_rows).mul_(rstd_rows).mul_(of_output).sum(0)
     return of_weight, of_bias
+
+
+# torch.linalg.vector_norm and torch._foreach_norm add squares in fp32 one after another on a CPU: their relative error
+# is 1e-5 at 10^6 elements, 4e-4 at 10^7 and 1e-2 at 10^8. Norms of pieces of this size are accurate to 4e-6.
+PIECE = 4096
+
+
+def piece_norms(tensor: Tensor) -> Tensor:
+    """Return the fp32 norms of the pieces of a flattened tensor, of PIECE elements each and the rest."""
+    flat = tensor.reshape(-1)
+    rows = flat.numel() // PIECE
+    pieces = torch.linalg.vector_norm(flat[: rows * PIECE].view(rows, PIECE), dim=1, dtype=torch.float32)
+    rest = torch.linalg.vector_norm(flat[rows * PIECE :], dtype=torch.float32)
+    return torch.cat((pieces, rest.reshape(1)))
+
+
+def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the fp64 sum of the squares of all elements of tensors on one device."""
+    return torch.cat([piece_norms(tensor) for tensor in tensors]).double().square().sum()

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
 
-from harness.config.values import ConfigValues, GroupValues
+from harness.config.from_dict import ConfigValues, GroupValues
 
 if TYPE_CHECKING:
     from harness.config.command import TrackingConfig

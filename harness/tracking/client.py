@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 
 from harness.config.command import TrackingConfig
-from harness.config.from_dict import from_dict
-from harness.config.values import ConfigValues, GroupValues
+from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.tracking.base import Answer, Message, Task
 from harness.util.errors import UserError
 

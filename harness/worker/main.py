@@ -1,10 +1,13 @@
 """The code of every rank: read the run file, train, and write the rank's report. A rank does not use Hydra."""
 
 import dataclasses
+import errno
 import gc
 import os
+import re
 import socket
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -22,14 +25,12 @@ from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import RunFolder
-from harness.records.run_spec import RunSpec, read_run_spec
+from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.records.training_report import TrainingReport
 from harness.tensors.fp32_sums import fp32_sums
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line
 from harness.worker.batches import Batches
-from harness.worker.out_of_memory import out_of_memory_error
 from harness.worker.perturbed_training import train_perturbed
 from harness.worker.process_group import JoinRanks, process_group
 from harness.worker.train_loop import RankMeasurements, train
@@ -172,3 +173,50 @@ def report_of_training(report: RankReport, measurements: RankMeasurements, engin
         dropout_rng_ranks=dropout_rng_ranks(engine.model),
         **state_fields(engine, profiled.gradient_bytes_by_device),
     )
+
+
+# What libraries say whose memory does not come from torch's allocator, with the class of the error that torch raises:
+#   CUDA's runtime, whatever called it (contexts, kernels, pinned memory): AcceleratorError, "CUDA error: out of
+#       memory".
+#   NCCL's buffers, which are allocated at a group's first collective: DistBackendError, "Failed to CUDA calloc 8388608
+#       bytes" or "Cuda failure 2 'out of memory'" (NCCL's src/include/alloc.h).
+#   cuBLAS and cuDNN, at their first use: RuntimeError, "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)".
+#   The host: RuntimeError, "DefaultCPUAllocator: can't allocate memory"; a mapped or shared file, "Cannot allocate
+#       memory (12)".
+_MESSAGES = re.compile(
+    r"out of memory|OutOfMemory|failed to cuda (?:host )?(?:calloc|malloc|alloc)"
+    r"|(?:CUBLAS|CUBLASLT|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|(?:can't|cannot) allocate memory",
+    re.IGNORECASE,
+)
+
+
+def out_of_memory_error(error: BaseException | None) -> BaseException | None:
+    """Return the error that says that memory ran out, or None: the error itself, or one that led to it.
+
+    torch's pipeline stages wrap the errors that they raise, which are then causes. A clean-up that fails because memory
+    ran out raises another error, of which the first is the context.
+    """
+    return next((entry for entry in _chain(error) if _is_out_of_memory(entry)), None)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an error and all that led to it, each once: causes and contexts, and the members of exception groups."""
+    waiting, visited = [error], set()
+    while waiting:
+        entry = waiting.pop(0)
+        if entry is None or id(entry) in visited:
+            continue
+        visited.add(id(entry))
+        yield entry
+        waiting += [entry.__cause__, entry.__context__]
+        if isinstance(entry, BaseExceptionGroup):
+            waiting += entry.exceptions
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory ran out. All errors of torch are RuntimeErrors."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None

@@ -18,7 +18,7 @@ from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerpr
 from harness.measure.memory import DeviceMemory
 from harness.probe import Probe
 from harness.records.training_report import TrainingReport
-from harness.worker.first_update import FirstUpdate
+from harness.worker.train_loop import FirstUpdate
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.strategy import AXES
-from harness.records.run_spec import RunSpec
+from harness.records.run_folder import RunSpec
 
 MARGIN_SECONDS = 120.0  # from the end of a run's time to the end of its collectives' time
 

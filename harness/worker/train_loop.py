@@ -1,26 +1,27 @@
 """The one training loop: warm-up, timed, profiled and traced steps. It does not depend on the strategy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from harness.config.optimizer import OptimizerSpec
 from harness.config.schema import TRACED_STEPS, RunConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
-from harness.measure.gradient_fingerprint import Fingerprinter
+from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.host_usage import HostUsageMeter
 from harness.measure.memory import DeviceMemory, MemoryCounters
 from harness.measure.step_profiler import profile_step
 from harness.measure.step_timer import StepTimes, garbage_collection_disabled
 from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
-from harness.models import compile
+from harness.models.build import compiled_graph_count
 from harness.probe import Probe
 from harness.records.rank_report import HostUsage, ProfiledStep, TimeBreakdown
-from harness.records.tensor_shards import TensorFingerprint
-from harness.worker.first_update import FirstUpdate
+from harness.records.training_report import TensorFingerprint
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
@@ -94,7 +95,7 @@ def train(
     wait_for_ranks(memory.device)
     memory.reset_peak()
     before, times, peak_step = memory.counters(), StepTimes(memory.device), memory.track_peak_step()
-    graphs_before = compile.compiled_graph_count()
+    graphs_before = compiled_graph_count()
     usage.begin()
     with probe.listen(times):
         for index in range(config.steps):
@@ -104,7 +105,7 @@ def train(
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
     host_usage, counters = usage.end(), memory.since(before)
-    graphs_in_timed_steps = compile.compiled_graph_count() - graphs_before
+    graphs_in_timed_steps = compiled_graph_count() - graphs_before
     memory.limit.disable()  # the run fits, and the closer measurements need memory of their own
 
     trace.warm_up()  # before the profiled step, which is not timed
@@ -147,3 +148,42 @@ def driven_devices(engine: Engine, memory: DeviceMemory) -> list[torch.device]:
     if engine.devices == 1:
         return [memory.device]
     return [torch.device(memory.device.type, index) for index in range(engine.devices)]
+
+
+class FirstUpdate:
+    """The fingerprints of the first step that updates: gradients, first moments, and the changes of parameters.
+
+    Under loss scaling, steps before it are skipped because gradients overflow.
+    """
+
+    def __init__(
+        self, engine: Engine, probe: Probe, fingerprinter: Fingerprinter, memory: DeviceMemory, optimizer: OptimizerSpec
+    ) -> None:
+        self.engine = engine
+        self.probe = probe
+        self.fingerprinter = fingerprinter
+        self.memory = memory
+        self.optimizer = optimizer
+        self.listener = GradientFingerprints(fingerprinter, memory.limit.suspended)
+        self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
+        self.changes: Sequence[TensorFingerprint] = ()
+
+    @property
+    def gradients(self) -> Sequence[TensorFingerprint]:
+        """The fingerprints of the gradients before clipping."""
+        return self.listener.fingerprints
+
+    @contextmanager
+    def watch(self, index: int) -> Iterator[None]:
+        """Watch step number `index`, if no step before it has updated."""
+        if self.moments is not None:
+            yield
+            return
+        with self.probe.listen(self.listener):
+            yield
+        if self.engine.skipped_steps > index:  # gradients overflowed, and a smaller loss scale is next
+            return
+        with self.memory.limit.suspended():
+            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.optimizer.gradient_state)
+            self.changes = self.fingerprinter.updates(self.engine)
+        self.memory.empty_cache()  # the fingerprints needed this memory

@@ -24,7 +24,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from harness.models.build import build_model
 from harness.models.init_weights import materialize
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import read_run_spec
 from harness.worker.batches import Batches
 
 

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def describe_machine() -> dict[str, Any]:
     from harness.config.schema import ClusterConfig
-    from harness.launcher.rank_environment import rank_environment
+    from harness.launcher.forkserver import rank_environment
     from harness.measure.environment import collect_environment
     from harness.records.provenance import git_commit, versions
     from harness.runner import local_machine
@@ -173,7 +173,7 @@ class Pair:
 
     def start_script(self) -> "Script":
         """Start the script as its user does."""
-        from harness.launcher.rank_environment import rank_environment
+        from harness.launcher.forkserver import rank_environment
 
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
         command += ["--master-port", str(free_port()), "-m", "tests.benchmarks.bare_ddp", str(self.folder)]

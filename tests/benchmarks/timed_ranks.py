@@ -15,7 +15,7 @@ from harness.measure.kernels import attention_backend_priority
 from harness.models.dropout_rng import dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import read_run_spec
 from harness.worker import main as worker_main
 from harness.worker.batches import Batches
 from harness.worker.process_group import process_group, wait_for_ranks

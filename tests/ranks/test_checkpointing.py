@@ -31,8 +31,8 @@ from harness.measure.activations import ActivationMeter
 from harness.models import activation_checkpoint
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Probe
 from harness.util.errors import UserError
 from harness.worker import main as worker_main

@@ -34,8 +34,8 @@ from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_bytes
 from harness.measure.step_profiler import profile_step
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import initial_value, materialize
-from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 from harness.tensors.shard import Shard
 

@@ -19,10 +19,9 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher.forkserver import START_METHODS
+from harness.launcher.forkserver import START_METHODS, threads_per_rank
 from harness.launcher.launch import NodeInfo, _store, launch
 from harness.launcher.monitor import HangDetector, monitor_ranks
-from harness.launcher.rank_environment import threads_per_rank
 from tests.support import launch_entries
 
 ROOT = Path(__file__).parents[2]

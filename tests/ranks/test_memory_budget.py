@@ -14,9 +14,8 @@ from harness.config.schema import RunConfig
 from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
-from harness.runner import preflight
 from harness.runner.local_machine import detect_machine
-from harness.runner.plan import Plan, capacity_problem, fits, make_plan
+from harness.runner.plan import Plan, budget_problems, capacity_problem, fits, make_plan, rank_memory_limit
 from harness.runner.pruning import pruning_reason
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.util.errors import UserError
@@ -169,7 +168,7 @@ def test_a_budget_above_the_devices_memory_is_refused() -> None:
     limits = {}
     for budget in ("null", "16GiB", "17GiB"):
         config = compose_config("strategy=ddp", f"cluster.memory_budget={budget}")
-        limits[budget] = preflight.rank_memory_limit(config, gpus), list(preflight.budget_problems(config, gpus))
+        limits[budget] = rank_memory_limit(config, gpus), list(budget_problems(config, gpus))
     assert limits["null"] == limits["16GiB"] == (2**34, [])
     assert limits["17GiB"][1] == [
         "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: choose as much or less, or null"

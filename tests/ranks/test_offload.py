@@ -22,8 +22,8 @@ from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.activation_offload import offload_activations
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
 from harness.records.rank_report import RankReport

@@ -22,8 +22,7 @@ from harness.runner.context import RunContext
 from harness.runner.launch_run import launch_run
 from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
-from harness.runner.reference import Reference
-from harness.runner.reference_cost import predict_cost
+from harness.runner.reference_plans import Reference, predict_cost
 from harness.runner.resolve import with_layers
 from harness.runner.run import execute
 from harness.worker import main as worker_main

@@ -12,7 +12,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.fingerprint import result_affecting_keys
-from harness.config.overrides import expand_repeats
+from harness.config.hydra import expand_repeats
 from harness.records.schema import Record
 from harness.report.comparison_columns import comparison_columns
 from harness.report.frame import column_values, labels_by, records_frame

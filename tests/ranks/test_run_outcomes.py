@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from harness.hardware import oom_kills
 from harness.launcher import stack_dump
+from harness.launcher.launch import oom_kill_count
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
@@ -133,7 +133,7 @@ def test_oom_kills_are_counted_in_the_process_group(tmp_path: Path, files: dict[
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert oom_kills.oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
+    assert oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
 
 
 def test_a_heartbeat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:

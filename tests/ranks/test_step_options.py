@@ -17,9 +17,8 @@ from harness.layout.partition import whole_model
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_loss_chunks
 from harness.models.build import build_model
-from harness.models.decoder import Decoder
+from harness.models.decoder import Decoder, loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Probe
 from harness.worker import main as worker_main
 from tests.support import faults

@@ -27,9 +27,8 @@ from harness.records.schema import Record
 from harness.report.charts import render
 from harness.runner import local_machine
 from harness.runner.context import RunContext
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import make_plan
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.run import execute
 from harness.worker import main as worker_main
 

@@ -29,9 +29,8 @@ from harness.layout.state_widths import StateWidths
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.build import build_model
-from harness.models.decoder import Decoder
+from harness.models.decoder import Decoder, loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Listener, Probe
 
 # torch's counter does not know the attention kernel of CPUs, which does the same operations as the kernels it knows.

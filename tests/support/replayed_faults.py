@@ -16,7 +16,7 @@ from harness.layout.layout import resolve_layout
 from harness.proof.verify import verify_run
 from harness.records.rank_report import RankReport, Traffic
 from harness.records.run_folder import RunFolder
-from harness.records.tensor_shards import StateShard, TensorFingerprint
+from harness.records.training_report import StateShard, TensorFingerprint
 from tests.support.combinations import Combination
 from tests.support.commands import COMPARISON, compose, run_folder
 

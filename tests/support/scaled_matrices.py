@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from harness.proof.training import Comparison, compare_training, deviation_problems
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
-from harness.records.tensor_shards import TensorFingerprint
+from harness.records.training_report import TensorFingerprint
 from harness.worker import main as worker_main
 from tests.support.commands import compose, execute_run
 from tests.support.noise_floors import SIZES

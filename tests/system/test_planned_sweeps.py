@@ -9,8 +9,7 @@ import pytest
 
 from harness.calibration.cluster import write_cluster
 from harness.config.hardware import FittedHardware, HardwareConfig
-from harness.hardware.machine import usable_cores
-from harness.hardware.processor import processor_name
+from harness.hardware.machine import processor_name, usable_cores
 from tests.system.test_calibrate import harness
 
 SWEEP = ("-m", "strategy=ddp,tp,fsdp_full_shard,pp_1f1b", "world_size=2", "model=tiny", "data=synthetic")

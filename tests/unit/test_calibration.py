@@ -36,8 +36,7 @@ from harness.config.command import CommandConfig
 from harness.config.from_dict import from_dict
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.config.schema import ClusterConfig, RunConfig
-from harness.config.stack import load_stack
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine

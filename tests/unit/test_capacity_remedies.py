@@ -9,9 +9,8 @@ from harness.config.schema import Device
 from harness.cost_model import capacity
 from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import capacity_problem, make_plan
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util import native_build
 from tests.support.commands import compose_config
 from tests.support.models import PREPARED

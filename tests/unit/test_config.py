@@ -15,9 +15,9 @@ from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.runner import simulation
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.rejected import fallback_run_id
+from harness.runner.resolve import resolve_auto
 from harness.util.errors import UserError
 from tests.support.commands import ROOT, compose, compose_config
 

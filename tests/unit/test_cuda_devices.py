@@ -15,7 +15,7 @@ from harness.hardware import cuda_devices, nvml
 from harness.hardware.machine import Machine
 from harness.launcher.outcome import LaunchOutcome
 from harness.measure import cuda_query, environment, host_usage
-from harness.records.status import LaunchStatus
+from harness.records.rank_report import LaunchStatus
 from harness.runner import launch_run, local_machine
 from harness.runner.context import RunContext
 from harness.runner.plan import Plan

@@ -12,7 +12,7 @@ import pytest
 from harness.cli.explain import main
 from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
-from harness.metrics.throughput import throughput_columns
+from harness.metrics.columns import throughput_columns
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report.derivation import Derivation, Term, derivation_lines, pack

@@ -16,7 +16,7 @@ from harness.engines.torch import ddp
 from harness.hardware import device_placement
 from harness.hardware.device_placement import DevicePlacement, divide_cores, place_devices
 from harness.hardware.machine import Machine
-from harness.launcher.rank_environment import rank_environment
+from harness.launcher.forkserver import rank_environment
 from harness.layout.layout import resolve_layout
 from harness.probe import Probe
 from harness.runner.plan import Plan, capacity_problem, make_plan

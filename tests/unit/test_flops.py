@@ -10,7 +10,7 @@ from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
-from harness.metrics.kernels import attention_kernels
+from harness.metrics.columns import attention_kernels
 from harness.proof.step import flops_problems
 from harness.records.rank_report import FUSED_KERNELS, ProfiledStep, RankReport
 from tests.support.commands import compose_config

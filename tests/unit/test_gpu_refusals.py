@@ -15,8 +15,7 @@ from harness.engines import accelerate as accelerate_engine
 from harness.engines.base import load_engine
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
-from harness.runner import preflight
-from harness.runner.plan import capacity_problem, find_problems, make_plan
+from harness.runner.plan import capacity_problem, core_note, find_problems, make_plan, precision_problems
 from harness.util import native_build
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
@@ -88,9 +87,9 @@ def test_emulated_16_bit_is_refused(
     machine: Machine, refused: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule is torch's own, which this test asks about the same devices."""
-    listed = list(preflight.precision_problems(config, machine))
+    listed = list(precision_problems(config, machine))
     assert len(listed) == refused and all("choose fp32 or fp16_mixed" in problem for problem in listed)
-    assert not list(preflight.precision_problems(dataclasses.replace(config, precision=FP32), machine))
+    assert not list(precision_problems(dataclasses.replace(config, precision=FP32), machine))
     major = (machine.compute_capability or (9, 4))[0]
     monkeypatch.setattr(torch.version, "hip", None if machine.compute_capability else "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -100,8 +99,8 @@ def test_emulated_16_bit_is_refused(
 
 
 def test_few_cores_are_noted() -> None:
-    assert preflight.core_note("cuda", 8, 16) is None and preflight.core_note("cpu", 8, 1) is None
-    assert str(preflight.core_note("cuda", 8, 1)).startswith("8 ranks on GPUs and 1 core, fewer than 2 for a rank")
+    assert core_note("cuda", 8, 16) is None and core_note("cpu", 8, 1) is None
+    assert str(core_note("cuda", 8, 1)).startswith("8 ranks on GPUs and 1 core, fewer than 2 for a rank")
 
 
 DRIVERS = {

@@ -8,9 +8,8 @@ from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.plan import capacity_problem, make_plan
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 
 H100S = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (79 * 2**30,) * 8, 64, 2**40, device_bytes=80 * 2**30)
 

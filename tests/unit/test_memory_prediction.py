@@ -24,8 +24,7 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
-from harness.models.decoder import rotary_tables
-from harness.models.loss import loss_function
+from harness.models.decoder import loss_function, rotary_tables
 from tests.support.models import ADAM_FP32, BF16, FP32, LONG, PREPARED, Live, built, layout_of, model_named, run, shaped
 from tests.support.pairwise import pairwise
 

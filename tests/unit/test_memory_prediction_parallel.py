@@ -37,8 +37,8 @@ from harness.layout.partition import split_into_stages, tp_shard_dim, whole_mode
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Probe
 from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Live, Recomputing, built, model_named, run, shaped
 from tests.support.pairwise import pairwise

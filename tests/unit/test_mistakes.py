@@ -8,8 +8,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.config import aliases
-from harness.config.mistakes import choices_of, group_names, known_keys
-from harness.config.model_names import similar_models
+from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
 from tests.support.commands import ROOT
 
 PAGE = ROOT / "docs" / "reference" / "mistakes.md"

@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from harness.config.hf_model_info import HFModelInfo
-from harness.config.model import ModelConfig
+from harness.config.model import HFModelInfo, ModelConfig
 from harness.layout.decoder_profile import DecoderProfile
 from harness.layout.hf_profile import HFProfile
 from harness.layout.model_profile import ModelProfile, model_profile

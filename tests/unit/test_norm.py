@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from harness.tensors.norm import PIECE, sum_of_squares
+from harness.tensors.fp32_sums import PIECE, sum_of_squares
 
 TOLERANCE = 5e-6
 

@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.activation_offload import CopyStreams, OffloadHooks
 from harness.models.build import build_model
+from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
-from harness.models.loss import loss_function
 from harness.probe import Probe
 from tests.support.commands import compose_config
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from harness.worker.out_of_memory import out_of_memory_error
+from harness.worker.main import out_of_memory_error
 
 # Messages as users report them; the numbers are issues of the repositories.
 EXHAUSTED: dict[str, BaseException] = {

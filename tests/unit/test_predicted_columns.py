@@ -10,8 +10,7 @@ from harness.calibration.cluster import write_cluster
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import load_stack
 from harness.hardware.described_cluster import described_cluster
-from harness.hardware.machine import Machine
-from harness.hardware.processor import processor_name
+from harness.hardware.machine import Machine, processor_name
 from harness.planner.predict import Prediction
 from harness.runner.plan import Plan, make_plan
 from harness.runner.predicted_columns import (

@@ -20,7 +20,7 @@ from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout, resolve_layout
-from harness.records.run_spec import RunSpec, read_run_spec
+from harness.records.run_folder import RunSpec, read_run_spec
 from harness.worker import process_group as groups
 from tests.support.commands import compose_config
 

@@ -9,8 +9,7 @@ from typing import Literal
 import pytest
 
 from harness.config.hardware import HardwareConfig
-from harness.config.stack import StackConfig, load_stack
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackConfig, StackTiming, load_stack
 from harness.cost_model.fit_verdict import fit_verdict
 from harness.cost_model.stack_memory import predict_highest_rank
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds

@@ -9,15 +9,17 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
-from harness.records.tensor_shards import TensorFingerprint
+from harness.records.training_report import TensorFingerprint
 from harness.runner.context import RunContext
 from harness.runner.plan import Plan, make_plan
-from harness.runner.reference_cost import ASSUMED_MFU, TRAININGS, predict_cost
 from harness.runner.reference_plans import (
+    ASSUMED_MFU,
+    TRAININGS,
     fewer_layers,
     is_single_process,
     most_layers_that_fit,
     plan_reference,
+    predict_cost,
     reference_configs,
     single_process,
 )

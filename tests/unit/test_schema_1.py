@@ -13,8 +13,7 @@ from harness.cli.status import main as status
 from harness.records.columns_page import columns_page
 from harness.records.rank_report import RankReport
 from harness.records.runs_csv import read_runs_csv
-from harness.records.schema import SCHEMA_VERSION
-from harness.records.schema_1 import RENAMED_COLUMNS, with_current_names
+from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, with_current_names
 from harness.records.store import read_all
 
 REPOSITORY = Path(__file__).parents[2]

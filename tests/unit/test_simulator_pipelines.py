@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from harness.cost_model.pipeline import PassKind, bubble_ratio
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout, resolve_layout
-from harness.records.run_spec import RunSpec
+from harness.records.run_folder import RunSpec
 from harness.simulator.nccl_timeline import DeadlockError, InitMode, step_seconds
 from harness.simulator.pipeline_program import Pass, Program, Transfer, TransferLaunch, TransferWait, record_programs
 from harness.worker.process_group import process_group

@@ -11,8 +11,7 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
-from harness.config.stack import StackConfig, load_stack, stack_names
-from harness.config.stack_memory import StackMemory
+from harness.config.stack import StackConfig, StackMemory, load_stack, stack_names
 from harness.config.strategy import StrategyConfig
 from harness.cost_model import stack_memory, stack_moments, stack_parameters
 from harness.cost_model.fit_verdict import fit_verdict

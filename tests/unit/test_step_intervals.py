@@ -6,8 +6,7 @@ from statistics import mean, median
 
 import pytest
 
-from harness.config.stack import load_stack, stack_names
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming, load_stack, stack_names
 from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
 from harness.planner.predict import Prediction

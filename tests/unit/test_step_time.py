@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from harness.config.hardware import HardwareConfig
-from harness.config.stack import load_stack
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
 from harness.runner.predicted_columns import described_devices

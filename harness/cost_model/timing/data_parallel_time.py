@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, ring_latency
 from harness.layout.state_widths import StateWidths
 

@@ -6,7 +6,7 @@ the more of a step is exposed communication, and the more nodes it goes over.
 
 import math
 
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming
 from harness.cost_model.timing.step_time import StepTime
 
 # How much wider an interval is, as a power of its stack's range, for exposed communication and each doubling of nodes.

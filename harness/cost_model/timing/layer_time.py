@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,

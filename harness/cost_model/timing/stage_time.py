@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.hardware import HardwareConfig
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds

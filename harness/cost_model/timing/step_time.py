@@ -9,7 +9,7 @@ from typing import NamedTuple
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio

@@ -11,7 +11,7 @@ from harness.engines.deepspeed import state
 from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
-from harness.models.loss import loss_of
+from harness.models.decoder import loss_of
 from harness.probe import Probe
 from harness.tensors.shard import STAGING, Shard
 

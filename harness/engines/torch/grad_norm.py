@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.tensors.norm import sum_of_squares
+from harness.tensors.fp32_sums import sum_of_squares
 
 
 def local_part(tensor: Tensor) -> Tensor:

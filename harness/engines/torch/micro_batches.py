@@ -9,7 +9,7 @@ from torch import Tensor
 from harness.engines.base import Batch
 from harness.engines.torch.data_parallel import DataParallel
 from harness.engines.torch.loss_scaler import LossScaler
-from harness.models.loss import loss_of
+from harness.models.decoder import loss_of
 from harness.probe import Probe
 
 

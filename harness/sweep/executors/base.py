@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from harness.config.from_dict import ConfigValues
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
-from harness.config.values import ConfigValues
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
 from harness.launcher.multinode import NodeGroup

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from harness.config.from_dict import ConfigValues
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
-from harness.config.values import ConfigValues
 from harness.hardware.device_placement import DevicePlacement, place_devices
 from harness.hardware.machine import Machine, usable_cores
 from harness.launcher.forkserver import FORKSERVER, start_forkserver

@@ -15,8 +15,8 @@ from typing import Any
 
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
+from harness.config.from_dict import ConfigValues
 from harness.config.schema import ClusterConfig, Device, RunConfig
-from harness.config.values import ConfigValues
 from harness.records.run_folder import ComparisonFolder
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.node_shape import MOST_GPUS, NodeRequest, NodeShape, node_shape, request_of

@@ -11,16 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.command import read_command_config
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
-from harness.config.values import ConfigValues, GroupValues
+from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
-from harness.records.status import RunStatus
 from harness.records.store import read_record, write_record
-from harness.runner.machine_defaults import resolve_auto
 from harness.runner.rejected import fallback_run_id, rejected_values
-from harness.runner.resolve import resolve_run_config
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import reusable_record
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.micro_batch_search import candidates, wants_max_micro_batch

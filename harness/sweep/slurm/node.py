@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from harness.config.values import ConfigValues
+from harness.config.from_dict import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
 from harness.records.schema import Record
 from harness.runner.rejected import write_rejected

@@ -13,7 +13,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.plugins import Plugins
 
-from harness.config.values import GroupValues
+from harness.config.from_dict import GroupValues
 
 PACKAGE = "hydra_plugins.harness"  # Hydra accepts launchers of the package hydra_plugins alone
 

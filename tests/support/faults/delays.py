@@ -9,13 +9,12 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
-import harness.models.loss
 from harness.engines.torch import (
     engine,
 )
 from harness.measure.step_timer import StepTimes
 from harness.measure.step_trace import StepTrace
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import read_run_spec
 from harness.worker import main as worker_main
 from harness.worker import train_loop
 from tests.support.faults.rank import rank

@@ -15,7 +15,7 @@ from harness.engines.torch import (
     loss_scaler,
 )
 from harness.probe import Probe
-from harness.records.run_spec import read_run_spec
+from harness.records.run_folder import read_run_spec
 from harness.worker import main as worker_main
 from tests.support.faults.rank import rank
 

@@ -12,7 +12,6 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
-import harness.models.loss
 from harness.config.strategy import AXES
 from harness.engines import torch as torch_engine
 from harness.engines.deepspeed import initialize as deepspeed_initialize

@@ -8,7 +8,6 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
-import harness.models.loss
 from harness.config.checkpointing import CheckpointingConfig
 from harness.engines.torch import (
     pipeline_parallel,

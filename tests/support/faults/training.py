@@ -11,7 +11,6 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
-import harness.models.loss
 from harness.engines.torch import (
     context_parallel,
     ddp,
@@ -43,8 +42,8 @@ def other_optimizer(run_dir: str) -> None:
 
 def not_finite(run_dir: str) -> None:
     """Make the loss NaN from the start."""
-    loss_function = harness.models.loss.loss_function
-    harness.models.loss.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
+    loss_function = harness.models.decoder.loss_function
+    harness.models.decoder.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
     worker_main.main(run_dir)
 
 

@@ -10,8 +10,7 @@ import yaml
 from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
 from harness.config.locations import conf_folders, files_in
-from harness.config.stack import load_stack
-from harness.config.stack_timing import StackTiming
+from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from tests.support.published import PublishedRow
 
