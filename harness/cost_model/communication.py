@@ -10,7 +10,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import micro_batch_shape
-from harness.layout.layer_spec import norm_shapes, numel
+from harness.layout.layer_spec import layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, local_numel, local_shapes, stages_of_rank
@@ -94,7 +94,8 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     vocabulary_is_cut = layout.vocabulary_parallel
     sums = allreduces_per_layer * stage.layers + vocabulary_is_cut * (stage.holds_embedding + stage.holds_head)
     recomputed = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
-    recomputed_sums = recomputed * (2 if model.dropout > 0 or train.compile else 1)  # of two per layer
+    branches = len(layer_branches(model))  # of a layer, each with a sum
+    recomputed_sums = recomputed * (branches - (model.dropout == 0 and not train.compile))
     shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
     hidden, tokens = micro_batches * shape.whole_hidden_bytes, shape.tokens
     loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0
@@ -105,7 +106,7 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
     if not layout.sequence_parallel:
         return {"all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
-    gradients = (2 * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
+    gradients = (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
     if stage.holds_embedding and model.architecture.learned_positions:
         gradients += model.context_length * model.hidden_size
     if layout.data_parallel == "fsdp":
@@ -114,7 +115,7 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
         gradient_bytes = gradients * config.precision.reduce_bytes
     return {
         "all_reduce": 2 * ring * (loss_bytes + gradient_bytes),
-        "all_gather": ring * (sums + 2 * recomputed) * hidden,
+        "all_gather": ring * (sums + branches * recomputed) * hidden,
         "reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
 

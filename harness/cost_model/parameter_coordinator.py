@@ -31,6 +31,7 @@ class Module(NamedTuple):
     path: str
     parameters: tuple[int, ...] = ()
     is_matrix: bool = False
+    layer: int | None = None  # the index of the decoder layer that it is part of, if it has parameters
 
 
 @dataclass(eq=False)

@@ -63,6 +63,7 @@ def whole_parameters(
     sizes = [math.prod(shape) for shape in profile.parameter_shapes.values()]
     coordinator = ParameterCoordinator(sizes, order, options)
     layers = model.num_hidden_layers
+    layer_of = {path: profile.layer_index(f"{path}.") for path in {event.module.path for event in events}}
     forward, backward = [0] * layers, [LayerElements([], [], [0]) for _ in range(layers)]
     most: dict[tuple[str, str, str], int] = {}  # at an event, with copies
     after: dict[tuple[str, str, str], int] = {}
@@ -72,7 +73,7 @@ def whole_parameters(
         elements = after[kind, module.path, phase] = coordinator.elements
         copied = coordinator.gathered_at_once if kind == "enter" and backend_copies else 0
         most[kind, module.path, phase] = elements + copied
-        layer = profile.layer_index(f"{module.path}.")
+        layer = layer_of[module.path]
         if layer is not None and phase == "forward":
             forward[layer] = max(forward[layer], elements + copied)
         elif layer is not None:
@@ -120,7 +121,10 @@ def modules_in_order(model: ModelConfig) -> list[Module]:
         parts = path.split(".")
         return layer, next((index for index, part in enumerate(LAYER_PARTS) if part in parts), len(LAYER_PARTS))
 
-    modules = [Module(path, tuple(numbers[path]), path in matrices) for path in sorted(numbers, key=position)]
+    modules = [
+        Module(path, tuple(numbers[path]), path in matrices, profile.layer_index(f"{path}."))
+        for path in sorted(numbers, key=position)
+    ]
     if model.tie_word_embeddings:
         modules.append(Module("lm_head", modules[0].parameters, is_matrix=True))
     return modules
@@ -142,12 +146,11 @@ def micro_batch_events(
     for kind, module in reversed(forward):
         if kind == "leave":
             events.append(Event("enter", module, "backward"))
-            layer = profile.layer_index(f"{module.path}.")
+            layer = module.layer
             if module.is_matrix and layer is not None and layer != behind:
                 behind = layer
                 if checkpointing.recomputes_layer(layer):
-                    own = [other for other in modules if profile.layer_index(f"{other.path}.") == layer]
-                    events += second_forward(own)
+                    events += second_forward([other for other in modules if other.layer == layer])
             continue
         if module.is_matrix:
             events += [Event("compute", module, "backward"), Event("forget", module, "backward")]

@@ -16,9 +16,7 @@ from harness.cost_model.timing.layer_time import (
     head_seconds,
     layer_seconds,
 )
-from harness.layout.layer_spec import projection_flops
-
-LAYER_COLLECTIVES = 2  # of the hidden states in a layer's forward: before, or after, attention and MLP
+from harness.layout.layer_spec import layer_branches, projection_flops
 
 
 class StageContext(NamedTuple):
@@ -98,18 +96,19 @@ def _tp_seconds(
     shape, group = context.shape, context.tp_group
     if group.ranks == 1:
         return 0.0, 0
+    branches = len(layer_branches(shape.model))  # of a layer, before or after each of which there is a collective
     hidden = shape.whole_hidden_bytes
     if shape.sequence_parallel:
-        collective_seconds, forward_count = gather_seconds(hidden, group, hardware), 2 * LAYER_COLLECTIVES
+        collective_seconds, forward_count = gather_seconds(hidden, group, hardware), 2 * branches
     else:
-        collective_seconds, forward_count = all_reduce_seconds(hidden, group, hardware), LAYER_COLLECTIVES
+        collective_seconds, forward_count = all_reduce_seconds(hidden, group, hardware), branches
     backward_count = float(forward_count)
     if shape.sequence_parallel and timing.gathers_inputs_again:
-        backward_count += LAYER_COLLECTIVES
+        backward_count += branches
     backward_count += recomputed * forward_count
     exposed_backward = backward_count * collective_seconds
     if timing.overlaps_input_gradient:
-        exposed_backward -= min(LAYER_COLLECTIVES * collective_seconds, passes.weight_gradient)
+        exposed_backward -= min(branches * collective_seconds, passes.weight_gradient)
     return forward_count * collective_seconds + exposed_backward, forward_count + backward_count
 
 
