@@ -9,7 +9,7 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import recomputed_layers
-from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.layout.layer_spec import layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -61,19 +61,25 @@ def _bytes_by_axis(
     config: RunConfig, layout: Layout, widths: StateWidths, rank: int, padded_for: int | None
 ) -> dict[str, float]:
     expected: defaultdict[str, float] = defaultdict(float)
+    shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
     for stage in stages_of_rank(config.model, layout, rank):
         elements = sent_elements(config, layout, widths, stage, padded_for)
         for (axes, kind), sent in dp_bytes(config, layout, widths, elements).items():
             expected[f"{axes} {kind}"] += sent
-        for operation, sent in tp_bytes(config, layout, stage, widths.tp_allreduces_per_layer).items():
+        for operation, sent in tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer).items():
             expected[f"tp {operation}"] += sent
         for kind, sent in cp_bytes(config, layout, stage).items():
             expected[f"cp {kind}"] += sent
-        expected["pp send"] += pipeline_bytes(config, layout, stage)
+        # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
+        # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
+        neighbors = (not stage.holds_head) + (not stage.holds_embedding)
+        expected["pp send"] += neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
     return dict(expected)
 
 
-def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_layer: int = 4) -> dict[str, float]:
+def tp_bytes(
+    config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape, allreduces_per_layer: int
+) -> dict[str, float]:
     """Return the bytes that a rank sends along the tensor-parallel axis for a stage, by operation.
 
     Megatron-LM (arXiv 1909.08053, section 3) has two all-reduces of the hidden states per layer in forward and two in
@@ -96,7 +102,6 @@ def tp_bytes(config: RunConfig, layout: Layout, stage: Stage, allreduces_per_lay
     recomputed = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
     branches = len(layer_branches(model))  # of a layer, each with a sum
     recomputed_sums = recomputed * (branches - (model.dropout == 0 and not train.compile))
-    shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
     hidden, tokens = micro_batches * shape.whole_hidden_bytes, shape.tokens
     loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0
     if train.loss_chunks > 1:  # each part runs a second time
@@ -162,17 +167,6 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     bytes_per_feature = tokens * config.precision.compute_bytes
     return {"all_reduce": 2 * ring * bytes_per_feature * summed, "all_gather": ring * bytes_per_feature * gathered}
-
-
-def pipeline_bytes(config: RunConfig, layout: Layout, stage: Stage) -> float:
-    """Return the bytes that a rank sends to its stage's neighbors.
-
-    Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in backward.
-    Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
-    """
-    neighbors = (not stage.holds_head) + (not stage.holds_embedding)
-    sent = micro_batch_shape(config, layout, "cpu").hidden_bytes
-    return float(neighbors * layout.grad_accumulation_steps(config.train) * sent)
 
 
 def ring_fraction(ranks: int) -> float:

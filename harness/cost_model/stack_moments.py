@@ -124,8 +124,13 @@ class LayerBytes:
 def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> LayerBytes:
     """Return what a layer keeps for backward and what its backward adds at its worst moment."""
     model = shape.model
-    norms, heads = norm_bytes(shape, memory) * 2, attention_bytes(shape, memory)
-    scores, gated = score_bytes(shape, memory), model.architecture.has_gate
+    norms, gated = norm_bytes(shape, memory) * 2, model.architecture.has_gate
+    heads, scores = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes, 0
+    rows = shape.tokens * model.num_attention_heads // shape.tp
+    if model.attention == "flash":
+        heads += rows * FP32_BYTES
+    else:  # the softmax, and with dropout its mask and result
+        scores = rows * shape.seq_len * (memory.scores_bytes + (1 + shape.width if model.dropout else 0))
     inner = shape.inner_bytes * (memory.gated_mlp_tensors if gated else memory.plain_mlp_tensors)
     masks = 2 * shape.residual_tokens * model.hidden_size if model.dropout else 0
     # The gradient of the MLP's output, gathered where it is divided, and of the tensors between its matrices.
@@ -140,22 +145,6 @@ def norm_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
     inputs = shape.hidden_bytes * (1 + (memory.rms_norm_copies if is_rms else 0))
     statistics = shape.residual_tokens * FP32_BYTES * (1 if is_rms else 2)
     return inputs + statistics + (shape.hidden_bytes if memory.gathers_inputs_again else shape.whole_hidden_bytes)
-
-
-def attention_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
-    """Return the bytes of queries, keys, values and result that attention keeps, and what a kernel keeps of scores."""
-    sizes = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes
-    if shape.model.attention == "flash":
-        sizes += shape.tokens * shape.model.num_attention_heads * FP32_BYTES // shape.tp
-    return sizes
-
-
-def score_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
-    """Return the bytes that eager attention keeps of its scores: softmax, and with dropout its mask and result."""
-    if shape.model.attention != "eager":
-        return 0
-    elements = shape.tokens * shape.seq_len * shape.model.num_attention_heads // shape.tp
-    return elements * (memory.scores_bytes + (1 + shape.width if shape.model.dropout else 0))
 
 
 def stack_loss_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:

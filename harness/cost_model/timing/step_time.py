@@ -97,8 +97,7 @@ def estimate_step_time(
     the device's peak FLOP/s in the dtype of compute are unknown.
     """
     hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
-    timing = _without_streams(timing) if hardware.is_cpu else timing
-    hardware = _with_stack(hardware, timing.inter_node_step_seconds)
+    hardware, timing = _with_stack(hardware, timing)
     compute_bytes = config.precision.compute_bytes
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
@@ -151,25 +150,23 @@ def estimate_step_time(
 
 
 @lru_cache(maxsize=64)
-def _without_streams(timing: StackTiming) -> StackTiming:
-    """Return the timing on a CPU, which has no streams: there FSDP2 and DeepSpeed wait for each gather and reduction.
+def _with_stack(hardware: HardwareConfig, timing: StackTiming) -> tuple[HardwareConfig, StackTiming]:
+    """Return the hardware with the time that a stack adds to each step of a ring between nodes, and the stack on it.
 
-    DDP's reducer alone hands its buckets to the threads of the backend while backward goes on.
+    A CPU has no streams: there FSDP2 and DeepSpeed wait for each gather and reduction. DDP's reducer alone hands its
+    buckets to the threads of the backend while backward goes on.
     """
-    return dataclasses.replace(timing, prefetches_parameters=False)
+    if hardware.is_cpu:
+        timing = dataclasses.replace(timing, prefetches_parameters=False)
+    fitted = hardware.fitted
+    latency = fitted.inter_node_latency + timing.inter_node_step_seconds
+    fitted = dataclasses.replace(fitted, inter_node_latency=latency)
+    return dataclasses.replace(hardware, fitted=fitted), timing
 
 
 def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
     """Return the first of these axes along which there are several ranks, whose name their communication has."""
     return next((axis for axis in axes if layout.axis_sizes[axis] > 1), axes[0])
-
-
-@lru_cache(maxsize=64)
-def _with_stack(hardware: HardwareConfig, inter_node_step_seconds: float) -> HardwareConfig:
-    """Return the hardware with the time that a stack adds to each step of a ring between nodes."""
-    fitted = hardware.fitted
-    latency = fitted.inter_node_latency + inter_node_step_seconds
-    return dataclasses.replace(hardware, fitted=dataclasses.replace(fitted, inter_node_latency=latency))
 
 
 def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths, timing: StackTiming) -> float:
