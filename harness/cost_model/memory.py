@@ -23,6 +23,7 @@ from harness.cost_model.rank_memory import (
 )
 from harness.cost_model.stage_activations import host_gradient_bytes
 from harness.cost_model.stage_memory import Bytes, local_parameter_count, stage_costs
+from harness.cost_model.transient_buffers import ONLY_PASS, Pass
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, whole_model
@@ -130,7 +131,8 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         cost.optimizer_bytes,
         activation_bytes=max_saved_bytes(costs, peak.starts),
         loss_bytes=sum(loss_bytes(part.shape) for part in costs if part.stage.holds_head),
-        communication_buffer_bytes=cost.buffer_bytes + max(part.largest_transient_bytes for part in costs),
+        communication_buffer_bytes=cost.buffer_bytes
+        + max(part.transient(moment).largest for part in costs for moment in (ONLY_PASS, Pass(False, False, False))),
         host_bytes=cost.offloaded_state_bytes + offloaded,
         process_bytes=PROCESS_BYTES[cost.device],
         at_peak=dict(peak.at_peak),

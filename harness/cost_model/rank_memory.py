@@ -283,9 +283,10 @@ def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart])
             for cost, pending, awaiting in passes
         )
         own = costs[start.stage]
+        last = own.activations.layers[0]
         change = {
             "backward": max(
-                own.activations.layers[0].most - own.activations.before_backward - own.log_probability_bytes,
+                last.outside + last.own.most_saved - own.activations.before_backward - own.log_probability_bytes,
                 own.recomputed_log_probability_bytes,
             ),
             "inputs": own.activations.recomputed,  # nothing is freed

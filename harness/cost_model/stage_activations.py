@@ -29,11 +29,6 @@ class LayerActivations:
     own: "OneLayerActivations"  # of the layer itself
     at_scores: int  # when its forward computes its attention
 
-    @property
-    def most(self) -> int:
-        """The most bytes at once, which are those when backward enters the layer, or has recomputed its attention."""
-        return self.outside + self.own.most_saved
-
 
 @dataclass(frozen=True)
 class OneLayerActivations:

@@ -26,7 +26,6 @@ from harness.cost_model.stage_activations import (
     without_offloaded_activations,
 )
 from harness.cost_model.transient_buffers import (
-    ONLY_PASS,
     GroupSizes,
     Pass,
     TransientBuffers,
@@ -102,11 +101,6 @@ class StageCost:
     def log_probability_bytes(self) -> int:
         """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
         return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
-
-    @property
-    def largest_transient_bytes(self) -> int:
-        """The most bytes of transient buffers at any moment of any pass."""
-        return max(self.transient(moment).largest for moment in (ONLY_PASS, Pass(False, False, False)))
 
     @property
     def recomputed_log_probability_bytes(self) -> int:

@@ -120,37 +120,32 @@ class HFProfile:
     def incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
         """Yield a line for every setting that needs this project's code in the place of the library's."""
         name, checkpointing, train = self.model.name, config.checkpointing, config.train
-        if checkpointing.offload_activations:
-            yield (
-                "checkpointing.offload_activations=true needs the decoder layers of this project, and"
-                f" model={name} is a library's: choose false"
-            )
-        if train.seq_len > self.model.context_length:
-            yield (
-                f"train.seq_len={train.seq_len} is more than the {self.model.context_length} tokens of"
-                f" model={name}: choose that many or fewer"
-            )
-        if checkpointing.name in ("selective", "attention"):
-            yield (
-                f"checkpointing={checkpointing.name} needs the decoder layers of this project, and model={name} is a"
-                " library's: choose none, full or every_n"
-            )
-        if train.loss_chunks > 1:
-            yield (
-                f"train.loss_chunks={train.loss_chunks} needs the head of this project, and model={name} is a"
-                " library's: choose 1"
-            )
-        if train.compile:
-            yield f"train.compile=true is not supported for model={name}, which is a library's: choose false"
-        if layout.cp_enabled:
-            yield (
-                f"strategy.cp={layout.cp} needs the attention of this project, and model={name} is a library's:"
-                " choose 1"
-            )
-        if layout.pp_enabled:
-            yield f"strategy.pp={layout.pp} needs a model cut into stages, and model={name} is a library's: choose 1"
-        if layout.sequence_parallel:
-            yield f"strategy.sequence_parallel=true is not part of the plan of model={name}: choose false"
+        library, length, recomputes = f"and model={name} is a library's", self.model.context_length, checkpointing.name
+        moves, chunks, needs = checkpointing.offload_activations, train.loss_chunks, "of this project,"
+        rules = (
+            (moves, f"checkpointing.offload_activations=true needs the decoder layers {needs} {library}: choose false"),
+            (
+                train.seq_len > length,
+                f"train.seq_len={train.seq_len} is more than the {length} tokens of model={name}: choose that many or"
+                " fewer",
+            ),
+            (
+                recomputes in ("selective", "attention"),
+                f"checkpointing={recomputes} needs the decoder layers {needs} {library}: choose none, full or every_n",
+            ),
+            (chunks > 1, f"train.loss_chunks={chunks} needs the head {needs} {library}: choose 1"),
+            (
+                train.compile,
+                f"train.compile=true is not supported for model={name}, which is a library's: choose false",
+            ),
+            (layout.cp_enabled, f"strategy.cp={layout.cp} needs the attention {needs} {library}: choose 1"),
+            (layout.pp_enabled, f"strategy.pp={layout.pp} needs a model cut into stages, {library}: choose 1"),
+            (
+                layout.sequence_parallel,
+                f"strategy.sequence_parallel=true is not part of the plan of model={name}: choose false",
+            ),
+        )
+        yield from (problem for is_broken, problem in rules if is_broken)
         if layout.tp_enabled:
             yield from self.tensor_parallel_incompatibilities(layout.tp)
 

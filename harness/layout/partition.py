@@ -63,13 +63,6 @@ class Stage:
         """The indices of its layers in the whole model."""
         return range(self.first_layer, self.first_layer + self.layers)
 
-    def holds(self, parameter: str) -> bool:
-        """Return whether a parameter, by its plain name, is in this stage; a tied head has the embedding's name."""
-        owner, *rest = parameter.split(".")
-        if owner == "layers":
-            return int(rest[0]) in self.layer_indices
-        return self.holds_embedding if owner in ("embed_tokens", "embed_positions") else self.holds_head
-
 
 def whole_model(model: ModelConfig) -> Stage:
     """Return the stage that is all of the model."""
@@ -153,7 +146,7 @@ class ShardedParameter:
         return tuple(math.ceil(size / parts) if axis == self.dim else size for axis, size in enumerate(self.shape))
 
     def is_in(self, stage: Stage) -> bool:
-        """Return whether the parameter is in this stage, as Stage.holds() does for its name."""
+        """Return whether the parameter is in this stage."""
         if self.layer is not None:
             return stage.first_layer <= self.layer < stage.first_layer + stage.layers
         return stage.holds_embedding if self.is_embedding else stage.holds_head

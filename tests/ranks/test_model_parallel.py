@@ -13,7 +13,7 @@ from harness.cost_model.memory import activation_bytes
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import split_into_stages, tp_shard_dim
+from harness.layout.partition import parameters_of_stage, split_into_stages, tp_shard_dim
 from harness.records.rank_report import RankReport
 from tests.support import faults
 from tests.support.combinations import (
@@ -127,9 +127,7 @@ def test_a_stage_holds_its_own_layers_only(
     all_stages = split_into_stages(config.model, layout)
     for rank in record["rank_files"]:
         own = all_stages[rank.rank :: world]
-        expected = {
-            name for name in model_profile(config.model).parameter_shapes if any(stage.holds(name) for stage in own)
-        }
+        expected = {parameter.name for stage in own for parameter in parameters_of_stage(config.model, stage)}
         assert {name for name, *_ in rank.parameter_shards} == expected
         elements = sum(math.prod(model_profile(config.model).parameter_shapes[name]) for name in expected)
         assert rank.parameter_bytes == 4 * elements and rank.optimizer_bytes == 8 * elements

@@ -32,8 +32,7 @@ from harness.cost_model.stage_memory import local_parameter_count, stage_costs
 from harness.cost_model.step_peaks import backward_peaks, bytes_between_passes
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
-from harness.layout.model_profile import model_profile
-from harness.layout.partition import split_into_stages, tp_shard_dim, whole_model
+from harness.layout.partition import parameters_of_stage, split_into_stages, tp_shard_dim, whole_model
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.build import build_model
@@ -166,10 +165,11 @@ def test_a_ranks_parameters_follow_from_plan_and_stage(model: ModelConfig, tp: i
     config = run(model)
     for stage in split_into_stages(model, layout_of(config, pp=pp)) if pp > 1 else [whole_model(model)]:
         expected = 0
-        for name, shape in model_profile(model).parameter_shapes.items():
-            cut = tp_shard_dim(name, model)
-            local = [-(-size // tp) if index == cut else size for index, size in enumerate(shape)]
-            expected += math.prod(local) if stage.holds(name) else 0
+        for parameter in parameters_of_stage(model, stage):
+            cut = tp_shard_dim(parameter.name, model)
+            expected += math.prod(
+                -(-size // tp) if index == cut else size for index, size in enumerate(parameter.shape)
+            )
         assert local_parameter_count(model, stage, tp) == expected
 
 
