@@ -8,6 +8,7 @@ from harness.config.from_dict import require, require_one_of, require_positive
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")  # the same axes, in the order in which they are read
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")  # those whose ranks have different tokens
+MODEL_AXES = ("tp", "cp", "pp")  # those that divide more than the batch and the model state
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 DataParallel = Literal["none", "ddp", "fsdp"]

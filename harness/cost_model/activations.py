@@ -136,7 +136,9 @@ def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingCo
         return {}
     block = block_tensors(shape)
     saved = selectively_saved_tensors(shape, checkpointing)
-    return {name: size for name, size in saved.items() if name not in block and name != "down_proj"}
+    return {
+        name: size for name, size in saved.items() if name not in block and name != layer_matrices(shape.model)[-1].name
+    }
 
 
 def layer_activations(

@@ -105,7 +105,8 @@ def recompute_layer(backward: LayerBackward, recomputation: Recomputation) -> No
     backward.run(scores, scores)
     backward.saved |= results
     backward.saved = {name: size for name, size in backward.saved.items() if name not in recomputation.consumed}
-    backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", "down_proj"))
+    last = layer_matrices(shape.model)[-1].name
+    backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", last))
 
 
 def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
+from harness.config.strategy import MODEL_AXES
 from harness.cost_model.buffers import CUBLAS_WORKSPACE_BYTES
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
@@ -94,7 +95,7 @@ def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -
         if value in ("optimizer", "parameters", "selective", True):
             raise UserError(f"{key}={value} does not exist in stack={stack.name}: choose {choices}")
     if not stack.memory.has_model_parallelism:
-        for axis in ("tp", "cp", "pp"):
+        for axis in MODEL_AXES:
             if layout.axis_sizes[axis] > 1:
                 degree = layout.axis_sizes[axis]
                 raise UserError(f"strategy.{axis}={degree} does not exist in stack={stack.name}: choose 1")

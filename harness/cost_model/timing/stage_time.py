@@ -141,17 +141,22 @@ class StageContext(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LayerTime:
-    """The seconds of one decoder layer for a micro-batch on one rank."""
+class MicroBatchTime:
+    """The seconds of a layer or a stage for a micro-batch on one rank."""
 
-    forward: float
+    forward: float  # compute alone
     backward: float  # with the second forward of checkpointing
     tp: float  # exposed communication of both passes
     cp: float
 
+    @property
+    def compute(self) -> float:
+        """Forward and backward."""
+        return self.forward + self.backward
+
 
 @lru_cache(maxsize=16384)
-def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> LayerTime:
+def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> MicroBatchTime:
     """Return the seconds of a decoder layer.
 
     Where the host launches kernels more slowly than the device runs them, the host's time counts, and a stack may let
@@ -169,7 +174,7 @@ def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTim
     device = forward + backward + tp + cp
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
-    return LayerTime(forward, backward, tp, cp)
+    return MicroBatchTime(forward, backward, tp, cp)
 
 
 def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
@@ -231,26 +236,6 @@ def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: flo
     return (2 + recomputed) * gather_seconds(elements * shape.width, group, hardware)
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """The seconds of one stage for a micro-batch."""
-
-    forward: float  # compute alone
-    backward: float
-    tp: float
-    cp: float
-
-    @property
-    def compute(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
-
-    @property
-    def total(self) -> float:
-        """Compute and exposed communication."""
-        return self.forward + self.backward + self.tp + self.cp
-
-
 @lru_cache(maxsize=16384)
 def stage_time(
     context: StageContext,
@@ -259,7 +244,7 @@ def stage_time(
     layers: int,
     holds_embedding: bool,
     holds_head: bool,
-) -> StageTime:
+) -> MicroBatchTime:
     """Return the seconds of a stage of so many layers, which may have the embedding and the head."""
     layer = layer_time(context, hardware, timing)
     shape, group = context.shape, context.tp_group
@@ -275,4 +260,4 @@ def stage_time(
         forward, backward = forward + passes.forward, backward + passes.backward
         tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
     forward, backward = forward + timing.micro_batch_seconds / 3, backward + timing.micro_batch_seconds * 2 / 3
-    return StageTime(forward, backward, tp, layers * layer.cp)
+    return MicroBatchTime(forward, backward, tp, layers * layer.cp)

@@ -120,7 +120,8 @@ def estimate_step_time(
     ]
     slowdown = hardware.fitted.overlap_slowdown
     per_micro = [
-        t.total + e.per_micro_batch + slowdown * e.hidden_per_micro_batch for t, e in zip(times, exposures, strict=True)
+        time.compute + time.tp + time.cp + exposed.per_micro_batch + slowdown * exposed.hidden_per_micro_batch
+        for time, exposed in zip(times, exposures, strict=True)
     ]
     slowest = max(range(len(kinds)), key=per_micro.__getitem__)
     time, exposed = times[slowest], exposures[slowest]

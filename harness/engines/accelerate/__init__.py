@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.config.strategy import MODEL_AXES
 from harness.engines.base import Engine, option_problems
 from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.nvml import driver_version
@@ -36,7 +37,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             f"strategy.engine=accelerate rejects several {machine.device_name} under a driver before 550.40.07: update"
             " it, set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 in the environment, or choose strategy.engine=torch"
         )
-    for axis in ("tp", "cp", "pp"):
+    for axis in MODEL_AXES:
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
     if layout.offload != "none":

@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from harness.config.strategy import MODEL_AXES
 from harness.engines.base import option_problems
 from harness.layout.model_profile import model_profile
 
@@ -65,8 +66,8 @@ def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
         yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
-    for axis in ("cp", "pp"):
-        if getattr(layout, axis) > 1:
+    for axis in MODEL_AXES:
+        if axis != "tp" and getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.tp_enabled:
         yield from tensor_parallel_unsupported(config, layout)
