@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from harness.config.precision import PrecisionConfig
-
 
 @dataclass(frozen=True)
 class OptimizerState:
@@ -25,10 +23,6 @@ class OptimizerSpec:
     update_bytes: float  # read and written for each parameter in 16-bit mixed precision, by one pass over all tensors
     foreach_copies: int  # the masters' copies that torch's foreach operators make at once; the fused kernel makes none
     kernels: Mapping[str, str]  # the implementation, fused or foreach, by the operator that shows that it ran
-
-    def state_bytes(self, precision: PrecisionConfig) -> int:
-        """Return the bytes of all states for each parameter, without its master."""
-        return int(precision.master_bytes * sum(state.width for state in self.states))
 
 
 # The update reads the gradient, and reads and writes master and both moments, in fp32; it writes the 16-bit weight.

@@ -170,6 +170,11 @@ class RunConfig:
         """The optimizer that every engine trains with."""
         return ADAMW
 
+    @property
+    def optimizer_state_bytes(self) -> int:
+        """The bytes of the optimizer's states for each parameter, without its master."""
+        return int(self.precision.master_bytes * sum(state.width for state in self.optimizer.states))
+
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""
         return cast("ConfigValues", dataclasses.asdict(self))

@@ -146,9 +146,8 @@ class StackTiming:
     # Time of each micro-batch beside everything else on 64 nodes, and the power of the nodes by which it grows.
     inter_node_micro_batch_seconds: float = 0.0
     inter_node_micro_batch_growth: float = 0.0
-    optimizer_bytes: float = (
-        ADAMW.update_bytes
-    )  # Bytes that the update reads and writes for each parameter, masters included.
+    # Bytes that the update reads and writes for each parameter, masters included.
+    optimizer_bytes: float = ADAMW.update_bytes
     step_seconds: float = 0.0  # Time of a step beside everything else.
     # The range of measured over predicted step time of a step without exposed communication in published measurements
     # of this stack, nine of ten rows inside; null means that there are none.

@@ -76,7 +76,7 @@ class StackState:
 def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: RankParts) -> StackState:
     """Return a rank's model state: widths from the precision, shards from ZeRO's stage (arXiv 1910.02054)."""
     precision, count, layers = config.precision, parts.parameters, sum(parts.chunks)
-    compute, master, states = precision.compute_bytes, precision.master_bytes, config.optimizer.state_bytes(precision)
+    compute, master, states = precision.compute_bytes, precision.master_bytes, config.optimizer_state_bytes
     shards = layout.dp_shard * (layout.cp if layout.zero_stage else 1)
     if memory.kind == "flat_units":
         is_sharded = layout.data_parallel == "fsdp" and layout.zero_stage > 0 and shards > 1

@@ -78,7 +78,7 @@ def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankR
     The widths are those that the precision has in this engine.
     """
     precision, states = config.precision, {state.name for state in config.optimizer.states}
-    has_masters = widths.optimizer > config.optimizer.state_bytes(precision)  # a master is stored beside the states
+    has_masters = widths.optimizer > config.optimizer_state_bytes  # a master is stored beside the states
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {
         "parameters": {("", parameter), (GATHERED, parameter)},
@@ -159,7 +159,7 @@ def build_peak_problems(
     if not layout.pp_enabled:
         return []
     largest_bytes = largest_parameter_numel(config.model) * MASTER_BYTES
-    masters = max(0, widths.optimizer - config.optimizer.state_bytes(config.precision))
+    masters = max(0, widths.optimizer - config.optimizer_state_bytes)
     problems = []
     for rank in ranks:
         width = widths.parameters + masters

@@ -24,7 +24,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     return StateWidths(
         compute,
         gradients,
-        precision.master_bytes + config.optimizer.state_bytes(precision),
+        precision.master_bytes + config.optimizer_state_bytes,
         gathered=compute,
         gathers_for_each_use=True,
         padding="elements" if layout.zero_stage == 3 else "partition",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that parameters, gradients, masters and moments take."""
-    precision, states = config.precision, config.optimizer.state_bytes(config.precision)
+    precision, states = config.precision, config.optimizer_state_bytes
     compute, master, gradients = precision.compute_bytes, precision.master_bytes, precision.accumulate_bytes
     padding: Padding = "rows" if layout.data_parallel == "fsdp" else "none"
     if layout.offload != "none":
