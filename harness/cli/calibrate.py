@@ -66,8 +66,8 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
     )
     from harness.calibration.fit import curve_errors, fit_rates
     from harness.calibration.points import measure_machine
+    from harness.hardware.described_cluster import described_devices
     from harness.hardware.machine import processor_name
-    from harness.runner.predicted_columns import described_devices
     from harness.runner.resolve import computes_bf16
 
     dtype = "bfloat16" if computes_bf16(machine.device, machine.compute_capability) else "float32"

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan, Refusal, plans
-from harness.planner.predict import Prediction
 from harness.planner.row import planned_row, refused_row
 from harness.planner.sentences import (
     basis_sentences,

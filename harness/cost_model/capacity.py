@@ -1,23 +1,12 @@
 """The check whether a run fits a machine, and why not. Imports no torch."""
 
-import dataclasses
-from collections.abc import Sequence
-
 from harness.config.byte_size import format_bytes
-from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.remedies import Choices, Variant, remedies, smaller_model
-from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
-from harness.layout.state_widths import StateWidths
 
 MIN_REPORTED_SHARE = 0.005  # of a rank's bytes: the message leaves out smaller parts
-
-
-def is_compatible(config: RunConfig, layout: Layout) -> bool:
-    """Return whether a configuration breaks no rule that holds for every engine."""
-    return not any(incompatibilities(config, layout))
 
 
 def needed_bytes(memory: MemoryEstimate, ranks_on_host: int, device: Device) -> int:
@@ -28,24 +17,20 @@ def needed_bytes(memory: MemoryEstimate, ranks_on_host: int, device: Device) -> 
 def capacity_problem(
     config: RunConfig,
     layout: Layout,
-    widths: StateWidths,
+    memory: MemoryEstimate,
+    choices: Choices,
     *,
     available_bytes: int,
     ranks_on_host: int,
     device: Device,
-    models: Sequence[ModelConfig] = (),
     host_available_bytes: int | None = None,
-    choices: Choices | None = None,
 ) -> str | None:
-    """Return why the run cannot fit, in one line with its arithmetic and what would fit; None if it fits.
+    """Return why a run of this memory cannot fit, in one line with its arithmetic and what would; None if it fits.
 
     `available_bytes` is on cpu the host's free memory, which its ranks share, and on cuda the free memory of one
     device, where all that is offloaded must fit `host_available_bytes` (None: unknown). A rank must fit
-    cluster.memory_budget too. What the message offers is one of `choices` and fits; without choices it is the same
-    strategy and precision, and the models are `models`.
+    cluster.memory_budget too. What the message offers is one of `choices` and fits.
     """
-    choices = choices or same_layout_choices(config, layout, widths, models)
-    memory = estimate_memory(config, layout, widths, device)
     host_problem = host_capacity_problem(config, memory, ranks_on_host, host_available_bytes)
     if host_problem:
         return host_problem
@@ -82,21 +67,6 @@ def capacity_problem(
         f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= MIN_REPORTED_SHARE * rank_bytes
     )
     return f"{needs} ({arithmetic}), {limit}: choose {', or '.join(offers)}"
-
-
-def same_layout_choices(
-    config: RunConfig, layout: Layout, widths: StateWidths, models: Sequence[ModelConfig]
-) -> Choices:
-    """Return choices that keep strategy and precision; more ranks divide the model state further."""
-
-    def plan(changed: RunConfig, world_size: int | None) -> Variant | None:
-        """Return the changed configuration with the same layout, over more shards if there are more ranks."""
-        factor = (world_size or layout.world_size) // layout.world_size
-        wider = dataclasses.replace(layout, dp_shard=layout.dp_shard * factor)
-        divides = factor == 1 or (layout.zero_stage > 0 and layout.dp_shard > 1)
-        return Variant(changed, wider, widths) if divides and is_compatible(changed, wider) else None
-
-    return Choices(plan, models)
 
 
 def fits_budget(budget_bytes: int | None, memory: MemoryEstimate) -> bool:

@@ -71,15 +71,6 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
 
 
-def prediction_columns(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> dict[str, int | None]:
-    """Return the row's predicted columns; empty for a model whose activations are not known."""
-    if not model_profile(config.model).activations_are_known:
-        return {"predicted_peak_bytes": None, "predicted_activation_bytes": None}
-    activations = (activation_bytes(config, layout, device, pp_rank) for pp_rank in range(layout.pp))
-    memory = estimate_memory(config, layout, widths, device)
-    return {"predicted_peak_bytes": memory.peak_bytes, "predicted_activation_bytes": max(activations)}
-
-
 def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
     """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be."""
     stage = whole_model(config.model)

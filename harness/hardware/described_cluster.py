@@ -1,13 +1,17 @@
 """A cluster that the configuration describes, no part of which need be at hand."""
 
 import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import yaml
+
+from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
-from harness.config.locations import conf_folders, names_in
+from harness.config.locations import conf_folders, files_in, names_in
 from harness.config.schema import ClusterConfig, Device
-from harness.hardware.machine import Machine
+from harness.hardware.machine import Machine, processor_name
 from harness.util.errors import UserError
 
 
@@ -77,3 +81,57 @@ def described_machine(cluster: DescribedCluster) -> Machine:
         device_bytes=cluster.memory_bytes,
         device_names=(name,) * count if cluster.device == "cuda" else (),
     )
+
+
+def run_hardware(machine: Machine, cluster: ClusterConfig, nodes: int) -> HardwareConfig | None:
+    """Return the hardware of a run: that of the cluster's own file, or of a file that describes this machine.
+
+    The latter is for one node, because all that its nodes may differ in is what connects them.
+    """
+    return machine_hardware(machine) if cluster.hardware is None and nodes == 1 else cluster.hardware
+
+
+def machine_hardware(machine: Machine) -> HardwareConfig | None:
+    """Return the hardware of this machine's device, None where no file in conf/cluster describes it.
+
+    A file that `harness calibrate` wrote counts before the others, and that of a CPU on its own processor alone.
+    """
+    for hardware in calibrated_devices():
+        is_same_host = (hardware.processor, hardware.cores) == (processor_name(), machine.cores)
+        if hardware.device_name == machine.device_name and (is_same_host or machine.device != "cpu"):
+            return hardware
+    return described_devices().get(machine.device_name)
+
+
+@cache
+def described_devices() -> Mapping[str, HardwareConfig]:
+    """Return the hardware in the files of conf/cluster by the name of its device; of several files the first counts.
+
+    Calibrated ones are left out: they are of one machine.
+    """
+    described: dict[str, HardwareConfig] = {}
+    for hardware in _hardware_in_files():
+        if not hardware.calibrated:
+            described.setdefault(hardware.device_name, hardware)
+    return described
+
+
+@cache
+def calibrated_devices() -> Sequence[HardwareConfig]:
+    """Return the hardware in the files of conf/cluster that `harness calibrate` wrote, in the order of their names."""
+    return [hardware for hardware in _hardware_in_files() if hardware.calibrated]
+
+
+def _hardware_in_files() -> Iterator[HardwareConfig]:
+    """Yield the hardware of every file in conf/cluster.
+
+    A file with a mistake is left out, because it need not be that of the run.
+    """
+    for path in files_in(conf_folders(), "cluster").values():
+        try:
+            values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
+            hardware: HardwareConfig | None = from_dict(HardwareConfig, values, "cluster.hardware") if values else None
+        except (yaml.YAMLError, AttributeError, UserError):
+            continue
+        if hardware is not None:
+            yield hardware

@@ -12,6 +12,7 @@ from harness.cost_model.activations import loss_bytes
 from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape, micro_batch_shape
 from harness.cost_model.pipeline import max_in_flight_micro_batches
+from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import alike_ranks, optimizer_parameter_count
 from harness.cost_model.stack_memory import ranks, workspace_bytes
 from harness.cost_model.stack_moments import model_state
@@ -19,7 +20,6 @@ from harness.cost_model.stack_parameters import rank_parts
 from harness.cost_model.stage_activations import offloaded_bytes, stage_activations
 from harness.cost_model.stage_memory import local_parameter_count
 from harness.layout.partition import Stage
-from harness.planner.predict import Prediction
 
 
 def state_lower_bound(prediction: Prediction) -> int:
@@ -27,9 +27,9 @@ def state_lower_bound(prediction: Prediction) -> int:
 
     They depend on layout and micro-batch alone, whatever the checkpointing.
     """
-    if prediction.stack.memory.kind != "harness":
+    if not prediction.is_runnable:
         return stack_lower_bound(prediction)
-    if prediction.config.model.family == "hf":  # whose activations are another model's
+    if prediction.is_of_nearest_decoder:
         return 0
     return max(sum(rank_state(prediction, stages)) for stages, _ in end_ranks(prediction))
 
@@ -39,7 +39,7 @@ def memory_lower_bound(prediction: Prediction) -> int:
 
     A rank keeps the activations of all passes in flight, or those of the last stage and the loss.
     """
-    if prediction.stack.memory.kind != "harness" or prediction.config.model.family == "hf":
+    if not prediction.is_runnable or prediction.is_of_nearest_decoder:
         return 0
     config, layout = prediction.config, prediction.layout
     shape = micro_batch_shape(config, layout, prediction.cluster.device)

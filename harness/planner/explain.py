@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from harness.config.byte_size import format_bytes
 from harness.cost_model.flops import model_flops
 from harness.cost_model.pipeline import bubble_ratio
-from harness.planner.predict import SECONDS_PER_HOUR, Prediction
+from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.planner.sentences import fit_sentence, terms
 
 # What exposes the communication of each axis.

@@ -14,11 +14,11 @@ from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.hydra import compose_values, sweeper_params
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model.prediction import Prediction
 from harness.hardware.described_cluster import DescribedCluster, described_cluster
 from harness.layout.layout import resolve_layout
 from harness.planner.hf_config import hf_values
-from harness.planner.plan_problems import plan_problems
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import plan_problems, predict
 from harness.planner.run_overrides import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
@@ -97,7 +97,7 @@ def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str,
     layout = resolve_layout(config.strategy, world_size)
     for problem in plan_problems(config, layout, cluster, stack):
         raise UserError(problem)
-    return Plan([Prediction(config, layout, cluster, stack)], notes=notes)
+    return Plan([predict(config, layout, cluster, stack)], notes=notes)
 
 
 def with_global_batch(

@@ -5,6 +5,7 @@ from functools import cache
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model.prediction import Prediction
 from harness.cost_model.stack_memory import require_expressible
 from harness.engines.base import EngineModule, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import DescribedCluster, described_machine
@@ -37,3 +38,8 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: DescribedCluster, 
 def engine_module(name: str) -> EngineModule:
     """Return an engine's module, which is looked for once."""
     return load_engine(name)
+
+
+def predict(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack: StackConfig) -> Prediction:
+    """Return the prediction of a layout with what its engine allocates."""
+    return Prediction(config, layout, cluster, stack, engine_module(layout.engine).state_widths)

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 
 from harness.config.schema import RunConfig
+from harness.cost_model.prediction import Prediction
 from harness.cost_model.remedies import Choices, Variant, remedies
 from harness.layout.layout import Layout, resolve_layout
-from harness.planner.plan_problems import plan_problems
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import plan_problems, predict
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.errors import UserError
 
@@ -26,11 +26,11 @@ def offers(prediction: Prediction) -> Iterator[str]:
                 return None
         except UserError:
             return None
-        return Variant(changed, other, Prediction(changed, other, cluster, stack).widths)
+        return Variant(changed, other, predict(changed, other, cluster, stack).widths)
 
     def rank_bytes_if_fitting(variant: Variant) -> int | None:
         """Return the bytes of a rank of a changed configuration, or None if it does not fit."""
-        changed = Prediction(variant.config, variant.layout, cluster.with_ranks(variant.layout.world_size), stack)
+        changed = predict(variant.config, variant.layout, cluster.with_ranks(variant.layout.world_size), stack)
         return changed.needed_bytes if changed.fits else None
 
     choices = Choices(

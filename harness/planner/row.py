@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from harness.config.strategy import AXES
 from harness.cost_model.flops import model_flops
 from harness.cost_model.pipeline import bubble_ratio
-from harness.planner.predict import Prediction
+from harness.cost_model.prediction import Prediction
 from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
 from harness.records.columns import COLUMN_NAMES
 from harness.records.schema import Cells, Row
@@ -49,53 +49,66 @@ PLAN_COLUMNS = {
 
 def planned_row(prediction: Prediction) -> Row:
     """Return the row of a prediction; nothing of it was measured."""
-    config, layout = prediction.config, prediction.layout
-    cells: Cells = {"status": None, "measured_on": None}
-    cells |= config_columns(config, layout) | {"launch": "planned", "repeat": None}
-    cells |= {"cluster": prediction.cluster.name, "stack": prediction.stack.name}
-    cells |= {"datasheet_only": prediction.cluster.hardware.datasheet_only}
-    if prediction.is_runnable:
-        words = run_overrides(config)
-        cells |= {"strategy": preset_of(words) if config.strategy.name == SEARCH else config.strategy.name}
-        cells |= {"overrides": shlex.join(words)}
-    return cells | time_columns(prediction) | memory_columns(prediction) | communication_columns(prediction)
+    config = prediction.config
+    words = run_overrides(config) if prediction.is_runnable else []
+    strategy = preset_of(words) if words and config.strategy.name == SEARCH else config.strategy.name
+    return {
+        "status": None,
+        "measured_on": None,
+        **config_columns(config, prediction.layout),
+        "launch": "planned",
+        "repeat": None,
+        "cluster": prediction.cluster.name,
+        "stack": prediction.stack.name,
+        "datasheet_only": prediction.cluster.hardware.datasheet_only,
+        **({"strategy": strategy, "overrides": shlex.join(words)} if prediction.is_runnable else {}),
+        **time_columns(prediction),
+        **memory_columns(prediction),
+        **communication_columns(prediction),
+    }
 
 
 def time_columns(prediction: Prediction) -> Cells:
     """Return the predicted step time, its parts, which add up to it, and the speed that follows."""
     time, layout = prediction.time, prediction.layout
-    exposed = time.exposed_communication_seconds
-    forward = time.micro_batches * time.forward_seconds
     low, high = prediction.step_interval
-    cells: Cells = {"predicted_step_seconds": prediction.step_seconds}
-    cells |= {"predicted_step_low_seconds": low, "predicted_step_high_seconds": high}
-    cells |= {"forward_seconds": forward, "backward_seconds": time.compute_seconds - forward}
-    cells |= {"optimizer_seconds": time.optimizer_seconds}
-    cells |= {"exposed_communication_seconds": sum(exposed.values()), "exposed_copy_seconds": prediction.copy_seconds}
-    cells |= {"idle_seconds": time.bubble_seconds, "other_seconds": time.other_seconds}
-    cells |= {f"exposed_{axis}_seconds": exposed.get(axis, 0.0) for axis in reversed(AXES)}
-    cells |= {"overlapped_communication_seconds": time.hidden_communication_seconds}
-    if layout.pp_enabled:
-        cells |= {"pipeline_bubble_theory": bubble_ratio(layout, time.micro_batches)}
-    cells |= {"tokens_per_second": prediction.tokens_per_second, "mfu": prediction.mfu}
-    cells |= {"tokens_per_second_per_device": prediction.tokens_per_second / layout.world_size}
-    cells |= {"model_flops": model_flops(prediction.config)}
-    return cells | {"cost_per_billion_tokens": prediction.cost_per_billion_tokens}
+    bubble = {"pipeline_bubble_theory": bubble_ratio(layout, time.micro_batches)} if layout.pp_enabled else {}
+    return {
+        "predicted_step_seconds": prediction.step_seconds,
+        "predicted_step_low_seconds": low,
+        "predicted_step_high_seconds": high,
+        **prediction.step_parts,
+        **{f"exposed_{axis}_seconds": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)},
+        "overlapped_communication_seconds": time.hidden_communication_seconds,
+        **bubble,
+        "tokens_per_second": prediction.tokens_per_second,
+        "mfu": prediction.mfu,
+        "tokens_per_second_per_device": prediction.tokens_per_second / layout.world_size,
+        "model_flops": model_flops(prediction.config),
+        "cost_per_billion_tokens": prediction.cost_per_billion_tokens,
+    }
 
 
 def memory_columns(prediction: Prediction) -> Cells:
     """Return the memory of the fullest rank: by part at its peak, each part at its own maximum, and the verdict."""
     memory, peak, verdict = prediction.memory, prediction.peak, prediction.verdict
-    is_gpu = prediction.cluster.device == "cuda"
-    cells: Cells = {"predicted_peak_bytes": memory.peak_bytes, "peak_rank": peak.rank, "peak_phase": peak.phase}
-    cells |= {"peak_reserved_bytes": peak.memory.reserved_bytes if is_gpu else None}
-    cells |= {"fits": verdict.fits, "predicted_peak_low_bytes": round(verdict.low_bytes)}
-    cells |= {"predicted_peak_high_bytes": round(verdict.high_bytes)}
-    cells |= {"memory_limit_bytes": prediction.available_bytes, "process_bytes": memory.process_bytes}
-    cells |= {"parameter_bytes": memory.parameter_bytes, "gradient_bytes": memory.gradient_bytes}
-    cells |= {"optimizer_bytes": memory.optimizer_bytes, "activation_bytes": memory.activation_bytes}
-    cells |= {f"at_peak_{word}_bytes": memory.at_peak.get(part, 0) for part, word in PEAK_PARTS.items()}
-    return cells | {"host_bytes": memory.host_bytes}
+    return {
+        "predicted_peak_bytes": memory.peak_bytes,
+        "peak_rank": peak.rank,
+        "peak_phase": peak.phase,
+        "peak_reserved_bytes": peak.memory.reserved_bytes if prediction.cluster.device == "cuda" else None,
+        "fits": verdict.fits,
+        "predicted_peak_low_bytes": round(verdict.low_bytes),
+        "predicted_peak_high_bytes": round(verdict.high_bytes),
+        "memory_limit_bytes": prediction.available_bytes,
+        "process_bytes": memory.process_bytes,
+        "parameter_bytes": memory.parameter_bytes,
+        "gradient_bytes": memory.gradient_bytes,
+        "optimizer_bytes": memory.optimizer_bytes,
+        "activation_bytes": memory.activation_bytes,
+        **{f"at_peak_{word}_bytes": memory.at_peak.get(part, 0) for part, word in PEAK_PARTS.items()},
+        "host_bytes": memory.host_bytes,
+    }
 
 
 def communication_columns(prediction: Prediction) -> Cells:

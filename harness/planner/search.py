@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
+from harness.cost_model.prediction import Prediction
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.planner.bounds import LOWER_BOUNDS
-from harness.planner.plan_problems import plan_problems
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import plan_problems, predict
 from harness.planner.space import Restrictions, SearchedSpace, candidates
 from harness.util.errors import UserError
 
@@ -73,7 +73,7 @@ def search(
     state_bytes: dict[tuple[Layout, int], int] = {}
     for candidate, layout in candidates(config, space):
         result.considered += 1
-        prediction = Prediction(candidate, layout, cluster, stack)
+        prediction = predict(candidate, layout, cluster, stack)
         key = (layout, candidate.train.micro_batch)
         if key not in state_bytes:
             state_bytes = {key: state_of(prediction, bounds)}  # candidates of one layout follow each other

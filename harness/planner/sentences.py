@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
 from harness.cost_model.fit_verdict import UNMEASURED_RANGE
-from harness.planner.predict import Prediction
+from harness.cost_model.prediction import Prediction
 from harness.planner.remedies import offers
 from harness.planner.row import PEAK_PARTS
 from harness.planner.run_overrides import run_command
@@ -101,7 +101,7 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     hardware, name = prediction.cluster.hardware, prediction.cluster.name
     if hardware.datasheet_only:
         yield f"cluster={name} is datasheet-only: no published measurement stands behind its efficiencies."
-    if prediction.config.model.family == "hf":
+    if prediction.is_of_nearest_decoder:
         yield (
             f"model={prediction.config.model.name} is a library's: its parameters and operations are those of a trace,"
             " its activations those of the nearest layer with formulas here."
@@ -153,7 +153,7 @@ def count_sentence(result: SearchResult) -> str:
 
 def run_sentences(planned: Sequence[str], result: SearchResult) -> Iterator[str]:
     """Yield the command that runs the fastest layout that fits, if these engines train it, and how to simulate it."""
-    if "model=hf" in planned and result.best and result.best[0].config.model.family != "hf":
+    if "model=hf" in planned and result.best and not result.best[0].is_of_nearest_decoder:
         yield (
             "These are plans of this project's own layers with the sizes of that config.json. A run of model=hf trains"
             " the library's layers, which refuse checkpointing=selective and attention, pipelines, context and sequence"

@@ -10,9 +10,9 @@ from typing import Any
 
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
+from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan
-from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
 from harness.planner.run_overrides import run_overrides
 from harness.planner.search import SearchResult

@@ -19,8 +19,7 @@ from harness.records.store import read_record, write_record
 from harness.runner.context import RunContext
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import Plan, core_note
-from harness.runner.predicted_columns import predicted_columns, predicted_step_entry
-from harness.runner.record import build_record, judge_run
+from harness.runner.record import build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.reference_plans import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.runner.simulated_run import chosen_ranks, device_guard, run_simulator, run_virtual_ranks

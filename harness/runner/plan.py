@@ -3,19 +3,25 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from harness.config.byte_size import format_bytes
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
+from harness.config.stack import load_stack
 from harness.cost_model import capacity
+from harness.cost_model.memory import MemoryEstimate, estimate_memory
+from harness.cost_model.prediction import Prediction
 from harness.cost_model.remedies import Choices, Variant
 from harness.data.corpus import Corpus, prepare_corpus
 from harness.engines.base import device_count, fully_sharded_preset, load_engine
+from harness.hardware.described_cluster import DescribedCluster, run_hardware
 from harness.hardware.machine import CORES_PER_GPU_RANK, Machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
+from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner.local_machine import refresh_machine
@@ -42,6 +48,31 @@ class Plan:
     def comparison(self) -> ComparisonFolder:
         """The folder of the comparison that the run, or the run it is the reference of, belongs to."""
         return comparison_folder(self.command.name, self.command.results_dir)
+
+    @cached_property
+    def memory(self) -> MemoryEstimate:
+        """The predicted memory of the fullest rank."""
+        return estimate_memory(self.config, self.layout, self.widths, self.machine.device)
+
+    @cached_property
+    def prediction(self) -> Prediction | None:
+        """What is predicted of the run's step on the hardware of its devices.
+
+        None where that is not described, or its rate in the dtype of compute or the model's operators are not known.
+        """
+        hardware = run_hardware(self.machine, self.config.cluster, self.nodes)
+        if hardware is None or not model_profile(self.config.model).activations_are_known:
+            return None
+        cluster = DescribedCluster(
+            self.config.cluster.name, self.nodes, self.ranks_per_node, hardware, self.machine.device
+        )
+        widths = load_engine(self.layout.engine).state_widths
+        prediction = Prediction(self.config, self.layout, cluster, load_stack("harness"), widths)
+        try:
+            prediction.time  # noqa: B018
+        except UserError:
+            return None
+        return prediction
 
     @property
     def nodes(self) -> int:
@@ -126,12 +157,12 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
     return capacity.capacity_problem(
         plan.config,
         plan.layout,
-        plan.widths,
+        plan.memory,
+        remedy_choices(plan, models),
         available_bytes=machine.available_bytes(plan.devices),
         ranks_on_host=plan.processes_per_node,
         device=machine.device,
         host_available_bytes=machine.host_free_bytes,
-        choices=remedy_choices(plan, models),
     )
 
 

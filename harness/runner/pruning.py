@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
-from harness.cost_model.memory import estimate_memory
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.records.store import read_record
@@ -92,5 +91,4 @@ def needs_at_least(plan: Plan, row: Row) -> bool:
     predicted = row.get("predicted_peak_bytes")
     if predicted is None:  # nothing is predicted for compiled layers
         return not plan.layout.pp_enabled
-    needed_bytes: int = estimate_memory(plan.config, plan.layout, plan.widths, plan.machine.device).peak_bytes
-    return needed_bytes >= int(predicted)
+    return plan.memory.peak_bytes >= int(predicted)

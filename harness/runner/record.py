@@ -6,10 +6,12 @@ from datetime import UTC, datetime
 
 from harness.config.command import CommandConfig, merge_values
 from harness.config.schema import RunConfig
+from harness.cost_model.memory import activation_bytes
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import rank_environment, threads_per_rank
 from harness.launcher.outcome import LaunchOutcome
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.measure.environment import collect_environment
 from harness.metrics.memory import max_known
 from harness.metrics.simulation import virtual_columns
@@ -19,10 +21,9 @@ from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Cells, Record, RecordParts, StepEntry
+from harness.records.schema import Cells, PredictedStepEntry, Record, RecordParts, StepEntry
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import Plan, rank_memory_limit
-from harness.runner.predicted_columns import predicted_step_time
 from harness.runner.reference_plans import Reference
 from harness.util.text import one_line
 
@@ -64,6 +65,48 @@ def build_record(
             **(parts or {}),
         }
     )
+
+
+def predicted_columns(plan: Plan) -> Cells:
+    """Return the predicted peak, activations and step time of a run; none for compiled layers.
+
+    The compiler decides what a compiled layer saves and allocates, and which of its operators become one kernel.
+    """
+    if plan.config.train.compile:
+        return {}
+    config, layout, prediction = plan.config, plan.layout, plan.prediction
+    peak, activations = None, None
+    if model_profile(config.model).activations_are_known:
+        peak = plan.memory.peak_bytes
+        activations = max(activation_bytes(config, layout, plan.machine.device, rank) for rank in range(layout.pp))
+    return {
+        "predicted_peak_bytes": peak,
+        "predicted_activation_bytes": activations,
+        "predicted_step_seconds": None if prediction is None else prediction.step_seconds,
+    }
+
+
+def predicted_step_entry(plan: Plan) -> PredictedStepEntry | None:
+    """Return the record's part on the predicted step; None where there is no prediction or layers are compiled.
+
+    The interval is that of the harness's own stack, as `harness plan` states it.
+    """
+    prediction = None if plan.config.train.compile else plan.prediction
+    if prediction is None:
+        return None
+    (low, high), parts = prediction.step_interval, prediction.step_parts
+    return {
+        "step_seconds": prediction.step_seconds,
+        "low_seconds": low,
+        "high_seconds": high,
+        "forward_seconds": parts["forward_seconds"],
+        "backward_seconds": parts["backward_seconds"],
+        "optimizer_seconds": parts["optimizer_seconds"],
+        "other_seconds": parts["other_seconds"],
+        "bubble_seconds": parts["idle_seconds"],
+        "copy_seconds": parts["exposed_copy_seconds"],
+        "exposed_seconds": prediction.time.exposed_communication_seconds,
+    }
 
 
 def failure_columns(
@@ -138,6 +181,7 @@ def verify(plan: Plan, ranks: Sequence[RankReport], reference: Reference) -> Ver
             return Verdict(ending, RecordParts())
     verdict = verify_simulation(plan.config, plan.layout, plan.widths, ranks)
     if plan.config.launch == "virtual" and verdict.columns["status"] == "ok":
-        measured = virtual_columns(plan.layout, ranks, predicted_step_time(plan))
+        predicted = None if plan.prediction is None else plan.prediction.time
+        measured = virtual_columns(plan.layout, ranks, predicted)
         return replace(verdict, columns=verdict.columns | measured)
     return verdict

@@ -7,14 +7,12 @@ from dataclasses import dataclass
 
 from harness.config.command import PlanConfig
 from harness.config.fingerprint import short_hash
-from harness.config.stack import load_stack
-from harness.hardware.described_cluster import DescribedCluster
-from harness.planner.predict import Prediction
+from harness.cost_model.prediction import Prediction
+from harness.hardware.described_cluster import run_hardware
 from harness.records.plan_validation import PlannedConfiguration, PlanValidation, write_plan_validation
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.runner.plan import Plan
-from harness.runner.predicted_columns import predicted_step_seconds, run_hardware
 from harness.sweep.queued_run import QueuedRun
 from harness.util.errors import UserError
 from harness.util.text import count_text
@@ -74,14 +72,12 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
     ranked, not_fitting, not_predicted = [], 0, 0
     for repeats in configurations.values():
         plan = _plan_of(repeats[0], setting)
-        seconds = predicted_step_seconds(plan)
-        if seconds is None:
+        if plan.prediction is None:
             not_predicted += 1
-        elif not may_fit(plan):
+        elif not may_fit(plan, plan.prediction):
             not_fitting += 1
         else:
-            train = plan.config.train
-            ranked.append(RankedConfiguration(repeats, train.global_batch * train.seq_len / seconds))
+            ranked.append(RankedConfiguration(repeats, plan.prediction.tokens_per_second))
     ranked.sort(key=lambda entry: -entry.tokens_per_second)
     chosen = ranked[: settings.top]
     notes = list(_notes(setting, len(configurations), ranked, len(chosen), not_fitting, not_predicted))
@@ -98,7 +94,7 @@ def _plan_of(run: QueuedRun, setting: str) -> Plan:
     """Return the plan of a run. Raises UserError where its machine is unknown, or described by no file."""
     if run.plan is None:
         raise UserError(f"{setting} needs to know the machine of the runs, which only Slurm's jobs do: leave it out")
-    if run_hardware(run.plan) is None:
+    if run_hardware(run.plan.machine, run.plan.config.cluster, run.plan.nodes) is None:
         name = run.plan.machine.device_name
         raise UserError(
             f"{setting} needs predictions, and no file in conf/cluster describes this machine ({name}): run harness"
@@ -107,14 +103,11 @@ def _plan_of(run: QueuedRun, setting: str) -> Plan:
     return run.plan
 
 
-def may_fit(plan: Plan) -> bool:
+def may_fit(plan: Plan, prediction: Prediction) -> bool:
     """Return whether a run may fit this machine's free memory, by the errors of predictions on file."""
-    hardware = run_hardware(plan)
-    assert hardware is not None
-    free = dataclasses.replace(hardware, memory=plan.machine.available_bytes(plan.devices))
-    ranks = plan.layout.world_size // plan.nodes
-    cluster = DescribedCluster(plan.config.cluster.name, plan.nodes, ranks, free, plan.machine.device)
-    return Prediction(plan.config, plan.layout, cluster, load_stack("harness")).verdict.fits != "no"
+    free = dataclasses.replace(prediction.cluster.hardware, memory=plan.machine.available_bytes(plan.devices))
+    cluster = dataclasses.replace(prediction.cluster, hardware=free)
+    return dataclasses.replace(prediction, cluster=cluster).verdict.fits != "no"
 
 
 def _notes(

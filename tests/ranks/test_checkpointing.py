@@ -14,7 +14,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.flops import (
     attention_product_flops,
     layer_flops,
@@ -37,6 +36,7 @@ from harness.probe import Probe
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import faults
+from tests.support.capacity import capacity_problem
 from tests.support.commands import assert_not_proven, compose_config, run_with
 from tests.support.models import (
     ADAM_FP32,

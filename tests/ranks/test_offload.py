@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from harness.config.command import read_run_config
-from harness.cost_model import capacity
 from harness.cost_model.memory import activation_bytes, estimate_memory, offloaded_activation_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stage_activations import saved_by_layers_bytes
@@ -32,6 +31,7 @@ from harness.runner import local_machine
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults, replayed_faults, row_invariants
+from tests.support.capacity import capacity_problem
 from tests.support.combinations import Combination
 from tests.support.commands import assert_not_proven, compose_config
 
@@ -214,10 +214,10 @@ def test_offload_beyond_the_hosts_memory_is_refused() -> None:
     layout = resolve_layout(config.strategy, 8)
     widths = load_engine(layout.engine).state_widths(config, layout)
     sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
-    reason = capacity.capacity_problem(config, layout, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
+    reason = capacity_problem(config, layout, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
     assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")
     assert "8 ranks of the host" in reason and "64.0 GiB are available: choose" in reason
-    assert capacity.capacity_problem(config, layout, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
+    assert capacity_problem(config, layout, widths, host_available_bytes=2**40, **sizes) is None  # type: ignore[arg-type]
 
 
 class Counted(Listener):

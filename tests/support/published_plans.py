@@ -17,8 +17,8 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader
 
 from harness.config.strategy import DEGREES
+from harness.cost_model.prediction import Prediction
 from harness.planner.plan import Plan, plans
-from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
 from harness.report.plan_files import csv_text, write_page
 

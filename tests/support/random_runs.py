@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.cost_model.memory import prediction_columns
 from harness.launcher.forkserver import start_forkserver
 from harness.records.runs_csv import columns_of, csv_cell
 from harness.runner import local_machine
 from harness.runner.context import RunContext
 from harness.runner.plan import make_plan
+from harness.runner.record import predicted_columns
 from harness.runner.run import execute
 from harness.util.errors import UserError
 from tests.support.commands import compose
@@ -109,7 +109,7 @@ def predict_again(line: dict[str, str]) -> dict[str, str]:
         return line
     config, command = compose(*line["overrides"].split(), "name=random")
     plan = make_plan(config, local_machine.detect_machine(config.cluster), command)
-    columns = prediction_columns(plan.config, plan.layout, plan.widths, "cpu")
+    columns = predicted_columns(plan)
     return line | {name: csv_cell(value) for name, value in columns.items()}
 
 

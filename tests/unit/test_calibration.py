@@ -40,8 +40,8 @@ from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine
+from harness.hardware.described_cluster import described_devices
 from harness.layout.layout import resolve_layout
-from harness.runner.predicted_columns import described_devices
 from harness.runner.resolve import load_strategy_preset
 from harness.util.errors import UserError
 from tests.support.commands import compose

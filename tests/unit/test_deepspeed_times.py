@@ -2,8 +2,8 @@
 
 import pytest
 
+from harness.cost_model.prediction import Prediction
 from harness.planner.plan import Plan, plans
-from harness.planner.predict import Prediction
 
 
 def planned(strategy: str, *settings: str) -> Prediction:

@@ -15,7 +15,6 @@ from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors
-from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import PROCESS_BYTES, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stage_activations import stage_activations
@@ -25,6 +24,7 @@ from harness.layout.model_profile import parameter_count
 from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
 from harness.models.decoder import loss_function, rotary_tables
+from tests.support.capacity import capacity_problem
 from tests.support.models import ADAM_FP32, BF16, FP32, LONG, PREPARED, Live, built, layout_of, model_named, run, shaped
 from tests.support.pairwise import pairwise
 

@@ -23,7 +23,6 @@ from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors, loss_bytes
-from harness.cost_model.capacity import capacity_problem
 from harness.cost_model.memory import activation_bytes, estimate_memory, estimate_rank_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
@@ -39,6 +38,7 @@ from harness.models.build import build_model
 from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
+from tests.support.capacity import capacity_problem
 from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Live, Recomputing, built, model_named, run, shaped
 from tests.support.pairwise import pairwise
 from tests.support.schedules import laid_out

@@ -18,7 +18,7 @@ from harness.cost_model.memory import estimate_rank_memory
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import predict
 from harness.planner.row import PLAN_COLUMNS
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv
@@ -136,7 +136,7 @@ def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
     config = run(shaped(num_hidden_layers=4, vocab_size=64000), global_batch=8)
     strategy = StrategyConfig(name="pipeline", pp=4, schedule="1f1b")
     eight = DescribedCluster("eight", 1, 8, HARDWARE_OF_TESTS, "cuda")
-    prediction = Prediction(config, resolve_layout(strategy, 4), eight, load_stack("harness"))
+    prediction = predict(config, resolve_layout(strategy, 4), eight, load_stack("harness"))
     assert prediction.peak.rank == 3
     highest = max(
         estimate_rank_memory(config, prediction.layout, prediction.widths, "cuda", rank, [stage]).peak_bytes
@@ -145,7 +145,7 @@ def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
     assert prediction.memory.peak_bytes == highest + WORKSPACE_BYTES
     slow = run(shaped(vocab_size=256, hidden_size=1024, intermediate_size=4096), global_batch=1)
     slow = dataclasses.replace(slow, train=dataclasses.replace(slow.train, seq_len=2, fused_optimizer=False))
-    single = Prediction(slow, resolve_layout(StrategyConfig(name="single"), 1), eight, load_stack("harness"))
+    single = predict(slow, resolve_layout(StrategyConfig(name="single"), 1), eight, load_stack("harness"))
     assert single.peak.phase == "optimizer"
     assert prediction.peak.phase == "backward"
 

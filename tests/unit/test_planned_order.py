@@ -23,7 +23,6 @@ from harness.records.schema import Record
 from harness.report.summary_sentences import validation_sentences
 from harness.report.view import View
 from harness.runner.plan import make_plan
-from harness.runner.predicted_columns import predicted_step_seconds
 from harness.runner.resolve import load_strategy_preset
 from harness.sweep.planned_order import PlannedOrder, order_by_plan
 from harness.sweep.queued_run import QueuedRun
@@ -64,9 +63,8 @@ def predicted_order(runs: list[QueuedRun]) -> list[str]:
     seconds = {}
     for run in runs:
         assert run.plan is not None
-        step = predicted_step_seconds(run.plan)
-        assert step is not None
-        seconds[run.name] = step
+        assert run.plan.prediction is not None
+        seconds[run.name] = run.plan.prediction.step_seconds
     return sorted(seconds, key=seconds.__getitem__)
 
 

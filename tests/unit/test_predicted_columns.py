@@ -9,18 +9,19 @@ import pytest
 from harness.calibration.cluster import write_cluster
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import load_stack
-from harness.hardware.described_cluster import described_cluster
-from harness.hardware.machine import Machine, processor_name
-from harness.planner.predict import Prediction
-from harness.runner.plan import Plan, make_plan
-from harness.runner.predicted_columns import (
+from harness.cost_model import prediction
+from harness.hardware.described_cluster import (
     calibrated_devices,
+    described_cluster,
     described_devices,
     machine_hardware,
-    predicted_columns,
-    predicted_step_entry,
-    predicted_step_seconds,
 )
+from harness.hardware.machine import Machine, processor_name
+from harness.planner.plan_problems import predict
+from harness.runner import plan as run_plan
+from harness.runner.plan import Plan, capacity_problem, make_plan
+from harness.runner.pruning import needs_at_least
+from harness.runner.record import predicted_columns, predicted_step_entry
 from harness.runner.simulation import machine_of_run
 from tests.support.commands import compose
 
@@ -70,16 +71,30 @@ def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]
     config, command = compose("world_size=2", "data=synthetic", *common, *overrides)
     plan = make_plan(config, machine_of_run(config.to_dict()), command)
     cluster = described_cluster(config.cluster)
-    prediction = Prediction(config, plan.layout, cluster, load_stack("harness"))
+    planned = predict(config, plan.layout, cluster, load_stack("harness"))
     entry = predicted_step_entry(plan)
     assert entry is not None
-    assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(prediction.step_seconds)
-    assert (entry["low_seconds"], entry["high_seconds"]) == pytest.approx(prediction.step_interval)
-    assert entry["copy_seconds"] == pytest.approx(prediction.copy_seconds)
+    assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(planned.step_seconds)
+    assert (entry["low_seconds"], entry["high_seconds"]) == pytest.approx(planned.step_interval)
+    assert entry["copy_seconds"] == pytest.approx(planned.copy_seconds)
     assert (entry["copy_seconds"] > 0) == (overrides != ("strategy=ddp",))
     ends = ("step_seconds", "low_seconds", "high_seconds")
     parts = sum(value for name, value in entry.items() if isinstance(value, float) and name not in ends)
     assert parts + sum(entry["exposed_seconds"].values()) == pytest.approx(entry["step_seconds"])
+
+
+def test_a_run_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its capacity, its pruning and every write of its record read the same prediction."""
+    calls: list[str] = []
+    for name in ("estimate_memory", "estimate_step_time"):
+        module = run_plan if name == "estimate_memory" else prediction
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, _n=name, _f=function: (calls.append(_n), _f(*a))[1])
+    plan = plan_on(H100)
+    assert capacity_problem(plan, ()) is None and needs_at_least(plan, {"predicted_peak_bytes": 1})
+    for _ in range(2):
+        assert predicted_columns(plan) and predicted_step_entry(plan)
+    assert sorted(calls) == ["estimate_memory", "estimate_step_time"]
 
 
 def test_the_cluster_s_own_file_counts_before_others() -> None:
@@ -135,7 +150,7 @@ def test_a_calibrated_cpu_is_its_own_machine_in_the_dtype_that_was_measured(clus
     assert step_seconds(plan) > 0
     bf16 = dataclasses.replace(plan.config.precision, name="bf16_mixed", compute="bfloat16")
     other = dataclasses.replace(plan, config=dataclasses.replace(plan.config, precision=bf16))
-    assert predicted_step_seconds(other) is None
+    assert other.prediction is None
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "- 1", "name: x\nhardware: {device_name: y}", "hardware: 3"])

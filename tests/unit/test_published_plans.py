@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from harness.cost_model.prediction import Prediction
 from harness.planner.plan import Plan, plans
-from harness.planner.predict import Prediction
 from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched, shown
 
 GIB = 2**30

@@ -4,8 +4,8 @@ import shlex
 
 import pytest
 
+from harness.cost_model.prediction import Prediction
 from harness.planner.plan import Plan, plans
-from harness.planner.predict import Prediction
 from harness.planner.row import planned_row
 from harness.planner.run_overrides import preset_of, run_command, run_overrides, strategy_presets
 from harness.planner.search import SearchResult

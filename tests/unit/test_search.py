@@ -14,11 +14,11 @@ from harness.config.stack import load_stack
 from harness.cost_model import rank_memory, stage_activations
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
+from harness.cost_model.prediction import Prediction
 from harness.layout.partition import balanced_layers
 from harness.planner.bounds import LOWER_BOUNDS
 from harness.planner.plan import search_plan
-from harness.planner.plan_problems import plan_problems
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import plan_problems, predict
 from harness.planner.search import LowerBound, SearchResult, search
 from harness.planner.space import Restrictions, SearchedSpace, candidates
 from tests.support.models import BF16, FP32, run, shaped
@@ -137,7 +137,7 @@ def test_the_bounds_are_below_every_peak(stack: str) -> None:
     eight, valid = cluster_of_eight(), []
     for candidate, layout in itertools.islice(candidates(CONFIG, space), 0, None, 7):
         if not any(plan_problems(candidate, layout, eight, space.stack)):
-            valid.append(Prediction(candidate, layout, eight, space.stack))
+            valid.append(predict(candidate, layout, eight, space.stack))
     assert len(valid) > 20 or stack == "modalities"
     for prediction in valid:
         for bound in LOWER_BOUNDS:
@@ -206,7 +206,7 @@ def pipelined(config: object, pipeline: dict[str, object]) -> Prediction:
 
     strategy = StrategyConfig(name="pipeline", **pipeline)  # type: ignore[arg-type]
     changed = dataclasses.replace(config, strategy=strategy)  # type: ignore[type-var]
-    return Prediction(changed, resolve_layout(strategy, strategy.pp), cluster_of_eight(), load_stack("harness"))  # type: ignore[arg-type]
+    return predict(changed, resolve_layout(strategy, strategy.pp), cluster_of_eight(), load_stack("harness"))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (2.3, 2.3), (0.4, 3.7), (6.0, 0.1)])

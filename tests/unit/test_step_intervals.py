@@ -9,7 +9,7 @@ import pytest
 from harness.config.stack import StackTiming, load_stack, stack_names
 from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
-from harness.planner.predict import Prediction
+from harness.planner.plan_problems import predict
 from harness.planner.row import planned_row
 from harness.util.errors import UserError
 from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows
@@ -78,7 +78,7 @@ def test_a_stack_without_measurements_has_the_range_of_the_least_predictable_one
 def test_a_plan_has_its_interval() -> None:
     row = next(entry.row for entry in nanotron() if entry.row.nodes > 1)
     cluster = dataclasses.replace(cluster_of_eight(), nodes=row.nodes)
-    prediction = Prediction(row.config, row.layout, cluster, load_stack("nanotron"))
+    prediction = predict(row.config, row.layout, cluster, load_stack("nanotron"))
     cells = planned_row(prediction)
     low, seconds, high = (float(str(cells[f"predicted_step_{name}seconds"])) for name in ("low_", "", "high_"))
     assert 0 < low < seconds < high

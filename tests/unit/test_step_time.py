@@ -10,8 +10,8 @@ import pytest
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
+from harness.hardware.described_cluster import described_devices
 from harness.layout.layout import resolve_layout
-from harness.runner.predicted_columns import described_devices
 from tests.support.commands import compose
 from tests.support.published import PublishedRow, nanotron
 from tests.support.published.time_scores import ERROR, ORDER, REGRET, time_scores

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.planner.predict import Prediction
+from harness.cost_model.prediction import Prediction
 from harness.report.charts import marks, style
 from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_text, range_text, value_table
 from harness.report.charts.style import alt

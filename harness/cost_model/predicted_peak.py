@@ -48,7 +48,7 @@ def predicted_peak(
     resting = sum(estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
     # A CPU's allocator takes nothing beyond what is requested.
     reserved = estimate.peak_bytes if device == "cpu" else reserved_bytes(stack.memory, estimate, 0, 0)
-    peak = highest_rank(nearest_run(config) if config.model.family == "hf" else config, layout, widths, device)
+    peak = highest_rank(of_decoder(config), layout, widths, device)
     return PredictedPeak(RankMemory(estimate, resting, reserved), peak.pp_rank * per_stage, phase_of(peak))
 
 
@@ -79,9 +79,11 @@ def phase_of_stack(config: RunConfig, layout: Layout, stack: StackConfig, pp_ran
 GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 
-def traced_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
-    """Return the memory of a traced model: its state as it is, everything else as in the nearest decoder."""
-    near = estimate_memory(nearest_run(config), layout, widths, device)
+def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
+    """Return the memory of a model; of a traced one its state as it is, all else as in the nearest decoder."""
+    near = estimate_memory(of_decoder(config), layout, widths, device)
+    if model_profile(config.model).activations_are_known:
+        return near
     total = local_parameter_count(config.model, whole_model(config.model), layout.tp, layout.vocabulary_tp)
     nearest = nearest_decoder(config.model)
     ratio = total / local_parameter_count(nearest, whole_model(nearest), layout.tp, layout.vocabulary_tp)
@@ -104,8 +106,10 @@ def traced_memory(config: RunConfig, layout: Layout, widths: StateWidths, device
     )
 
 
-def nearest_run(config: RunConfig) -> RunConfig:
-    """Return the configuration with the decoder that is nearest to its traced model."""
+def of_decoder(config: RunConfig) -> RunConfig:
+    """Return the configuration with a model whose activations are known: its own, or the nearest to a traced one."""
+    if model_profile(config.model).activations_are_known:
+        return config
     return dataclasses.replace(config, model=nearest_decoder(config.model))
 
 

@@ -1,6 +1,7 @@
 """The prediction of one configuration on a cluster: memory, time and bytes. Imports no torch."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,11 +9,11 @@ from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import DEGREES
-from harness.cost_model import memory
 from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
+from harness.cost_model.predicted_peak import PredictedPeak, predicted_memory, predicted_peak
 from harness.cost_model.stack_memory import predict_memory
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
@@ -20,9 +21,8 @@ from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_hos
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
-from harness.planner.peak import PredictedPeak, predicted_peak, traced_memory
-from harness.planner.plan_problems import engine_module
 
 SECONDS_PER_HOUR = 3600
 
@@ -35,11 +35,17 @@ class Prediction:
     layout: Layout
     cluster: DescribedCluster
     stack: StackConfig
+    state_widths: Callable[[RunConfig, Layout], StateWidths]  # of the layout's engine
 
     @cached_property
     def widths(self) -> StateWidths:
         """The bytes per element that the engine allocates."""
-        return engine_module(self.layout.engine).state_widths(self.config, self.layout)
+        return self.state_widths(self.config, self.layout)
+
+    @property
+    def is_of_nearest_decoder(self) -> bool:
+        """Whether activations are those of another model, the nearest one whose layers have formulas."""
+        return not model_profile(self.config.model).activations_are_known
 
     @property
     def is_runnable(self) -> bool:
@@ -50,8 +56,7 @@ class Prediction:
     def memory(self) -> MemoryEstimate:
         """The memory of the rank with the highest peak."""
         if self.is_runnable:
-            estimate_memory = traced_memory if self.config.model.family == "hf" else memory.estimate_memory
-            return estimate_memory(self.config, self.layout, self.widths, self.cluster.device)
+            return predicted_memory(self.config, self.layout, self.widths, self.cluster.device)
         capability = self.cluster.hardware.compute_capability
         return predict_memory(self.config, self.layout, self.stack, self.widths, capability)
 
@@ -71,9 +76,7 @@ class Prediction:
     def judged_stack(self) -> StackMemory:
         """The stack with the errors on file for this model: none for one whose activations are another model's."""
         memory = self.stack.memory
-        if self.config.model.family != "hf":
-            return memory
-        return dataclasses.replace(memory, measured_over_predicted=None)
+        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_nearest_decoder else memory
 
     @cached_property
     def time(self) -> StepTime:
@@ -94,6 +97,21 @@ class Prediction:
         """The seconds of a step in which a device waits for copies to and from its host."""
         hardware, device = self.cluster.hardware, self.cluster.device
         return step_copy_seconds(self.config, self.layout, hardware, device, self.widths, self.time)
+
+    @cached_property
+    def step_parts(self) -> dict[str, float]:
+        """The seconds of a step by the columns of its parts, which add up to it."""
+        time = self.time
+        forward = time.micro_batches * time.forward_seconds
+        return {
+            "forward_seconds": forward,
+            "backward_seconds": time.compute_seconds - forward,
+            "optimizer_seconds": time.optimizer_seconds,
+            "exposed_communication_seconds": sum(time.exposed_communication_seconds.values()),
+            "exposed_copy_seconds": self.copy_seconds,
+            "idle_seconds": time.bubble_seconds,
+            "other_seconds": time.other_seconds,
+        }
 
     @property
     def step_seconds(self) -> float:
