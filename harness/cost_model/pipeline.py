@@ -169,7 +169,7 @@ def max_in_flight_micro_batches(layout: Layout, micro_batches: int, pp_rank: int
         return micro_batches
     if layout.schedule == "1f1b":
         return min(micro_batches, p - pp_rank)
-    warm_up = (v - 1) * layout.micro_batches_per_round(micro_batches)
+    warm_up = (v - 1) * micro_batches_per_round(layout.pp, micro_batches)
     if layout.schedule == "interleaved_1f1b":
         return min(v * micro_batches, warm_up + 2 * (p - 1 - pp_rank) + 1)
     return min(v * micro_batches, warm_up + (p - 1 - pp_rank) + 1 + pp_rank)

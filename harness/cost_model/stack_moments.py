@@ -15,7 +15,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackMemory
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.cost_model.stack_parameters import RankParts
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, micro_batches_per_round
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def activation_moments(
     layers = sum(parts.chunks)
     average = (saved * (layers - recomputes) + shape.hidden_bytes * recomputes) / max(1, layers)
     passes = passes_in_flight(layout, micro_batches, pp_rank)
-    group = layout.micro_batches_per_round(micro_batches)
+    group = micro_batches_per_round(layout.pp, micro_batches)
     ends = 0  # token ids, and the mask of the embedding's dropout
     if parts.holds_embedding:
         masks = shape.residual_tokens * config.model.hidden_size if config.model.dropout else 0
@@ -208,7 +208,7 @@ def passes_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
         return micro_batches
     if chunks == 1:
         return min(micro_batches, stages - pp_rank)
-    warm_up = (chunks - 1) * layout.micro_batches_per_round(micro_batches) + 2 * (stages - 1 - pp_rank)
+    warm_up = (chunks - 1) * micro_batches_per_round(layout.pp, micro_batches) + 2 * (stages - 1 - pp_rank)
     return min(chunks * micro_batches, warm_up + 1)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from harness.config.schema import RunConfig
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, micro_batches_per_round
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.util.errors import UserError
@@ -91,7 +91,7 @@ def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches:
             " train.global_batch"
         )
     elif schedule in ("interleaved_1f1b", "zero_bubble") and micro_batches % (micro_batches // p):
-        size = layout.micro_batches_per_round(micro_batches)
+        size = micro_batches_per_round(layout.pp, micro_batches)
         yield (
             f"{batch}, which strategy.schedule={schedule} cannot take in rounds of {size}: choose a train.global_batch"
             f" that is a multiple of {p * config.train.micro_batch}"

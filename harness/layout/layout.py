@@ -162,10 +162,6 @@ class Layout:
         state = ("gradients", "optimizer")
         return {"none": (), "optimizer": state, "parameters": ("parameters", *state)}[self.offload]
 
-    def micro_batches_per_round(self, micro_batches: int) -> int:
-        """Return how many micro-batches a looped schedule takes through one stage before the rank's next stage."""
-        return micro_batches_per_round(self.pp, micro_batches)
-
     def grad_accumulation_steps(self, train: TrainConfig) -> int:
         """Return the number of micro-batches that a rank takes in a step.
 
@@ -185,7 +181,7 @@ class Layout:
 
 
 def micro_batches_per_round(pp: int, micro_batches: int) -> int:
-    """Return how many micro-batches a looped schedule takes through a stage of so many pipeline ranks at a time."""
+    """Return how many micro-batches a looped schedule takes through a stage before the rank's next one."""
     return micro_batches // max(1, micro_batches // pp)
 
 

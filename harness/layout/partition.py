@@ -88,7 +88,9 @@ def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[
             f" choose at least one layer per stage"
         )
     if layers is None:
-        layers = balanced_layers(depth, *embedding_and_head_in_layers(model), count)
+        layer, profile = layer_parameter_count(model), model_profile(model)
+        ends = (numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer)
+        layers = balanced_layers(depth, *ends, count)
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
         raise UserError(
             f"strategy.layers_per_stage={list(layers)} must be {count} numbers of 1 or more for strategy.pp={pp}"
@@ -196,12 +198,6 @@ def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) ->
             sizes[cut] = max(0, min(part, sizes[cut] - coordinate * part))
         shapes[parameter.name] = tuple(sizes)
     return MappingProxyType(shapes)
-
-
-def embedding_and_head_in_layers(model: ModelConfig) -> tuple[float, float]:
-    """Return the parameters of the embedding, and of head and final norm, in units of a decoder layer's parameters."""
-    layer, profile = layer_parameter_count(model), model_profile(model)
-    return numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer
 
 
 @lru_cache(maxsize=128)
