@@ -1,5 +1,6 @@
-"""The two files that docs/development/extending.md shows are enough: once in place they are proven like the others."""
+"""Every block that docs/development/extending.md shows is enough: once in place, what it adds is run and proven."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -15,33 +16,45 @@ PAGE = (ROOT / "docs" / "development" / "extending.md").read_text()
 SMALL = ("train.global_batch=8", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
 
-def block(language: str) -> str:
-    match = re.search(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
-    assert match is not None
-    return match[1]
+BLOCKS = re.findall(r"```\w+\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a copy of the project with both files in place."""
+    """Return a copy of the project with every block of the page in place."""
     root = tmp_path_factory.mktemp("extended")
     for folder in ("harness", "conf", "sweeps"):
         shutil.copytree(ROOT / folder, root / folder)  # with compiled modules, which save seconds
-    (root / "conf" / "strategy" / "wide_pipeline.yaml").write_text(block("yaml"))
-    (root / "harness" / "engines" / "by_hand.py").write_text(block("python"))
+    strategy, model, engine, column, value, tracker = BLOCKS
+    (root / "conf" / "strategy" / "wide_pipeline.yaml").write_text(strategy)
+    (root / "conf" / "model" / "small.yaml").write_text(model)
+    (root / "conf" / "tracking" / "lines.yaml").write_text("name: lines\n")
+    (root / "harness" / "engines" / "by_hand.py").write_text(engine)
+    (root / "harness" / "tracking" / "trackers" / "lines.py").write_text(tracker)
+    with (root / "harness" / "records" / "columns.toml").open("a") as columns:
+        columns.write(column)
+    metrics = root / "harness" / "metrics" / "columns.py"
+    returned = '        "tokens_per_second": tokens / step_seconds,\n'
+    assert metrics.read_text().count(returned) == 1
+    metrics.write_text(metrics.read_text().replace(returned, returned + value))
     return root
 
 
-def statuses(clone: Path, name: str, *overrides: str) -> list[tuple[str, str]]:
-    command = [sys.executable, "-m", "harness", "-m", f"name={name}", *overrides, *SMALL, "tracking=none"]
+def statuses(clone: Path, name: str, *overrides: str, tracking: str = "none") -> list[tuple[str, str]]:
+    command = [sys.executable, "-m", "harness", "-m", f"name={name}", *overrides, *SMALL, f"tracking={tracking}"]
     subprocess.run(command, cwd=clone, check=False, timeout=600, capture_output=True)
     rows = read_rows(clone / "results", name)
     return list(zip(rows.status, rows.reason.astype(object).fillna(""), strict=True))
 
 
-@pytest.mark.long
-def test_a_strategy_is_added_by_one_yaml_file(clone: Path) -> None:
-    assert statuses(clone, "yaml", "strategy=wide_pipeline", "world_size=4") == [("ok", "")]
+def test_a_strategy_a_model_a_column_and_a_tracker_are_added_by_their_blocks(clone: Path) -> None:
+    run = ("strategy=wide_pipeline", "model=small", "world_size=4")
+    assert statuses(clone, "blocks", *run, tracking="lines") == [("ok", "")]
+    (row,) = read_rows(clone / "results", "blocks").to_dict("records")
+    assert row["sequences_per_second"] * 32 == pytest.approx(row["tokens_per_second"])
+    assert row["parameters"] == 180800
+    (line,) = (clone / "results" / "blocks" / "lines.jsonl").read_text().splitlines()
+    assert json.loads(line)["sequences_per_second"] == row["sequences_per_second"]
 
 
 @pytest.mark.long

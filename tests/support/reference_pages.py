@@ -28,7 +28,7 @@ import harness.config.schema
 import harness.config.strategy
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
-from harness.records.columns_page import columns_page
+from tests.support.columns_page import columns_page
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -1,14 +1,42 @@
-"""Lint, format and types are part of the tests."""
+"""Lint, format, types, and the files of services that run them are part of the tests."""
 
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
+import yaml
 
 from tests.support.commands import ROOT
 
+WORKFLOW = ".github/workflows/ci.yml"
 
-@pytest.mark.parametrize("command", [["mypy"], ["ruff", "check"], ["ruff", "format", "--check"]], ids=" ".join)
+COMMANDS = (
+    ["mypy"],
+    ["ruff", "check"],
+    ["ruff", "format", "--check"],
+    ["check_jsonschema", "--builtin-schema", "vendor.github-workflows", WORKFLOW],
+    ["pre_commit", "validate-config"],
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_the_code_passes(command: list[str]) -> None:
     done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_supported_python_runs_the_project_s_own_script() -> None:
+    """The versions are those of `requires-python`."""
+    (job,) = yaml.safe_load((ROOT / WORKFLOW).read_text())["jobs"].values()
+    assert [step.get("run") for step in job["steps"]][-1] == "bash .ci/run" and (ROOT / ".ci" / "run").exists()
+    stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    first, end = map(int, re.findall(r"3\.(\d+)", stated))
+    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, end)]
+
+
+def test_every_hook_is_a_program_of_the_development_environment() -> None:
+    (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert local["repo"] == "local"
+    assert all(hook["language"] == "system" and hook["entry"].startswith(".venv/bin/") for hook in local["hooks"])
