@@ -69,13 +69,11 @@ class Stage2Layer:
     arrived: int  # the elements of all gradients before the layer's
     content: int  # of the bucket when backward enters the layer
     is_partition_allocated: bool  # whether gradients were reduced before
-    small: int  # the elements of the gradient of a norm or a bias
-    has_biases: bool
 
     def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
         """Return the bytes at each of the moments of the layer's backward: this rank's gradients, and buffers."""
         is_allocated, arrived, sizes = self.is_partition_allocated, self.arrived, []
-        for moment, content, flushed in arrivals(self.bucket, moments, self.content, self.small, self.has_biases):
+        for moment, content, flushed in arrivals(self.bucket, moments, self.content):
             ends = (arrived, arrived + moment.computed)
             copies = [self.reduction.copied_bytes(size, end) for size, end in zip(flushed, ends, strict=False)]
             copied, arrived = max(copies, default=0), arrived + moment.computed * moment.is_accumulation
@@ -85,6 +83,12 @@ class Stage2Layer:
             is_allocated = is_allocated or any(flushed)
             sizes.append(max(reducing, reduced, key=sum) if is_allocated else reducing)
         return sizes
+
+
+def gradient_bucket(config: RunConfig, widths: StateWidths) -> GradientBucket:
+    """Return the bucket of a run."""
+    model, gradient = config.model, config.precision.compute_bytes
+    return GradientBucket(widths.reduce_bucket_elements, gradient, model.hidden_size, model_profile(model).has_biases)
 
 
 def stage_2_buffers(
@@ -99,7 +103,7 @@ def stage_2_buffers(
     """
     groups = shard_groups(config.model, layout, stage)
     gradient, buckets = config.precision.compute_bytes, widths.backward_buffer_bytes
-    bucket = GradientBucket(widths.reduce_bucket_elements, gradient)
+    bucket = gradient_bucket(config, widths)
     wire = config.precision.reduce_bytes * config.precision.is_mixed
     norm = FP64_BYTES * (layout.offload != "none")
     in_bucket = 0 if bucket.is_large(groups.layer.largest) else groups.layer.largest
@@ -120,8 +124,6 @@ def stage_2_buffers(
             head + following * groups.layer.elements,
             arrivals_of_layers[following].content,
             head + following * groups.layer.elements > bucket.limit,
-            config.model.hidden_size,
-            model_profile(config.model).has_biases,
         )
 
     observed = tuple(map(layer_buffers, observed_layers(groups.layers)))
@@ -208,13 +210,11 @@ class Stage3Layer:
     reduction: Stage3Reduction
     gathered: GatheredParameters
     content: int  # of the bucket when backward enters the layer
-    small: int  # the elements of the gradient of a norm or a bias
-    has_biases: bool
 
     def buffer_bytes(self, moments: Sequence[Moment], new_gradients: int) -> list[tuple[int, int]]:
         """Return the bytes at each of the moments of the layer's backward: 0, and those of parameters and gradients."""
         bucket, sizes, matrices_behind = self.reduction.bucket, [], 0
-        for moment, content, flushed in arrivals(bucket, moments, self.content, self.small, self.has_biases):
+        for moment, content, flushed in arrivals(bucket, moments, self.content):
             reduced = bucket.waiting_bytes(content)
             reduced += self.reduction.copied_bytes(flushed[0]) if flushed else 0
             # What the gradient of a bias flushes is the matrix's own.
@@ -231,7 +231,7 @@ def stage_3_buffers(
     """Return the buffers of a pass through a stage under DeepSpeed's stage 3."""
     groups, width = shard_groups(config.model, layout, stage), widths.gathered
     precision, backend_copies = config.precision, device == "cpu"
-    bucket = GradientBucket(widths.reduce_bucket_elements, precision.compute_bytes)
+    bucket = gradient_bucket(config, widths)
     reduction = Stage3Reduction(bucket, layout.dp_shard, precision.reduce_bytes, backend_copies)
     options = coordinator_options(config.strategy.options)
     whole = whole_parameters(config.model, config.checkpointing, options, backend_copies)
@@ -242,8 +242,6 @@ def stage_3_buffers(
             reduction,
             GatheredParameters(*(tuple(number * width for number in each) for each in whole.layers[-1 - following])),
             arrivals_of_layers[following].content,
-            config.model.hidden_size,
-            model_profile(config.model).has_biases,
         )
 
     observed = tuple(map(layer_buffers, observed_layers(groups.layers)))

@@ -212,6 +212,8 @@ class GradientBucket:
 
     limit: int
     gradient: int  # bytes of an element as backward computes it
+    small: int  # elements of the gradient of a norm or a bias
+    has_biases: bool  # whether the gradient of every matrix is followed by a bias's
 
     def is_large(self, size: int) -> bool:
         """Return whether a gradient does not fit the bucket."""
@@ -238,13 +240,10 @@ class Arrival(NamedTuple):
     flushed: tuple[int, ...]  # elements that are reduced because a gradient arrives, one after the other
 
 
-def arrivals(
-    bucket: GradientBucket, moments: Sequence[Moment], content: int, small: int, has_biases: bool
-) -> Iterator[Arrival]:
+def arrivals(bucket: GradientBucket, moments: Sequence[Moment], content: int) -> Iterator[Arrival]:
     """Yield the moments of a layer's backward, which it enters with this content of the bucket.
 
-    `small` is the elements of a norm's or a bias's gradient, which follows that of the last matrix that reads a norm's
-    result, and of every matrix with a bias.
+    A norm's gradient follows that of the last matrix that reads its result.
     """
     for moment in moments:
         if not moment.is_accumulation:
@@ -252,9 +251,9 @@ def arrivals(
             continue
         before, flushed = content, [bucket.flush(content, moment.computed)]
         content = bucket.add(content, moment.computed)
-        if has_biases or not moment.is_followed_by_matrix:
-            flushed.append(bucket.flush(content, small))
-            content = bucket.add(content, small)
+        if bucket.has_biases or not moment.is_followed_by_matrix:
+            flushed.append(bucket.flush(content, bucket.small))
+            content = bucket.add(content, bucket.small)
         yield Arrival(moment, before, tuple(flushed))
 
 
@@ -268,10 +267,9 @@ class LayerArrivals(NamedTuple):
 @lru_cache(maxsize=1024)
 def layer_arrivals(model: ModelConfig, groups: ShardGroups, bucket: GradientBucket) -> list[LayerArrivals]:
     """Return the bucket in the backward of all layers, the last one first, and of what lies before the layers."""
-    small = model.hidden_size
     tail = [groups.head.largest] if groups.head.elements else []
     content = 0
-    for size in (*tail, small):
+    for size in (*tail, bucket.small):
         content = bucket.add(content, size)
     sizes, layers = layer_gradient_sizes(model, groups), []
     for _ in range(groups.layers):
