@@ -129,8 +129,3 @@ SENDS_NOTHING = {
     "_c10d_functional::wait_tensor",
     "_c10d_functional::_wrap_tensor_autograd",
 }
-
-
-def has_rule(operator: str) -> bool:
-    """Return whether an operator such as c10d::allreduce_ is counted or known to send nothing."""
-    return operator in RULES or operator in SENDS_NOTHING

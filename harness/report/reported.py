@@ -8,7 +8,7 @@ from harness.records.schema import Record, Row
 from harness.report.frame import column_values, records_frame
 from harness.report.ranking import Group, common_baseline
 from harness.report.speeds import Speed, timed_runs
-from harness.report.text import byte_unit, bytes_text, join_words
+from harness.report.text import bytes_text, join_words
 from harness.report.view import View
 
 
@@ -141,9 +141,3 @@ def names(members: Sequence[Reported], most: int = 4) -> str:
 def share_text(part: float, whole: float) -> str:
     """Return a part of a whole in percent."""
     return f"{100 * part / whole:.0f} %"
-
-
-def larger_unit(size: int, other: int) -> str:
-    """Return the difference of two sizes in the unit of the larger one."""
-    unit = byte_unit([size, other])
-    return f"{abs(size - other) / unit.size:,.2f} {unit.name}"

@@ -8,7 +8,7 @@ import torch
 from harness.measure.allocation_log import StepAnnotations
 from harness.measure.allocation_logger import CudaAllocationLog
 from harness.measure.memory_attribution import attribute_peak
-from harness.simulator.allocator_history import SEGMENT_BYTES, AllocatorHistory, memory_history
+from tests.support.allocator_history import SEGMENT_BYTES, AllocatorHistory, memory_history
 
 DEVICE_INDEX = 1  # of two devices, the first of which has a history without entries
 

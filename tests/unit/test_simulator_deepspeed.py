@@ -9,9 +9,9 @@ from harness.config.strategy import AXES
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.layout.layout import resolve_layout
 from harness.runner.simulation import simulated_ranks
-from harness.simulator.deepspeed_accelerator import count_synchronizations
 from harness.simulator.process_group import fake_process_group
 from tests.support.commands import compose_config
+from tests.support.deepspeed_accelerator import count_synchronizations
 
 WORLD_SIZE = 2
 
