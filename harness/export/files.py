@@ -20,11 +20,11 @@ class ExportFile(NamedTuple):
 
 def export_files() -> list[ExportFile]:
     """Return every file that an export can have."""
-    from harness.export import accelerate_script, configs, script  # they import torch
+    from harness.export import configs, script  # they import torch
 
     return [
         ExportFile("accelerate.yaml", unsupported.why_not_accelerate, configs.accelerate_yaml),
-        ExportFile("train_accelerate.py", unsupported.why_not_accelerate, accelerate_script.train_accelerate_py),
+        ExportFile("train_accelerate.py", unsupported.why_not_accelerate, script.train_accelerate_py),
         ExportFile("deepspeed.json", unsupported.why_not_deepspeed, configs.deepspeed_json),
         ExportFile("train.py", unsupported.why_not_train, script.train_py),
         ExportFile("torchrun.sh", unsupported.why_not_train, configs.torchrun_sh),

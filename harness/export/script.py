@@ -1,177 +1,111 @@
-"""train.py: the run's layout in plain calls of its library, around a model that is the user's to replace."""
+"""train.py and train_accelerate.py: a run's layout in plain calls of a library, around a model that is the user's.
 
-from harness.export import snippets
-from harness.export.assemble import assemble, indent_under, step_loop
+The templates in harness/export/scripts read like the scripts; this has what they ask of a run.
+"""
+
+import os
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from harness.config.strategy import DEGREES
+from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
-from harness.export.snippets import Snippet, dedented
-from harness.export.templates import (
-    BATCHES,
-    BUILD,
-    BUILD_STAGES,
-    ENDS,
-    FILL,
-    IMPORTS,
-    LAYERS,
-    MASTERS,
-    MASTERS_IMPORTS,
-    start,
-)
+from harness.layout.layout import Layout
 
-PRINT_MEAN_LOSS = dedented("""
-    dist.all_reduce(total)  # for the mean over ranks
-    if dist.get_rank() == 0:
-        print(f"step {step} loss {total.item() / dist.get_world_size():.6f}", flush=True)
-    """)
-
-UPDATE = ["optimizer.step()", "optimizer.zero_grad()"]
+LIBRARIES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate"}  # others are written in plain torch
 
 
 def train_py(run: RecordedRun) -> str:
     """Return the script for torchrun."""
     if run.layout.uses_deepspeed_zero:
-        return deepspeed_script(run)
-    return pipeline_script(run) if run.layout.pp_enabled else torch_script(run)
+        return script(run, "deepspeed")
+    return script(run, "pipeline" if run.layout.pp_enabled else "torch")
 
 
-def torch_script(run: RecordedRun) -> str:
-    """Return the script of a layout in which every rank has all layers."""
-    before_fill = [*snippets.tensor_parallel(run), *snippets.checkpointing(run), *snippets.fsdp(run)]
-    after_fill = [*snippets.ddp(run), snippets.optimizer(run), *snippets.clipping(run)]
-    used = [*before_fill, *after_fill]
-    main = [
-        start(run),
-        *mesh(run),
-        "model = build()",
-        *(snippet.apply for snippet in before_fill),
-        "fill(model, device)",
-        *(snippet.apply for snippet in after_fill if snippet.apply),
-        "micro_batches = batches(device)",
-        step_loop(
-            [
-                "total = torch.zeros((), device=device)",
-                accumulation_loop(run, used),
-                *(snippet.after_backward for snippet in used if snippet.after_backward),
-                *UPDATE,
-                PRINT_MEAN_LOSS,
-            ]
-        ),
-    ]
-    helpers = [LAYERS] if any("layers(model)" in snippet.apply for snippet in used) else []
-    helpers += [ENDS] if any("ends(model)" in snippet.apply for snippet in used) else []
-    return assemble(run, "torch", [*IMPORTS, *mesh_import(run)], used, [BUILD, *helpers, FILL, BATCHES], main)
+def train_accelerate_py(run: RecordedRun) -> str:
+    """Return the script for `accelerate launch --config_file accelerate.yaml train_accelerate.py`."""
+    return script(run, "accelerate")
 
 
-def accumulation_loop(run: RecordedRun, used: list[Snippet]) -> str:
-    """Return the loop over a step's micro-batches: forward and backward, inside the snippets' contexts."""
-    lines = "loss = loss_function(model(inputs), targets) / MICRO_BATCHES\nloss.backward()"
-    for snippet in used:
-        lines = indent_under(f"with {snippet.context}:", lines) if snippet.context else lines
-    needs_last = any(snippet.before_forward or snippet.context for snippet in used)
-    last = ["last = index == MICRO_BATCHES - 1"] if needs_last else []
-    before_forward = [snippet.before_forward for snippet in used if snippet.before_forward]
-    lines = "\n".join([*last, *before_forward, lines, "total += loss.detach()"])
-    lines = indent_under("for index, (inputs, targets) in enumerate(micro_batches(step)):", lines)
-    if run.layout.tp_enabled:
-        lines = indent_under("with loss_parallel():  # the logits are sharded along the vocabulary", lines)
-    return lines
+def script(run: RecordedRun, name: str) -> str:
+    """Return the script of one of the templates."""
+    template, facts = templates().get_template(f"{name}.py.j2"), script_facts(run, name)
+    code = template.render(facts, names=())
+    used = [word for word in runtime.__all__ if word == "read_run_spec" or re.search(rf"\b{word}\b", code)]
+    return template.render(facts, names=used)
 
 
-def pipeline_script(run: RecordedRun) -> str:
-    """Return the script of a pipeline, by torch.distributed.pipelining."""
+@cache
+def templates() -> Environment:
+    """Return the scripts' templates, in which a line that has a tag alone leaves nothing."""
+    loader = PackageLoader("harness.export", "scripts")
+    return Environment(
+        loader=loader,
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        undefined=StrictUndefined,
+    )
+
+
+def script_facts(run: RecordedRun, name: str) -> dict[str, Any]:
+    """Return what the templates know of a run."""
+    config, layout = run.config, run.layout
+    is_fsdp, is_ddp = layout.data_parallel == "fsdp", layout.data_parallel == "ddp"
+    is_accelerate, recomputes = name == "accelerate", config.checkpointing.name != "none"
+    shards = is_fsdp and not is_accelerate
+    needs_last = run.micro_batches > 1 and (is_fsdp or (is_ddp and not is_accelerate))
+    inside = run.target == run.directory / "export"
+    options = sorted(config.strategy.ddp_options.items())
+    return {
+        "run": run,
+        "config": config,
+        "layout": layout,
+        "library": LIBRARIES.get(name, "torch"),
+        "ruler": "# " + "-" * 117,
+        "run_folder": "Path(__file__).resolve().parents[1]" if inside else f"Path({os.fspath(Path(run.directory))!r})",
+        "is_fsdp": is_fsdp,
+        "is_ddp": is_ddp,
+        "has_replicas": len(data_axes(layout)) > 1,
+        "clips": config.train.gradient_clipping > 0 and not (is_accelerate and layout.uses_deepspeed_zero),
+        "layers_are_recomputed": recomputes,
+        "skips_synchronization": is_ddp and needs_last,
+        "needs_last": needs_last,
+        "needs_layers": recomputes or shards or layout.tp_enabled,
+        "needs_ends": shards,
+        "needs_mesh": shards or layout.tp_enabled,
+        "mesh_sizes": tuple(mesh(layout).values()),
+        "mesh_axes": str(tuple(mesh(layout))).replace("'", '"'),
+        "ddp_options": "".join(f", {key}={value!r}" for key, value in options),
+        # No device may have room for all parameters before they are sharded.
+        "storage_device": ', storage_device=torch.device("cpu")' if is_accelerate and is_fsdp else "",
+        **pipeline_facts(layout),
+    }
+
+
+def data_axes(layout: Layout) -> tuple[str, ...]:
+    """Return the axes of the mesh for fully_shard: two if shards are replicated."""
+    has_replicas = layout.dp_replicate > 1 or layout.zero_stage == 0
+    return ("dp_replicate", "dp_shard") if has_replicas else ("dp_shard",)
+
+
+def mesh(layout: Layout) -> dict[str, int]:
+    """Return the axes of the device mesh with their sizes: those that divide something, and those of fully_shard."""
+    required = data_axes(layout) if layout.data_parallel == "fsdp" else ()
+    sizes = layout.axis_sizes
+    return {axis: sizes[axis] for axis in DEGREES if axis in required or (sizes[axis] > 1 and axis != "pp")}
+
+
+def pipeline_facts(layout: Layout) -> dict[str, str]:
+    """Return the class of a pipeline's schedule and the stages that it takes; nothing without a pipeline."""
     from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 
-    schedule = (SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[run.layout.schedule].__name__
-    stages = "stages[0]" if run.layout.schedule in SINGLE_STAGE_SCHEDULES else "stages"
-    checkpointing = list(snippets.checkpointing(run))
-    used = [*checkpointing, snippets.optimizer(run), *snippets.clipping(run)]
-    step = [
-        dedented("""
-            inputs, targets = (torch.cat(side) for side in zip(*micro_batches(step)))
-            losses = []
-            arguments = (inputs,) if stages[0].is_first else ()
-            ends = {"target": targets, "losses": losses} if stages[-1].is_last else {}
-            schedule.step(*arguments, **ends, return_outputs=False)
-            """),
-        *(snippet.after_backward for snippet in used if snippet.after_backward),
-        *UPDATE,
-        dedented("""
-            if losses:  # only the last stage has them
-                print(f"step {step} loss {torch.stack(losses).mean().item():.6f}", flush=True)
-            """),
-    ]
-    main = [
-        start(run),
-        "parts = build()",
-        *(indent_under("for model in parts:", snippet.apply) for snippet in checkpointing),
-        "for part in parts:\n    fill(part, device)",
-        dedented(f"""
-            own = range(dist.get_rank(), STAGES, dist.get_world_size())
-            stages = [PipelineStage(part, index, STAGES, device) for index, part in zip(own, parts, strict=True)]
-            schedule = {schedule}({stages}, n_microbatches=MICRO_BATCHES, loss_fn=loss_function)
-            """),
-        snippets.optimizer(run).apply,
-        "micro_batches = batches(device)",
-        step_loop(step),
-    ]
-    pipelining = f"from torch.distributed.pipelining import PipelineStage, {schedule}"
-    header = Snippet(imports=(pipelining,), settings=f"STAGES = {run.layout.num_stages}")
-    helpers = [LAYERS] if checkpointing else []
-    return assemble(run, "torch", IMPORTS, [header, *used], [BUILD_STAGES, *helpers, FILL, BATCHES], main)
-
-
-def deepspeed_script(run: RecordedRun) -> str:
-    """Return the script of DeepSpeed's ZeRO, with the configuration in deepspeed.json."""
-    checkpointing = list(snippets.checkpointing(run))
-    is_mixed = run.config.precision.is_mixed
-    step = [
-        dedented("""
-            total = torch.zeros((), device=device)
-            for inputs, targets in micro_batches(step):
-                loss = loss_function(engine(inputs), targets)
-                engine.backward(loss)  # divides the loss by the number of micro-batches
-                engine.step()  # counts micro-batches: clips and updates after the last
-                total += loss.detach() / MICRO_BATCHES
-            """),
-        PRINT_MEAN_LOSS,
-    ]
-    without_build = [
-        "# Otherwise every rank compiles DeepSpeed's collective for inference, which training does not call.",
-        'deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False',
-    ]
-    main = [
-        *(without_build if run.device == "cpu" else []),
-        start(run).replace("dist.init_process_group", "deepspeed.init_distributed"),
-        "model = build()",
-        *(snippet.apply for snippet in checkpointing),
-        "fill(model, device)  # whole at first; deepspeed.zero.Init is for models that do not fit",
-        snippets.optimizer(run).apply,
-        'engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=str(HERE / "deepspeed.json"))',
-        *([MASTERS] if is_mixed else []),
-        "micro_batches = batches(device)",
-        step_loop(step),
-    ]
-    header = Snippet(
-        imports=("import deepspeed", *(MASTERS_IMPORTS if is_mixed else [])),
-        settings="HERE = Path(__file__).resolve().parent",
-    )
-    helpers = [LAYERS] if checkpointing else []
-    used = [header, *checkpointing, snippets.optimizer(run)]
-    return assemble(run, "DeepSpeed", IMPORTS, used, [BUILD, *helpers, FILL, BATCHES], main)
-
-
-def mesh(run: RecordedRun) -> list[str]:
-    """Return the line that makes the device mesh, with the axes that the layout uses; empty if it uses none."""
-    layout = run.layout
-    axes = {"dp_replicate": layout.dp_replicate, "dp_shard": layout.dp_shard, "tp": layout.tp}
-    if not mesh_import(run):
-        return []
-    required = snippets.data_axes(layout) if layout.data_parallel == "fsdp" else ()
-    names = tuple(name for name, size in axes.items() if size > 1 or name in required)
-    sizes, quoted = tuple(axes[name] for name in names), str(names).replace("'", '"')
-    return [f"mesh = init_device_mesh(device.type, {sizes}, mesh_dim_names={quoted})"]
-
-
-def mesh_import(run: RecordedRun) -> list[str]:
-    """Return the import that a device mesh needs; empty if the script needs no mesh."""
-    needs_mesh = run.layout.tp_enabled or run.layout.data_parallel == "fsdp"
-    return ["from torch.distributed.device_mesh import init_device_mesh"] if needs_mesh else []
+    if not layout.pp_enabled:
+        return {}
+    schedule = (SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[layout.schedule].__name__
+    return {"schedule": schedule, "scheduled": "stages[0]" if layout.schedule in SINGLE_STAGE_SCHEDULES else "stages"}
