@@ -34,7 +34,7 @@ def _code() -> str:
     digest = hashlib.sha256()
     for path in sorted(SOURCES.rglob("*")):
         relative = path.relative_to(SOURCES)
-        if relative.parts[0] in NON_MEASURING or path.suffix not in (".py", ".cpp", ".cu", ".h"):
+        if relative.parts[0] in NON_MEASURING or path.suffix not in (".py", ".toml", ".cpp", ".cu", ".h"):
             continue
         content = path.read_bytes()
         digest.update(f"{relative.as_posix()} {len(content)}\n".encode() + content)

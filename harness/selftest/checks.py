@@ -15,7 +15,7 @@ BUBBLE_TOLERANCE = 0.1  # by which the measured share of bubbles may exceed the 
 
 SAME_LOSS = 1e-3  # the relative difference of the last losses of two equal runs in 16 bit
 
-HANGING_MODULE = "rank_faults.py"  # the file in which a rank hangs on purpose
+HANGING_MODULE = "rank_variants.py"  # the file in which a rank hangs on purpose
 
 AT_PEAK, BYTES = "at_peak_", "_bytes"  # the beginning and the end of the columns that say what filled the peak
 

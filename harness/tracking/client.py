@@ -1,12 +1,14 @@
 """The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs."""
 
-import json
-import socket
+import queue
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -42,9 +44,8 @@ class TrackingClient:
         self.upload_seconds = upload_seconds
         self.quiet_seconds = quiet_seconds
         self.process: subprocess.Popen[bytes] | None = None
-        self.channel: socket.socket | None = None  # None before the start, and once the process is gone
-        self.unsent = b""  # bytes that the socket could not accept yet
-        self.unread = b""  # the beginning of a line that has not arrived completely
+        self.channel: Connection[Message, Answer] | None = None  # None before the start, and once the process is gone
+        self.unsent: queue.SimpleQueue[Message] = queue.SimpleQueue()  # a thread sends them, as the process may hang
         self.pending: dict[str, Path] = {}  # folders without an answer, each with its comparison's folder
         self.results: dict[str, str | None] = {}
         self.is_sync_hint_logged = False  # whether the user already knows the command that sends the data later
@@ -67,8 +68,7 @@ class TrackingClient:
         if self.process is None:
             return
         ends_at = time.monotonic() + seconds
-        with self.lock:
-            self._send({"do": "close"})
+        self.unsent.put({"do": "close"})
         while self.channel is not None and time.monotonic() < ends_at:
             with self.lock:
                 self._exchange(ends_at)
@@ -114,7 +114,7 @@ class TrackingClient:
             }
             if config_values is not None:
                 message["config"] = config_values
-            self._send(message)
+            self.unsent.put(message)
             self._exchange(0.0)
 
     def _start(self) -> bool:
@@ -122,8 +122,7 @@ class TrackingClient:
 
         It gets a session of its own, because signals of this terminal, such as Ctrl-C, are not meant for it.
         """
-        self.channel, process_end = socket.socketpair()
-        self.channel.setblocking(False)
+        channel, process_end = Pipe()
         fd = process_end.fileno()
         command = [sys.executable, "-m", "harness.tracking.process", str(fd), str(self.quiet_seconds)]
         null = subprocess.DEVNULL
@@ -134,39 +133,19 @@ class TrackingClient:
                 )
             except OSError as error:  # out of memory or of processes: the run goes on without tracking
                 self.log(f"tracking: its process cannot be started ({error.strerror}); nothing is tracked")
-        return self.process is not None
-
-    def _send(self, message: Message) -> None:
-        self.unsent += json.dumps(message, default=str).encode() + b"\n"
+                return False
+        self.channel = channel
+        threading.Thread(target=send_all, args=(channel, self.unsent), daemon=True).start()
+        return True
 
     def _exchange(self, ends_at: float) -> None:
-        """Write what the socket accepts and read what has arrived, without blocking.
-
-        If nothing has arrived, sleep POLL_SECONDS, unless the time `ends_at` is past.
-        """
-        if self.channel is None:
-            return
+        """Read what has arrived; if nothing has, wait for it POLL_SECONDS, unless the time `ends_at` is past."""
         try:
-            if self.unsent:
-                self.unsent = self.unsent[self.channel.send(self.unsent) :]
-        except BlockingIOError:
-            pass
-        except OSError:  # the process is gone
+            while self.channel is not None and self.channel.poll(POLL_SECONDS if time.monotonic() < ends_at else 0):
+                self._receive(self.channel.recv())
+                ends_at = 0.0
+        except (OSError, EOFError):  # the process is gone
             self.channel = None
-            return
-        try:
-            received = self.channel.recv(65536)
-        except BlockingIOError:
-            if time.monotonic() < ends_at:
-                time.sleep(POLL_SECONDS)
-            return
-        except OSError:
-            received = b""
-        if not received:
-            self.channel = None
-        *lines, self.unread = (self.unread + received).split(b"\n")
-        for line in lines:
-            self._receive(json.loads(line))
 
     def _receive(self, message: Answer) -> None:
         if "done" in message:
@@ -190,6 +169,13 @@ class TrackingClient:
             except psutil.Error:
                 continue
         self.process.wait()
+
+
+def send_all(channel: "Connection[Message, Answer]", unsent: "queue.SimpleQueue[Message]") -> None:
+    """Send what is handed over as soon as the process takes it, until the process is gone."""
+    with suppress(OSError):
+        while True:
+            channel.send(unsent.get())
 
 
 def sync_hint(comparison: Path | str) -> str:

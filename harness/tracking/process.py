@@ -1,19 +1,18 @@
 """The tracking process: it passes what the parent hands over to trackers, and watches running runs.
 
-TrackingClient starts it with the number of a socket, on which both sides write one line of JSON for each message, and
-with the number of seconds for which a run that has started is left undisturbed. It shares nothing else with the
-parent: a tracker that hangs or dies here costs the runs nothing.
+TrackingClient starts it with the number of its end of a pipe, and with the number of seconds for which a run that has
+started is left undisturbed. It shares nothing else with the parent: a tracker that hangs or dies here costs the runs
+nothing.
 """
 
 import dataclasses
-import json
 import os
 import queue
-import socket
 import sys
 import threading
 import time
 from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -55,8 +54,8 @@ class LiveRun(NamedTuple):
 class TrackingProcess:
     """The trackers of one command, by the configuration that named them, and its running runs."""
 
-    def __init__(self, channel: socket.socket, quiet_seconds: float) -> None:
-        """Take the socket to the parent, and the seconds for which a started run is left undisturbed."""
+    def __init__(self, channel: "Connection[Answer, Message]", quiet_seconds: float) -> None:
+        """Take the pipe to the parent, and the seconds for which a started run is left undisturbed."""
         self.channel = channel
         self.quiet_seconds = quiet_seconds
         self.trackers: dict[TrackingConfig, Tracker] = {}
@@ -177,18 +176,17 @@ class TrackingProcess:
     def send(self, message: Answer) -> None:
         """Send a message to the parent: the answer about a folder, or a line for the user."""
         with suppress(OSError):  # the parent is gone
-            self.channel.sendall(json.dumps(redacted(message)).encode() + b"\n")
+            self.channel.send(redacted(message))
 
 
-def listen(channel: socket.socket, inbox: "queue.SimpleQueue[Message]") -> None:
+def listen(channel: "Connection[Answer, Message]", inbox: "queue.SimpleQueue[Message]") -> None:
     """Put the parent's messages into the inbox, and end this process soon after the parent is gone.
 
     It runs in a thread of its own, so that the parent's end is noticed even while a tracker hangs.
     """
-    # The connection is reset if the parent died before it read an answer, and a line may be cut off.
-    with suppress(OSError, ValueError), channel.makefile("rb") as lines:
-        for line in lines:
-            inbox.put(json.loads(line))
+    with suppress(OSError, EOFError):  # the pipe is reset if the parent died before it read an answer
+        while True:
+            inbox.put(channel.recv())
     inbox.put({"do": "close"})
     time.sleep(ORPHAN_SECONDS)
     exit_now(1)
@@ -203,9 +201,9 @@ def exit_now(status: int) -> None:
 
 
 def main() -> None:
-    """Serve the parent whose socket and quiet seconds are on the command line."""
+    """Serve the parent whose pipe and quiet seconds are on the command line."""
     os.nice(NICENESS)
-    channel = socket.socket(fileno=int(sys.argv[1]))
+    channel: Connection[Answer, Message] = Connection(int(sys.argv[1]))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(channel, inbox), daemon=True).start()
     TrackingProcess(channel, float(sys.argv[2])).serve(inbox)
