@@ -54,6 +54,11 @@ class MemoryEstimate:
         """The bytes that torch's allocator holds at the worst moment of a step."""
         return sum(self.at_peak.values())
 
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes that a device must have: of tensors, and outside torch's allocator."""
+        return self.peak_bytes + self.process_bytes
+
 
 def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device = "cpu") -> MemoryEstimate:
     """Return the memory of the rank with the highest peak.

@@ -10,7 +10,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import DEGREES
 from harness.cost_model.communication import planned_bytes
-from harness.cost_model.fit_verdict import FitVerdict, fit_verdict
+from harness.cost_model.fits import FitVerdict, Room, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
 from harness.cost_model.predicted_peak import PredictedPeak, predicted_memory, predicted_peak
@@ -128,7 +128,7 @@ class Prediction:
     @property
     def needed_bytes(self) -> int:
         """The bytes that a device must have: of tensors, and outside torch's allocator."""
-        return self.memory.peak_bytes + self.memory.process_bytes
+        return self.memory.needed_bytes
 
     @property
     def available_bytes(self) -> int:
@@ -138,11 +138,6 @@ class Prediction:
         return own if budget is None else min(own, budget + PROCESS_BYTES[self.cluster.device])
 
     @property
-    def fits(self) -> bool:
-        """Whether the predicted peak itself fits a device and its host; `verdict` has how sure that is."""
-        return self.needed_bytes <= self.available_bytes and self.fits_host
-
-    @property
     def host_available_bytes(self) -> int | None:
         """The bytes of its host's memory that each rank of a node may take; None if they are not known."""
         host_memory = self.cluster.hardware.host_memory
@@ -150,11 +145,23 @@ class Prediction:
             return None
         return parse_bytes(host_memory) // min(self.cluster.gpus_per_node, self.layout.world_size)
 
+    @cached_property
+    def room(self) -> Room:
+        """The memory of a device and a rank's part of its host's, of which plans count no processes."""
+        host = self.host_available_bytes
+        budget = self.config.cluster.memory_budget_bytes
+        host_bytes = None if host is None else host + PROCESS_BYTES["cpu"]
+        return Room(self.cluster.memory_bytes, budget_bytes=budget, host_bytes=host_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the predicted peak itself fits a device and its host; `verdict` has how sure that is."""
+        return self.room.holds(self.memory)
+
     @property
     def fits_host(self) -> bool:
         """Whether what a rank keeps on the host fits there, as far as that is known."""
-        available = self.host_available_bytes
-        return available is None or self.memory.host_bytes <= available
+        return self.room.host_holds(self.memory)
 
     @property
     def tokens_per_step(self) -> int:

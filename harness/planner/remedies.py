@@ -4,8 +4,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from harness.config.schema import RunConfig
+from harness.cost_model.fits import Choices, Variant, remedies
 from harness.cost_model.prediction import Prediction
-from harness.cost_model.remedies import Choices, Variant, remedies
 from harness.layout.layout import Layout, resolve_layout
 from harness.planner.plan_problems import plan_problems, predict
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
@@ -22,24 +22,22 @@ def offers(prediction: Prediction) -> Iterator[str]:
         try:
             strategy = changed.strategy
             other = wider_layout(layout, ranks) if strategy == config.strategy else resolve_layout(strategy, ranks)
-            if other is None or any(plan_problems(changed, other, cluster.with_ranks(ranks), stack)):
+            wider = cluster.with_ranks(ranks)
+            if other is None or any(plan_problems(changed, other, wider, stack)):
                 return None
         except UserError:
             return None
-        return Variant(changed, other, predict(changed, other, cluster, stack).widths)
-
-    def rank_bytes_if_fitting(variant: Variant) -> int | None:
-        """Return the bytes of a rank of a changed configuration, or None if it does not fit."""
-        changed = predict(variant.config, variant.layout, cluster.with_ranks(variant.layout.world_size), stack)
-        return changed.needed_bytes if changed.fits else None
+        planned = predict(changed, other, wider, stack)
+        return Variant(other, planned.memory, planned.room)
 
     choices = Choices(
         plan_variant,
+        prediction.memory.process_bytes,
         sharded=(load_strategy_preset("fsdp_full_shard"),),
         precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
         offloads=cluster.device == "cuda",
     )
-    yield from remedies(config, layout, choices, rank_bytes_if_fitting)
+    yield from remedies(config, layout, choices)
 
 
 def wider_layout(layout: Layout, ranks: int) -> Layout | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
-from harness.cost_model.fit_verdict import UNMEASURED_RANGE
+from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.prediction import Prediction
 from harness.planner.remedies import offers
 from harness.planner.row import PEAK_PARTS

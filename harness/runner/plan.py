@@ -11,10 +11,9 @@ from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import load_stack
-from harness.cost_model import capacity
+from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
-from harness.cost_model.remedies import Choices, Variant
 from harness.data.corpus import Corpus, prepare_corpus
 from harness.engines.base import device_count, fully_sharded_preset, load_engine
 from harness.hardware.described_cluster import DescribedCluster, run_hardware
@@ -75,6 +74,17 @@ class Plan:
         return prediction
 
     @property
+    def room(self) -> Room:
+        """The memory that is free for the run's ranks on each of its hosts."""
+        return Room(
+            self.machine.available_bytes(self.devices),
+            self.processes_per_node,
+            is_shared=self.machine.device == "cpu",
+            budget_bytes=self.config.cluster.memory_budget_bytes,
+            host_bytes=self.machine.host_free_bytes,
+        )
+
+    @property
     def nodes(self) -> int:
         """The number of the machine's nodes that the run uses."""
         return self.machine.nodes_needed(self.layout.world_size)
@@ -132,7 +142,7 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     yield from load_engine(layout.engine).unsupported(config, layout, machine)
 
 
-def fits(plan: Plan) -> bool:
+def fits_now(plan: Plan) -> bool:
     """Return whether the run is predicted to fit the machine as it is at this moment."""
     if plan.config.launch != "simulated":
         plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
@@ -153,22 +163,12 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
         return problem
     if not plan.command.preflight:
         return None
-
-    return capacity.capacity_problem(
-        plan.config,
-        plan.layout,
-        plan.memory,
-        remedy_choices(plan, models),
-        available_bytes=machine.available_bytes(plan.devices),
-        ranks_on_host=plan.processes_per_node,
-        device=machine.device,
-        host_available_bytes=machine.host_free_bytes,
-    )
+    return memory_problem(plan.config, plan.layout, plan.memory, plan.room, remedy_choices(plan, models))
 
 
 def remedy_choices(plan: Plan, models: Sequence[ModelConfig]) -> Choices:
     """Return what may be chosen instead of a run that does not fit this machine."""
-    machine, strategy = plan.machine, plan.config.strategy
+    machine, strategy, room = plan.machine, plan.config.strategy, plan.room
 
     def plan_variant(changed: RunConfig, world_size: int | None) -> Variant | None:
         """Return the changed configuration as this machine, or more such machines, would run it."""
@@ -179,10 +179,17 @@ def remedy_choices(plan: Plan, models: Sequence[ModelConfig]) -> Choices:
                 return None
         except UserError:
             return None
-        return Variant(changed, layout, load_engine(layout.engine).state_widths(changed, layout))
+        ranks = room.ranks
+        if changed.strategy.name != strategy.name:  # otherwise more ranks are on more hosts
+            ranks = max(1, ranks * layout.world_size // plan.layout.world_size)
+        memory = estimate_memory(
+            changed, layout, load_engine(layout.engine).state_widths(changed, layout), machine.device
+        )
+        return Variant(layout, memory, dataclasses.replace(room, ranks=ranks))
 
     return Choices(
         plan_variant,
+        0 if room.device_holds(plan.memory) else plan.memory.process_bytes,
         models,
         sharded=(load_strategy_preset(fully_sharded_preset(strategy.engine)),),
         precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),

@@ -10,7 +10,7 @@ from harness.config.schema import ClusterConfig, RunConfig
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.plan import Plan, fits, make_plan
+from harness.runner.plan import Plan, fits_now, make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
@@ -54,7 +54,7 @@ def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[Clus
     values = resolve_auto(values, machine.device, machine.compute_capability)
     search = None
     if wants_max_micro_batch(values):
-        search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine)), fits)
+        search = MicroBatchSearch(feasible_plans(values, lambda candidate: _plan(candidate, machine)), fits_now)
         plan = search.first
     else:
         plan = _plan(values, machine)

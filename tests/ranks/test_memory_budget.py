@@ -15,7 +15,7 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
 from harness.runner.local_machine import detect_machine
-from harness.runner.plan import Plan, budget_problems, capacity_problem, fits, make_plan, rank_memory_limit
+from harness.runner.plan import Plan, budget_problems, capacity_problem, fits_now, make_plan, rank_memory_limit
 from harness.runner.pruning import pruning_reason
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.util.errors import UserError
@@ -211,4 +211,4 @@ def test_the_micro_batch_search_starts_below_the_budget() -> None:
     two = planned("train.micro_batch=2")
     budget = estimate_memory(two.config, two.layout, two.widths, "cpu").peak_bytes
     plans = [planned(f"train.micro_batch={size}", f"cluster.memory_budget={budget}") for size in sizes]
-    assert MicroBatchSearch(plans, fits).first.config.train.micro_batch == 2
+    assert MicroBatchSearch(plans, fits_now).first.config.train.micro_batch == 2

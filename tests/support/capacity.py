@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model import capacity
+from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.remedies import Choices, Variant
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
@@ -30,12 +29,12 @@ def capacity_problem(
         factor = (world_size or layout.world_size) // layout.world_size
         wider = dataclasses.replace(layout, dp_shard=layout.dp_shard * factor)
         divides = factor == 1 or (layout.zero_stage > 0 and layout.dp_shard > 1)
-        return Variant(changed, wider, widths) if divides and not any(incompatibilities(changed, wider)) else None
+        if not divides or any(incompatibilities(changed, wider)):
+            return None
+        return Variant(wider, estimate_memory(changed, wider, widths, device), room)
 
-    return capacity.capacity_problem(
-        *(config, layout, estimate_memory(config, layout, widths, device), Choices(plan, models)),
-        device=device,
-        available_bytes=available_bytes,
-        ranks_on_host=ranks_on_host,
-        host_available_bytes=host_available_bytes,
-    )
+    budget = config.cluster.memory_budget_bytes
+    room = Room(available_bytes, ranks_on_host, device == "cpu", budget, host_available_bytes)
+    memory = estimate_memory(config, layout, widths, device)
+    process_bytes = 0 if room.device_holds(memory) else memory.process_bytes
+    return memory_problem(config, layout, memory, room, Choices(plan, process_bytes, models))

@@ -6,8 +6,6 @@ import pytest
 
 from harness.config.hydra import compose_values
 from harness.config.schema import Device
-from harness.cost_model import capacity
-from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
@@ -67,7 +65,7 @@ def test_every_remedy_is_itself_accepted_and_fits(case: str, monkeypatch: pytest
     device: Device = "cpu" if "offload" in case else "cuda"  # of a GPU's memory full saves nothing beside offload
     large_machine = Machine(device, "", 1, 4, devices=64, free_bytes=(2**45,) * 64, cores=2, host_free_bytes=2**45)
     plan = make_plan(compose_config(*overrides), large_machine)
-    needed = capacity.needed_bytes(estimate_memory(plan.config, plan.layout, plan.widths, device), 4, device)
+    needed = plan.memory.needed_bytes * (4 if device == "cpu" else 1)
     small_machine = dataclasses.replace(large_machine, free_bytes=(needed - 1,) * 64)
     reason = capacity_problem(dataclasses.replace(plan, machine=small_machine), PREPARED)
     assert reason is not None

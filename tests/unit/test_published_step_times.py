@@ -10,7 +10,7 @@ import pytest
 
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackConfig, StackTiming, load_stack
-from harness.cost_model.fit_verdict import fit_verdict
+from harness.cost_model.fits import fit_verdict
 from harness.cost_model.stack_memory import predict_highest_rank
 from harness.cost_model.timing.collectives import Group, all_reduce_seconds
 from harness.cost_model.timing.kernels import kernel_rates

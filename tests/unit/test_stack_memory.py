@@ -14,7 +14,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory, load_stack, stack_names
 from harness.config.strategy import StrategyConfig
 from harness.cost_model import stack_memory, stack_moments, stack_parameters
-from harness.cost_model.fit_verdict import fit_verdict
+from harness.cost_model.fits import fit_verdict
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stack_memory import (

@@ -8,7 +8,7 @@ from functools import lru_cache
 from statistics import median
 
 from harness.config.stack import StackConfig, load_stack
-from harness.cost_model.fit_verdict import fit_verdict
+from harness.cost_model.fits import fit_verdict
 from harness.cost_model.stack_memory import RankMemory, predict_memory, predict_rank_memory
 from tests.support.commands import ROOT
 from tests.support.published import PublishedRow, fms, megatron, nanotron
@@ -100,7 +100,7 @@ def held_out_median(rows: Sequence[PublishedRow], predict: Callable[[PublishedRo
 def nanotron_scores() -> dict[str, float]:
     """Return the errors of nanotron's reserved bytes, the worst of five halves held out, and the verdicts.
 
-    The verdict of a row is that of harness.cost_model.fit_verdict on a device of 80 GB.
+    The verdict of a row is that of harness.cost_model.fits on a device of 80 GB.
     """
     rows = nanotron_rows()
     predicted = {
