@@ -40,7 +40,7 @@ answers = {}
 for words in typed:
     with contextlib.redirect_stderr(io.StringIO()) as err, contextlib.redirect_stdout(io.StringIO()) as out:
         status = main(shlex.split(words))
-    answers[words] = [status, out.getvalue() + err.getvalue()]
+    answers[words] = err.getvalue() if status else "no mistake"
 print(json.dumps(answers))
 """
 
@@ -62,6 +62,8 @@ for line in json.load(sys.stdin):
         found.append(["", str(error)])
 print(json.dumps(found))
 """
+
+VERSIONS = "import json; from harness.records.provenance import versions; print(json.dumps(versions()))"
 
 PLANS = (
     "strategy=zero3 model=7b cluster=8xh100 --explain",
@@ -92,7 +94,7 @@ RUNS = (  # thirty of two steps each; the last ones fail or are simulated
 # Columns that two runs of the same code may differ in: times, what follows from them, and what threads decide.
 TIMED = re.compile(
     r"second|tokens_per|mfu|hfu|flops_per|joules|noise|started_at|bubble$|rss|available|peak|fragment|non_torch|"
-    r"expected_overlap|idle|overlapped|reason|energy|power"
+    r"expected_overlap|idle|overlapped|reason|energy|power|versions"
 )
 
 
@@ -160,21 +162,18 @@ def identities(roots: Roots, scratch: Path) -> Compared:
         rows = list(csv.DictReader(file))
     asked = json.dumps([row["overrides"] for row in rows])
     before, after = (json.loads(run_code(root, IDENTITIES, stdin=asked)) for root in roots)
-    compared, lines = changed_entries(
-        *({row["draw"]: side[i] for i, row in enumerate(rows)} for side in (before, after))
-    )
-    recorded = [(row, found[0]) for row, found in zip(rows, after, strict=True) if row["run_id"] and found[0]]
-    lines += [
-        f"draw {row['draw']} is recorded as {row['run_id']}, not {own}" for row, own in recorded if row["run_id"] != own
-    ]
+    draws = [row["draw"] for row in rows]
+    compared, lines = changed_entries(*(dict(zip(draws, side, strict=True)) for side in (before, after)))
+    for row, (run_id, _) in zip(rows, after, strict=True):
+        if run_id and row["run_id"] not in ("", run_id):
+            lines.append(f"draw {row['draw']} is recorded as {row['run_id']}, not {run_id}")
     return compared, lines
 
 
 def plans(roots: Roots, scratch: Path) -> Compared:
     """Compare what plans print."""
-    sides = [
-        {line: run(root, sys.executable, "-m", "harness", "plan", *line.split()) for line in PLANS} for root in roots
-    ]
+    command = (sys.executable, "-m", "harness", "plan")
+    sides = [{line: run(root, *command, *line.split()) for line in PLANS} for root in roots]
     return changed_entries(*sides)  # type: ignore[arg-type]
 
 
@@ -201,22 +200,26 @@ def read_row(path: Path) -> dict[str, str]:
 
 
 def reports(roots: Roots, scratch: Path) -> Compared:
-    """Compare the reports that both checkouts write of the same records: those of the older code's fresh runs."""
+    """Compare the reports that both checkouts write of the same records: those of the older code's fresh runs.
+
+    Each checkout is told that its own code made them, as a report says of records that other code made.
+    """
     texts = []
     for name, root in zip(("reported_before", "reported_after"), roots, strict=True):
         folder = scratch / name / "runs"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for record in (scratch / "before").glob("run_*/*/record.json"):
-            shutil.copytree(record.parent, folder / record.parent.name)
+        versions = json.loads(run_code(root, VERSIONS))
+        for path in (scratch / "before").glob("run_*/*/record.json"):
+            shutil.copytree(path.parent, folder / path.parent.name)
+            record = json.loads(path.read_text()) | {"versions": versions}
+            (folder / path.parent.name / path.name).write_text(json.dumps(record))
         run(root, sys.executable, "-m", "harness", "report", str(folder))
-        page = (folder / "report.html").read_text() if (folder / "report.html").exists() else ""
-        texts.append({"report.md": (folder / "report.md").read_text(), "runs.csv": (folder / "runs.csv").read_text()})
-        texts[-1]["page"] = re.sub(r"<script[^>]*>.{200000,}?</script>", "", page, flags=re.DOTALL).replace(
-            "><", ">\n<"
-        )
+        names = ("report.md", "runs.csv", "report.html")
+        sides = {part: (folder / part).read_text().replace(versions["code"], "CODE") for part in names}
+        texts.append(sides | {"report.html": sides["report.html"].replace("><", ">\n<")})
     lines = [line for part in texts[0] for line in changed_lines(texts[0][part], texts[1][part], part)]
-    return sum(text.count("\n") for text in texts[1].values()), lines
+    return sum(text.count("\n") for text in texts[1].values()), [line[:300] for line in lines]
 
 
 def planted_faults(roots: Roots, scratch: Path) -> Compared:
