@@ -29,7 +29,7 @@ LOG_CHARACTERS = 4000  # the most characters of the end of a log
 
 
 @dataclass(frozen=True)
-class StepResult:
+class SelfTestResult:
     """The result of one step."""
 
     outcome: Outcome
@@ -56,17 +56,17 @@ class ResultsFile:
             "devices": machine.devices,
         }
         self.environment = bench.environment
-        self.steps: dict[str, StepResult] = {}
+        self.steps: dict[str, SelfTestResult] = {}
         stored = _read(self.path)
         if stored.get("identity") == anonymous(self.identity):
             with suppress(TypeError):  # an earlier version of this package, which may lack or have other values
-                self.steps = {name: StepResult(**values) for name, values in stored["steps"].items()}
+                self.steps = {name: SelfTestResult(**values) for name, values in stored["steps"].items()}
 
     def passed(self, step: str) -> bool:
         """Return whether a step has passed already."""
         return step in self.steps and self.steps[step].outcome == "passed"
 
-    def add(self, step: str, result: StepResult) -> None:
+    def add(self, step: str, result: SelfTestResult) -> None:
         """Store the result of a step and write the file."""
         self.steps[step] = result
         self.path.parent.mkdir(parents=True, exist_ok=True)

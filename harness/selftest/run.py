@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from harness.records.schema import Record
 from harness.selftest.bench import Bench, StepFailedError, StepSkippedError
-from harness.selftest.results import Outcome, ResultsFile, StepResult, run_summary
+from harness.selftest.results import Outcome, ResultsFile, SelfTestResult, run_summary
 from harness.selftest.steps import STEPS, Step
 from harness.util.text import count_text, one_line
 
 # Called with a step, its result, and whether that is an earlier command's.
-OnResult = Callable[[Step, StepResult, bool], None]
+OnResult = Callable[[Step, SelfTestResult, bool], None]
 
 
 def run_steps(
@@ -42,11 +42,13 @@ def run_steps(
     return all(results.steps[step.name].outcome != "failed" for step in chosen)
 
 
-def run_step(bench: Bench, step: Step) -> StepResult:
+def run_step(bench: Bench, step: Step) -> SelfTestResult:
     """Make the runs of one step and check them. Whatever goes wrong is the step's result and ends no other step."""
     if step.gpus > bench.gpus:
         available = count_text(bench.gpus, "CUDA device") if bench.gpus else "the processor alone"
-        return StepResult("skipped", f"needs {count_text(step.gpus, 'CUDA device')}; runs here use {available}", 0.0)
+        return SelfTestResult(
+            "skipped", f"needs {count_text(step.gpus, 'CUDA device')}; runs here use {available}", 0.0
+        )
     started = time.monotonic()
     records: list[Record] = []
     stack = ""
@@ -55,7 +57,7 @@ def run_step(bench: Bench, step: Step) -> StepResult:
     except Exception as error:
         outcome, detail, stack = "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
     summaries = [run_summary(record, bench.folder(record), outcome == "failed") for record in records]
-    return StepResult(outcome, one_line(detail), round(time.monotonic() - started, 1), summaries, stack)
+    return SelfTestResult(outcome, one_line(detail), round(time.monotonic() - started, 1), summaries, stack)
 
 
 def make_and_check(bench: Bench, step: Step, records: list[Record]) -> tuple[Outcome, str]:

@@ -6,7 +6,7 @@ import textwrap
 
 from harness import __version__
 from harness.selftest.bench import Bench
-from harness.selftest.results import ResultsFile, StepResult
+from harness.selftest.results import ResultsFile, SelfTestResult
 from harness.selftest.steps import STEPS, Step, step_names
 from harness.util.text import count_text, sanitize
 
@@ -31,7 +31,7 @@ def print_started(step: Step) -> None:
         print(f"{step.name:<{_NAME_WIDTH}}running", end="\r", flush=True)
 
 
-def print_result(step: Step, result: StepResult, is_earlier: bool) -> None:
+def print_result(step: Step, result: SelfTestResult, is_earlier: bool) -> None:
     """Print the line of one step."""
     seconds = "before" if is_earlier else f"{result.seconds:.1f}"
     detail = sanitize(result.detail)

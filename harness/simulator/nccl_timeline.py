@@ -26,9 +26,9 @@ from typing import Literal
 from harness.cost_model.pipeline import PassKind
 from harness.simulator.pipeline_program import (
     Meeting,
-    Pass,
     Program,
     Segment,
+    StagePass,
     Transfer,
     TransferLaunch,
     TransferWait,
@@ -117,7 +117,7 @@ def _kernels(
             kernels.append(Kernel(rank, stream, seconds, list(last_on_main), entry.transfers))
             continue
         kernel = Kernel(rank, MAIN_STREAM)
-        if isinstance(entry, Pass):
+        if isinstance(entry, StagePass):
             kernel.seconds = pass_seconds[entry.kind]
         elif isinstance(entry, Segment | Meeting):
             kernel.seconds, kernel.is_meeting = entry.seconds, isinstance(entry, Meeting)

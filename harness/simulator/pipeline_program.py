@@ -24,7 +24,7 @@ from harness.layout.layout import Layout
 from harness.simulator.process_group import fake_process_group, pipeline_stages
 
 
-class Pass(NamedTuple):
+class StagePass(NamedTuple):
     """A pass of a micro-batch through a stage, which runs on the current stream."""
 
     kind: PassKind
@@ -65,7 +65,7 @@ class TransferWait(NamedTuple):
     launch: int
 
 
-Program = list[Pass | Segment | Meeting | TransferLaunch | TransferWait]
+Program = list[StagePass | Segment | Meeting | TransferLaunch | TransferWait]
 
 
 def record_programs(layout: Layout, micro_batches: int) -> list[Program]:
@@ -178,7 +178,7 @@ class RecordedStage(PipelineStage):
         self._record("backward" if self.is_first else "weights")
 
     def _record(self, kind: PassKind) -> None:
-        self.recorder.program.append(Pass(kind, self.stage_index))
+        self.recorder.program.append(StagePass(kind, self.stage_index))
 
 
 def _world() -> dist.ProcessGroup:

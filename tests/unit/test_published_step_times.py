@@ -12,7 +12,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackConfig, StackTiming, load_stack
 from harness.cost_model.fits import fit_verdict
 from harness.cost_model.stack_memory import predict_highest_rank
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds
 from harness.cost_model.timing.kernels import kernel_rates
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
@@ -161,7 +161,7 @@ def all_reduce_error(hardware: HardwareConfig) -> float:
     errors = []
     for _, values in numbered_rows(DATA / "nccl_all_reduce_a100.csv"):
         ranks, sent = int(values["gpus"]), int(values["bytes"])
-        bandwidth = 2 * (ranks - 1) / ranks * sent / all_reduce_seconds(sent, Group(ranks, 1), hardware)
+        bandwidth = 2 * (ranks - 1) / ranks * sent / all_reduce_seconds(sent, RankGroup(ranks, 1), hardware)
         errors.append(abs(bandwidth / 1e9 / float(values["bus_gigabytes_per_second"]) - 1))
     return median(errors)
 

@@ -13,7 +13,14 @@ from harness.data.corpus import Corpus
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.run_folder import RunSpec
 from harness.simulator.nccl_timeline import DeadlockError, InitMode, step_seconds
-from harness.simulator.pipeline_program import Pass, Program, Transfer, TransferLaunch, TransferWait, record_programs
+from harness.simulator.pipeline_program import (
+    Program,
+    StagePass,
+    Transfer,
+    TransferLaunch,
+    TransferWait,
+    record_programs,
+)
 from harness.worker.process_group import process_group
 from tests.support.commands import compose_config
 
@@ -103,23 +110,23 @@ ONE_SECOND: dict[PassKind, float] = {"forward": 1.0}
 
 
 def test_transfers_take_their_time_from_the_later_side() -> None:
-    sender: Program = [Pass("forward", 0), send(1)]
-    receiver: Program = [receive(0), TransferWait(0), Pass("forward", 1)]
+    sender: Program = [StagePass("forward", 0), send(1)]
+    receiver: Program = [receive(0), TransferWait(0), StagePass("forward", 1)]
     assert step_seconds([sender, receiver], ONE_SECOND, 0.5, "lazy") == 2.5
 
 
 def test_a_receive_that_nobody_waits_for_yet_delays_nothing_but_its_own_stream() -> None:
     """Rank 1 has work before the message comes: its stream computes while the transfer's waits."""
-    sender: Program = [Pass("forward", 0), send(1)]
-    receiver: Program = [receive(0), Pass("forward", 1), TransferWait(0), Pass("forward", 1)]
+    sender: Program = [StagePass("forward", 0), send(1)]
+    receiver: Program = [receive(0), StagePass("forward", 1), TransferWait(0), StagePass("forward", 1)]
     assert step_seconds([sender, receiver], ONE_SECOND, 0.0, "lazy") == 2.0
 
 
 def test_a_stream_of_the_group_keeps_a_send_behind_a_receive() -> None:
     """Rank 1 first launches a receive from rank 0, which sends late, then a send to rank 2, which waits for it."""
-    late: Program = [Pass("forward", 0), Pass("forward", 0), send(1)]
+    late: Program = [StagePass("forward", 0), StagePass("forward", 0), send(1)]
     middle: Program = [receive(0), send(2)]
-    last: Program = [receive(1), TransferWait(0), Pass("forward", 2)]
+    last: Program = [receive(1), TransferWait(0), StagePass("forward", 2)]
     programs = [late, middle, last]
     assert step_seconds(programs, ONE_SECOND, 0.0, "lazy") == 2.0
     assert step_seconds(programs, ONE_SECOND, 0.0, "eager") == 3.0

@@ -16,7 +16,7 @@ from harness.layout.layout import Layout
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The devices that one collective connects: their number, and over how many nodes they are spread."""
 
     ranks: int
@@ -24,7 +24,7 @@ class Group:
 
 
 @lru_cache(maxsize=4096)
-def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_node: int) -> Group:
+def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
     """Return the group of a rank along axes of the mesh, whose ranks fill one node after another, innermost first.
 
     Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
@@ -32,22 +32,22 @@ def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_nod
     sizes = dict(zip(AXES, mesh_shape, strict=True))
     axes = tuple(axis for axis in axes if sizes[axis] > 1)
     if not axes:
-        return Group(1, 1)
+        return RankGroup(1, 1)
     ranks = math.prod(sizes[axis] for axis in axes)
     stride, innermost = 1, max(AXES.index(axis) for axis in axes)
     for axis in AXES[innermost + 1 :]:
         stride *= sizes[axis]
     in_node = max(1, min(ranks, gpus_per_node // stride))
-    return Group(ranks, -(-ranks // in_node))
+    return RankGroup(ranks, -(-ranks // in_node))
 
 
-def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> Group:
+def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
     """Return the group of a rank along these axes of a layout."""
     return group_along(layout.mesh_shape, axes, gpus_per_node)
 
 
 @lru_cache(maxsize=4096)
-def ring_bandwidth(group: Group, hardware: HardwareConfig) -> float:
+def ring_bandwidth(group: RankGroup, hardware: HardwareConfig) -> float:
     """Return the bytes per second that each rank of a ring sends."""
     fitted = hardware.fitted
     in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
@@ -60,14 +60,14 @@ def ring_bandwidth(group: Group, hardware: HardwareConfig) -> float:
 
 
 @lru_cache(maxsize=4096)
-def ring_latency(group: Group, hardware: HardwareConfig) -> float:
+def ring_latency(group: RankGroup, hardware: HardwareConfig) -> float:
     """Return the seconds in which one element goes around the ring."""
     fitted = hardware.fitted
     between = group.nodes if group.nodes > 1 else 0
     return between * fitted.inter_node_latency + (group.ranks - max(1, between)) * fitted.intra_node_latency
 
 
-def gather_seconds(total_bytes: float, group: Group, hardware: HardwareConfig) -> float:
+def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
     if group.ranks == 1:
         return 0.0
@@ -75,7 +75,7 @@ def gather_seconds(total_bytes: float, group: Group, hardware: HardwareConfig) -
     return ring_latency(group, hardware) + share * total_bytes / ring_bandwidth(group, hardware)
 
 
-def all_reduce_seconds(total_bytes: float, group: Group, hardware: HardwareConfig) -> float:
+def all_reduce_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
     """Return the seconds of an all-reduce, a reduce-scatter and an all-gather."""
     return 2 * gather_seconds(total_bytes, group, hardware)
 

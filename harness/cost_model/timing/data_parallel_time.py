@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, ring_latency
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, ring_latency
 from harness.layout.state_widths import StateWidths
 
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
@@ -20,8 +20,8 @@ class ShardedState(NamedTuple):
     layer_parameters: float  # on one tensor-parallel rank, before sharding
     other_parameters: float  # of embedding and head
     zero_stage: int
-    shards: Group
-    replicas: Group
+    shards: RankGroup
+    replicas: RankGroup
     widths: StateWidths
     reduced_bytes: int  # per element of a sent gradient
     gathers: int  # of each parameter for a micro-batch, in stage 3

@@ -9,7 +9,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,
     SCORE_BYTES_FORWARD,
@@ -133,8 +133,8 @@ class StageContext(NamedTuple):
 
     shape: MicroBatchShape
     checkpointing: CheckpointingConfig
-    tp_group: Group
-    cp_group: Group
+    tp_group: RankGroup
+    cp_group: RankGroup
     is_pipelined: bool
     is_compiled: bool
     layer_launches: float  # of the host in a layer, beside its kernels, on a CPU
@@ -250,7 +250,7 @@ def stage_time(
     shape, group = context.shape, context.tp_group
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
     hidden = shape.whole_hidden_bytes
-    vocabulary_group = group if shape.vocabulary_tp > 1 else Group(1, 1)
+    vocabulary_group = group if shape.vocabulary_tp > 1 else RankGroup(1, 1)
     if holds_embedding:
         passes = embedding_seconds(shape, hardware)
         forward, backward = forward + passes.forward, backward + passes.backward
