@@ -22,7 +22,7 @@ from harness.calibration.points import (
 )
 from harness.config.byte_size import format_bytes
 from harness.config.hardware import HardwareConfig
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
 from harness.cost_model.timing.kernels import KernelRates, fused_attention_flops, kernel_rates, rank_hardware
 from harness.util.errors import UserError
 
@@ -258,7 +258,7 @@ def _collectives(points: Sequence[CollectivePoint], hardware: HardwareConfig) ->
 
 def collective_seconds(point: CollectivePoint, hardware: HardwareConfig) -> float:
     """Return what the planner says of a collective in one node."""
-    group = Group(point.ranks, 1)
+    group = RankGroup(point.ranks, 1)
     if point.operation == "send":
         return send_seconds(point.total_bytes, 1, point.ranks, hardware)
     seconds = all_reduce_seconds if point.operation == "all_reduce" else gather_seconds

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from harness.config.hardware import HardwareConfig
-from harness.cost_model.timing.collectives import Group, all_reduce_seconds, gather_seconds, send_seconds
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates
 from harness.cost_model.timing.offload_time import PAYLOAD, host_update_seconds
 
@@ -125,9 +125,9 @@ Work = Computation | HostCopy | HostWork | Communication
 
 
 @lru_cache(maxsize=1024)
-def group_of_ranks(ranks: Sequence[int], gpus_per_node: int) -> Group:
+def group_of_ranks(ranks: Sequence[int], gpus_per_node: int) -> RankGroup:
     """Return the group of global ranks, which fill one node after another."""
-    return Group(len(ranks), len({rank // gpus_per_node for rank in ranks}))
+    return RankGroup(len(ranks), len({rank // gpus_per_node for rank in ranks}))
 
 
 @lru_cache(maxsize=65536, typed=True)  # a copy and a movement of equally many bytes are equal tuples
