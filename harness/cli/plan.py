@@ -9,7 +9,7 @@ from pathlib import Path
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import Plan, Refusal, plans
-from harness.planner.row import planned_row, refused_row
+from harness.planner.row import csv_text, planned_row, refused_row
 from harness.planner.sentences import (
     basis_sentences,
     detail_lines,
@@ -19,7 +19,6 @@ from harness.planner.sentences import (
     table_lines,
 )
 from harness.records.schema import Row
-from harness.report.plan_files import csv_text
 from harness.util.errors import UserError, run_command
 from harness.util.text import sanitize
 

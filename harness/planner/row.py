@@ -1,7 +1,9 @@
 """The row of a prediction, with the columns of runs.csv where they exist. Imports no torch."""
 
+import csv
+import io
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from harness.config.strategy import AXES
 from harness.cost_model.flops import model_flops
@@ -9,6 +11,7 @@ from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.prediction import Prediction
 from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
 from harness.records.columns import COLUMN_NAMES
+from harness.records.runs_csv import csv_cell
 from harness.records.schema import Cells, Row
 from harness.runner.config_columns import config_columns
 
@@ -23,6 +26,12 @@ PEAK_PARTS = {
     "buffers": "communication",
     "temporaries": "temporary",
     "workspaces": "workspace",
+}
+
+# The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
+PLACE_COLUMNS = {
+    "place_among_best": "The place among the fastest layouts that fit, from 1; empty for all others.",
+    "place_on_front": "The place on the front of memory against speed, from 1; empty for all others.",
 }
 
 # The columns of plans that runs.csv does not have, with what they are; the guide's table is made of them.
@@ -126,3 +135,13 @@ def refused_row(reason: str, values: Mapping[str, str]) -> Row:
     cells: Cells = {"status": None, "measured_on": None, "launch": "planned", "reason": reason}
     names = {key: key.rpartition(".")[2] for key in values}
     return cells | {name: values[key] for key, name in names.items() if name in COLUMN_NAMES and name not in cells}
+
+
+def csv_text(rows: Sequence[Row]) -> str:
+    """Return the rows as comma-separated values: their places, those of runs.csv in its order, then the others."""
+    text, known = io.StringIO(), dict.fromkeys(name for row in rows for name in row)
+    names = [name for name in dict.fromkeys((*PLACE_COLUMNS, *COLUMN_NAMES, *known)) if name in known]
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([csv_cell(row.get(name)) for name in names] for row in rows)
+    return text.getvalue()

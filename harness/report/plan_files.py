@@ -1,18 +1,14 @@
 """The files of a search: a page for the browser, or a page of Markdown with its chart and its rows beside it."""
 
-import csv
-import io
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from harness.planner.plan import Plan
-from harness.planner.row import planned_row
+from harness.planner.row import csv_text, planned_row
 from harness.planner.search import SearchResult
 from harness.planner.sentences import run_sentences
-from harness.records.columns import COLUMN_NAMES
-from harness.records.runs_csv import csv_cell
 from harness.records.schema import Row
 from harness.report import markdown, plan_page
 from harness.report.charts import render
@@ -71,29 +67,6 @@ def as_read(section: Section) -> Section:
 def start_of(slider: MemorySlider) -> str:
     """Return what a slider says of the memory of the devices."""
     return f"In the {slider.device_gib:.1f} GiB of a device {slider.text.partition(': ')[2]}"
-
-
-# The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
-PLACE_COLUMNS = {
-    "place_among_best": "The place among the fastest layouts that fit, from 1; empty for all others.",
-    "place_on_front": "The place on the front of memory against speed, from 1; empty for all others.",
-}
-
-
-def csv_text(rows: Sequence[Row]) -> str:
-    """Return the rows as a table of comma-separated values."""
-    text = io.StringIO()
-    writer, names = csv.writer(text, lineterminator="\n"), _columns_of(rows)
-    writer.writerow(names)
-    writer.writerows([csv_cell(row.get(name)) for name in names] for row in rows)
-    return text.getvalue()
-
-
-def _columns_of(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that these rows have: places, those of runs.csv in their order, and those beyond it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    first = [name for name in (*PLACE_COLUMNS, *COLUMN_NAMES) if name in names]
-    return first + [name for name in names if name not in first]
 
 
 def rows_of_search(result: SearchResult) -> list[Row]:

@@ -19,8 +19,8 @@ from jinja2 import Environment, FileSystemLoader
 from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction
 from harness.planner.plan import Plan, plans
-from harness.planner.row import planned_row
-from harness.report.plan_files import csv_text, write_page
+from harness.planner.row import csv_text, planned_row
+from harness.report.plan_files import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -61,6 +61,10 @@ def test_commands_on_records_need_no_torch(command: str, tmp_path: Path) -> None
     assert not {"torch", "hydra"} & set(heavy) and printed
 
 
+def test_a_plan_needs_neither_torch_nor_pandas() -> None:
+    assert not {"torch", "pandas"} & set(imported("plan", "strategy=zero3", "model=7b", "cluster=8xh100")[0])
+
+
 PARENTS = ("launcher.multinode", "runner.run", "sweep.executors.parallel", "sweep.slurm.executor")
 
 

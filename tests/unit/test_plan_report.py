@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from harness.cli.main import main
+from harness.planner.row import PLACE_COLUMNS
 from harness.report.charts import render
-from harness.report.plan_files import PLACE_COLUMNS
 
 ROOT = Path(__file__).parents[2]
 
