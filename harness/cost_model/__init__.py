@@ -1,1 +1,22 @@
-"""Predictions of what a run will need, from its configuration alone: no device, no process, no torch."""
+"""Predictions of what a run will need, from its configuration alone: no device, no process, no torch.
+
+    config, layout, the engine's widths             harness.config, harness.layout, harness.engines
+          |
+          +--> prediction.py ---- one Prediction for runs and for plans, worked out as it is read
+                  |
+        memory ---+--- memory.py <- rank_memory.py <- step_peaks.py      the fullest rank, its worst moment
+                  |        |            |
+                  |        |            +-- stage_memory.py <- stage_activations.py <- activations.py,
+                  |        |            |       attention_activations.py, layer_backward.py    what passes keep
+                  |        |            +-- fully_shard_memory.py, deepspeed_memory.py,
+                  |        |                deepspeed_buffers.py, transient_buffers.py         what engines add
+                  |        +-- stack_memory.py, stack_moments.py, stack_parameters.py          other implementations
+                  |    predicted_peak.py, fits.py                which rank and phase; whether it fits, and remedies
+                  |
+        bytes  ---+--- communication.py                          by axis and operation, as the papers state them
+        work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight
+        time   ---+--- timing/step_time.py <- stage_time.py, data_parallel_time.py, offloaded_step.py
+                            <- kernels.py, collectives.py        seconds by the cluster's figures, in closed form
+
+What a decoder layer multiplies, keeps and sends is one table of operators (harness.config.architecture).
+"""

@@ -1,1 +1,19 @@
-"""The report of a comparison from its recorded files alone: a table in the terminal, a page in Markdown and in HTML."""
+"""The report of a comparison from its recorded files alone: a table in the terminal, a page in Markdown and in HTML.
+
+    record.json of every run
+          |
+        view.py ----- a row for each run, a line for all repeats of a configuration
+          |
+        frame.py, labels.py, comparability.py ----- ratios, names, and which lines may be compared
+        speeds.py -> ranking.py -> reported.py ---- what is certainly faster, smaller, on the front
+          |
+        sections.py ----- the table of contents; each part returns sections as plain data (document.py):
+          |                 first_screen.py, answers.py, findings.py, summary_sentences.py, caveats.py    sentences
+          |                 overview.py, comparison_columns.py, resources.py, memory_sections.py, ...     tables
+          |                 claims.py, derivations.py, sources.py         papers, arithmetic, plans beside simulations
+          |                 charts/ ----- Vega-Lite, drawn by charts/render.py or in the page
+          |
+        tables.py (terminal), markdown.py, html.py with page/, latex.py, files.py ----- how they are written
+
+Plans take the same way from plan_page.py; diff.py and regressions.py compare two folders (folder_changes.py).
+"""
