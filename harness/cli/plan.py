@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
-from harness.planner.plan import Plan, Refusal, plans
+from harness.planner.plan import LayoutPlan, Refusal, plans
 from harness.planner.row import csv_text, planned_row, refused_row
 from harness.planner.sentences import (
     basis_sentences,
@@ -27,7 +27,7 @@ FORMATS = ("table", "csv", "json")
 PAGES = (".html", ".md")  # the suffixes of the pages of a search
 
 
-def rows_of(entries: Sequence[Plan | Refusal]) -> list[Row]:
+def rows_of(entries: Sequence[LayoutPlan | Refusal]) -> list[Row]:
     """Return the rows of all predictions, and of the combinations that have none, in their order."""
     rows = []
     for entry in entries:
@@ -38,7 +38,7 @@ def rows_of(entries: Sequence[Plan | Refusal]) -> list[Row]:
     return rows
 
 
-def sentences(plan: Plan) -> Iterator[str]:
+def sentences(plan: LayoutPlan) -> Iterator[str]:
     """Yield what a plan's figures rest on, and what else is to say of a search or of a layout that does not fit."""
     yield from plan.notes
     first = plan.predictions[0] if plan.predictions else plan.result and plan.result.smallest
@@ -53,9 +53,9 @@ def sentences(plan: Plan) -> Iterator[str]:
             yield misfit_sentence(prediction)
 
 
-def text_lines(entries: Sequence[Plan | Refusal], explains: bool) -> Iterator[str]:
+def text_lines(entries: Sequence[LayoutPlan | Refusal], explains: bool) -> Iterator[str]:
     """Yield plans as lines for a terminal, after their table: layouts in detail, sentences, and what was refused."""
-    made_plans = [entry for entry in entries if isinstance(entry, Plan)]
+    made_plans = [entry for entry in entries if isinstance(entry, LayoutPlan)]
     number = 0
     for plan in made_plans:
         shown = plan.predictions if plan.result is None else plan.predictions[:1]
@@ -80,20 +80,24 @@ def show(arguments: Sequence[str], output: str, explains: bool, page: Path | Non
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
     if page is not None:
-        searches = [(entry, entry.result) for entry in entries if isinstance(entry, Plan) and entry.result is not None]
+        searches = [
+            (entry, entry.result) for entry in entries if isinstance(entry, LayoutPlan) and entry.result is not None
+        ]
         if not searches:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
         from harness.report.plan_files import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
     if output == "table":
-        shown = [(entry.swept, line) for entry in entries if isinstance(entry, Plan) for line in entry.predictions]
+        shown = [
+            (entry.swept, line) for entry in entries if isinstance(entry, LayoutPlan) for line in entry.predictions
+        ]
         if shown:
             print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
         for text in text_lines(entries, explains):
             print(sanitize(text))
         return
-    for note in dict.fromkeys(note for entry in entries if isinstance(entry, Plan) for note in entry.notes):
+    for note in dict.fromkeys(note for entry in made_plans for note in entry.notes):
         print(sanitize(note), file=sys.stderr)
     rows = rows_of(entries)
     print(json.dumps(rows, indent=1) if output == "json" else csv_text(rows), end="\n" * (output == "json"))

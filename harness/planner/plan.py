@@ -36,7 +36,7 @@ class Combination:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LayoutPlan:
     """The predictions for one combination of settings."""
 
     predictions: Sequence[Prediction]  # of the layout, or the best of a search
@@ -54,12 +54,12 @@ class Refusal:
     reason: str
 
 
-def plans(arguments: Sequence[str]) -> list[Plan | Refusal]:
+def plans(arguments: Sequence[str]) -> list[LayoutPlan | Refusal]:
     """Return the plan of every combination of a command line, or why there is none.
 
     Raises UserError where that is the only combination, or no combination has a plan.
     """
-    entries: list[Plan | Refusal] = []
+    entries: list[LayoutPlan | Refusal] = []
     for combination in combinations(arguments):
         try:
             values = dict(compose_values(*combination.overrides, primary="plan"))
@@ -75,7 +75,7 @@ def plans(arguments: Sequence[str]) -> list[Plan | Refusal]:
     return entries
 
 
-def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> Plan:
+def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> LayoutPlan:
     """Return the plan of composed values; `fixed_keys` are the settings of the command line by their dotted keys.
 
     Raises UserError for what cannot be planned.
@@ -97,7 +97,7 @@ def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str,
     layout = resolve_layout(config.strategy, world_size)
     for problem in plan_problems(config, layout, cluster, stack):
         raise UserError(problem)
-    return Plan([predict(config, layout, cluster, stack)], notes=notes)
+    return LayoutPlan([predict(config, layout, cluster, stack)], notes=notes)
 
 
 def with_global_batch(
@@ -125,7 +125,7 @@ def search_plan(
     world_size: int,
     restrictions: Restrictions,
     notes: Sequence[str] = (),
-) -> Plan:
+) -> LayoutPlan:
     """Return the best layouts. Raises UserError if no layout of the world is possible.
 
     State and activations on the host are searched if the command line has them there, or if nothing fits without:
@@ -140,7 +140,7 @@ def search_plan(
         batch = f"train.global_batch={config.train.global_batch}"
         reason = most or f"no degrees that make up world_size={world_size} divide {batch} and model={config.model.name}"
         raise UserError(f"strategy=search has no layout for world_size={world_size}: {reason}")
-    return Plan(result.best, result, notes)
+    return LayoutPlan(result.best, result, notes)
 
 
 def restrictions_of(config: RunConfig, fixed_keys: Mapping[str, Any]) -> Restrictions:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from harness.planner.plan import Plan
+from harness.planner.plan import LayoutPlan
 from harness.planner.row import csv_text, planned_row
 from harness.planner.search import SearchResult
 from harness.planner.sentences import run_sentences
@@ -19,7 +19,7 @@ from harness.util.text import sanitize
 ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
 
 
-def write_page(page: Path, plan: Plan, result: SearchResult, overrides: Sequence[str]) -> None:
+def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> None:
     """Write the page of a search by these overrides, as HTML or as Markdown by its suffix.
 
     Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
@@ -40,7 +40,7 @@ def write_page(page: Path, plan: Plan, result: SearchResult, overrides: Sequence
     atomic_write_text(page, markdown.page(name, [as_read(section) for section in sections], drawn))
 
 
-def command_section(plan: Plan, result: SearchResult, overrides: Sequence[str]) -> Section:
+def command_section(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Section:
     """Return the commands that plan this again and that run the fastest; of a sweep, the page has one search."""
     lines = [("The command of this plan", shlex.join(["harness", "plan", *overrides]))]
     lines += [("This search of it", plan.swept)] if plan.swept else []

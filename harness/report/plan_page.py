@@ -12,7 +12,7 @@ from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
-from harness.planner.plan import Plan
+from harness.planner.plan import LayoutPlan
 from harness.planner.row import planned_row
 from harness.planner.run_overrides import run_overrides
 from harness.planner.search import SearchResult
@@ -54,7 +54,7 @@ def title(result: SearchResult) -> str:
     return f"Plan: {first.config.model.name} on {first.layout.world_size} devices of {first.cluster.name}"
 
 
-def plan_sections(plan: Plan, result: SearchResult) -> list[Section]:
+def plan_sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
     """Return the sections of the page; only those that have something to say."""
     any_layout = (result.best or result.front)[:1]
     errors = [line for entry in any_layout for line in (*error_sentences(entry), *basis_sentences(entry))]

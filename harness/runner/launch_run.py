@@ -1,28 +1,36 @@
-"""The launch of a planned run: it prepares the folder, runs the ranks, proves what they did and writes the record."""
+"""The launch of a planned run: it prepares the folder, runs the ranks, proves what they did and writes the record.
 
+A simulation is one process, and virtual ranks of a world run one after another.
+"""
+
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
+from harness.config.model import ModelConfig
 from harness.hardware.machine import usable_cores
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
+from harness.launcher.multinode import NodeGroup
 from harness.launcher.outcome import LaunchOutcome
+from harness.launcher.rank_entry import worker_entry
 from harness.measure.native_allocator import build_allocator
 from harness.measure.operator_log import build_operator_log
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunSpec
 from harness.records.schema import Cells, Record, RecordParts, StepEntry
 from harness.records.store import read_record, write_record
-from harness.runner.context import RunContext
 from harness.runner.local_machine import release_problem
-from harness.runner.plan import Plan, core_note
+from harness.runner.plan import RunPlan, core_note
 from harness.runner.record import build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.reference_plans import Reference
 from harness.runner.reuse import STARTED, clear_run_folder
-from harness.runner.simulated_run import chosen_ranks, device_guard, run_simulator, run_virtual_ranks
+from harness.runner.simulation import simulated_ranks
+from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
@@ -30,7 +38,18 @@ from harness.util.native_build import announcing_builds
 from harness.util.text import one_line
 
 
-def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
+@dataclass(frozen=True)
+class RunContext:
+    """The parts of a run's execution that do not change what it measures."""
+
+    entry: Callable[[str], None] = worker_entry  # the function that every rank runs; tests replace it
+    models: Sequence[ModelConfig] = ()  # candidates for the suggestion of a smaller model that would fit
+    on_progress: Callable[[Path], None] = lambda _: None  # several times a second, with the folder of a run
+    log: Callable[[str], None] = lambda _: None  # one line for the user
+    nodes: NodeGroup | None = None  # the other nodes, where the machine is more than this one
+
+
+def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Record:
     """Run the ranks, prove what they did, and write and return the record, however they end.
 
     The folder has a record with status `interrupted` while they run, so that a record remains if this command dies.
@@ -51,7 +70,7 @@ def launch_run(plan: Plan, context: RunContext, reference: Reference) -> Record:
     return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
 
 
-def prepare_run_folder(plan: Plan) -> list[str]:
+def prepare_run_folder(plan: RunPlan) -> list[str]:
     """Clear the run's folder and write its run file; return notes on what could not be built.
 
     Raises RuntimeError, OSError or UserError.
@@ -63,10 +82,12 @@ def prepare_run_folder(plan: Plan) -> list[str]:
     return notes
 
 
-def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
+def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     is_simulated = plan.config.launch == "simulated"
     processes = 0 if is_simulated else plan.processes_per_node
+    is_played = plan.config.launch != "processes"
+    played = simulated_ranks(plan.config, plan.layout, plan.machine) if is_played else ()
     note = core_note(plan.machine.device, processes, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
@@ -90,14 +111,14 @@ def build_run_spec(plan: Plan) -> tuple[RunSpec, list[str]]:
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
         perturbs=plan.folder.is_reference,
-        simulated_ranks=chosen_ranks(plan),
-        device_guard=device_guard(plan, cache) if is_simulated else None,
+        simulated_ranks=played,
+        device_guard=str(build_device_guard(cache)) if is_simulated and plan.machine.device == "cuda" else None,
         device_name=plan.machine.device_name,
         device_bytes=plan.machine.device_bytes,
     ), notes
 
 
-def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
+def run_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
     """Run all ranks to their end, on this node or on every node of the context's group.
 
     After a failure this waits until killed ranks have released their devices, so that the next run finds them free.
@@ -119,11 +140,42 @@ def run_ranks(plan: Plan, context: RunContext) -> LaunchOutcome:
     return outcome
 
 
+def run_simulator(plan: RunPlan, context: RunContext) -> LaunchOutcome:
+    """Run the simulator's process to its end or its time limit. It waits for no other rank, so that it cannot hang."""
+    return launch(
+        simulator_entry,
+        plan.folder.path,
+        1,
+        device="cpu",
+        timeout_seconds=plan.command.timeout_seconds,
+        on_tick=lambda: context.on_progress(plan.folder.path),
+    )
+
+
+def run_virtual_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
+    """Run the virtual ranks to their end, each in a process of its own, until one fails."""
+    outcome, seconds = LaunchOutcome("ok", "", (), 0.0), 0.0
+    for _ in simulated_ranks(plan.config, plan.layout, plan.machine):
+        outcome = launch(
+            virtual_entry,
+            plan.folder.path,
+            1,
+            device=plan.machine.device,
+            timeout_seconds=plan.command.timeout_seconds - seconds,
+            hang_seconds=plan.command.hang_seconds,
+            on_tick=lambda: context.on_progress(plan.folder.path),
+        )
+        seconds += outcome.seconds
+        if outcome.status != "ok":
+            break
+    return dataclasses.replace(outcome, seconds=seconds)
+
+
 RUNNERS = {"processes": run_ranks, "simulated": run_simulator, "virtual": run_virtual_ranks}
 
 
 def write_row(
-    plan: Plan,
+    plan: RunPlan,
     ending: Cells,
     ranks: Sequence[RankReport] = (),
     parts: RecordParts | None = None,
@@ -151,7 +203,7 @@ def write_row(
 
 
 def write_record_files(
-    plan: Plan, ending: Cells, ranks: Sequence[RankReport], parts: RecordParts, steps: Sequence[StepEntry]
+    plan: RunPlan, ending: Cells, ranks: Sequence[RankReport], parts: RecordParts, steps: Sequence[StepEntry]
 ) -> Record:
     """Write record.json and steps.jsonl, and return the record as it is read back. Raises OSError."""
     record = build_record(plan.config, plan.command, plan.machine, plan.layout, plan.run_id, ending, ranks, parts)

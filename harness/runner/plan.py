@@ -31,7 +31,7 @@ from harness.util.text import count_text
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run that can be started, and the folder that it is recorded in."""
 
     config: RunConfig
@@ -110,7 +110,7 @@ class Plan:
 
 def make_plan(
     config: RunConfig, machine: Machine, command: CommandConfig | None = None, *, is_reference: bool = False
-) -> Plan:
+) -> RunPlan:
     """Return the plan of a configuration; the only file that is written is the corpus in its cache.
 
     Raises UserError if the configuration is impossible.
@@ -124,7 +124,7 @@ def make_plan(
     run_id = make_run_id(config, machine.fingerprint, device_count(config, layout, machine), corpus.fingerprint)
     comparison = comparison_folder(command.name, command.results_dir)
     folder = RunFolder(comparison.references / run_id) if is_reference else comparison.run(run_id)
-    return Plan(config, command, machine, layout, widths, corpus, run_id, folder)
+    return RunPlan(config, command, machine, layout, widths, corpus, run_id, folder)
 
 
 def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
@@ -142,14 +142,14 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     yield from load_engine(layout.engine).unsupported(config, layout, machine)
 
 
-def fits_now(plan: Plan) -> bool:
+def fits_now(plan: RunPlan) -> bool:
     """Return whether the run is predicted to fit the machine as it is at this moment."""
     if plan.config.launch != "simulated":
         plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     return capacity_problem(plan, ()) is None
 
 
-def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
+def capacity_problem(plan: RunPlan, models: Sequence[ModelConfig]) -> str | None:
     """Return why the run does not fit this machine, with the arithmetic, or None if it fits.
 
     preflight=false skips what is only predicted. `models` are those that may be suggested instead.
@@ -166,7 +166,7 @@ def capacity_problem(plan: Plan, models: Sequence[ModelConfig]) -> str | None:
     return memory_problem(plan.config, plan.layout, plan.memory, plan.room, remedy_choices(plan, models))
 
 
-def remedy_choices(plan: Plan, models: Sequence[ModelConfig]) -> Choices:
+def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
     """Return what may be chosen instead of a run that does not fit this machine."""
     machine, strategy, room = plan.machine, plan.config.strategy, plan.room
 

@@ -12,7 +12,7 @@ from harness.config.from_dict import ConfigValues
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.records.store import read_record
-from harness.runner.plan import Plan
+from harness.runner.plan import RunPlan
 from harness.util.errors import UserError
 from harness.util.files import JsonObject
 
@@ -24,7 +24,7 @@ Size = tuple[Literal["model", "train"], str]  # a group and its key
 _GROWING: tuple[Size, ...] = (("model", "num_hidden_layers"), ("train", "micro_batch"))
 
 
-def pruning_reason(plan: Plan) -> str | None:
+def pruning_reason(plan: RunPlan) -> str | None:
     """Return which measured run shows that this one cannot fit, in one line, or None if there is none."""
     if not plan.command.sweep.skip_dominated or plan.command.force:
         return None
@@ -44,7 +44,7 @@ def pruning_reason(plan: Plan) -> str | None:
     return None
 
 
-def comparable_oom_records(plan: Plan) -> Iterator[Record]:
+def comparable_oom_records(plan: RunPlan) -> Iterator[Record]:
     """Yield the records of runs of these versions that ran out of memory and differ from the plan in sizes alone."""
     names = plan.run_id.rpartition("-")[0]
     wanted = without_sizes(plan.config.to_dict())
@@ -83,7 +83,7 @@ def _as_json(value: Any) -> Any:
     return [_as_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
-def needs_at_least(plan: Plan, row: Row) -> bool:
+def needs_at_least(plan: RunPlan, row: Row) -> bool:
     """Return whether the cost model predicts as much memory as for the run of this row.
 
     It may predict less: a pipeline's larger micro-batches can be fewer.

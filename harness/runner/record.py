@@ -23,7 +23,7 @@ from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Cells, PredictedStepEntry, Record, RecordParts, StepEntry
 from harness.runner.config_columns import config_columns
-from harness.runner.plan import Plan, rank_memory_limit
+from harness.runner.plan import RunPlan, rank_memory_limit
 from harness.runner.reference_plans import Reference
 from harness.util.text import one_line
 
@@ -67,7 +67,7 @@ def build_record(
     )
 
 
-def predicted_columns(plan: Plan) -> Cells:
+def predicted_columns(plan: RunPlan) -> Cells:
     """Return the predicted peak, activations and step time of a run; none for compiled layers.
 
     The compiler decides what a compiled layer saves and allocates, and which of its operators become one kernel.
@@ -86,7 +86,7 @@ def predicted_columns(plan: Plan) -> Cells:
     }
 
 
-def predicted_step_entry(plan: Plan) -> PredictedStepEntry | None:
+def predicted_step_entry(plan: RunPlan) -> PredictedStepEntry | None:
     """Return the record's part on the predicted step; None where there is no prediction or layers are compiled.
 
     The interval is that of the harness's own stack, as `harness plan` states it.
@@ -148,7 +148,7 @@ class JudgedRun:
     steps: Sequence[StepEntry]
 
 
-def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> JudgedRun:
+def judge_run(plan: RunPlan, outcome: LaunchOutcome, reference: Reference) -> JudgedRun:
     """Return how the run ended; a run whose ranks all finished is ok only if it is proven."""
     ending: Cells = {"status": outcome.status, "reason": outcome.reason}
     parts = RecordParts()
@@ -167,7 +167,7 @@ def judge_run(plan: Plan, outcome: LaunchOutcome, reference: Reference) -> Judge
     return JudgedRun(ending, ranks, parts, steps)
 
 
-def verify(plan: Plan, ranks: Sequence[RankReport], reference: Reference) -> Verdict:
+def verify(plan: RunPlan, ranks: Sequence[RankReport], reference: Reference) -> Verdict:
     """Return the verdict on a run whose processes all finished; a simulated rank may report that it failed."""
     if plan.config.launch == "processes":
         bounds = plan.command.proof

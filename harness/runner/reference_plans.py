@@ -12,27 +12,46 @@ from dataclasses import dataclass
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.schema import RunConfig
 from harness.config.strategy import StrategyConfig
-from harness.cost_model.flops import executed_flops
-from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Cells, Record
+from harness.records.schema import Cells
 from harness.records.store import read_record
-from harness.runner.plan import Plan, capacity_problem, make_plan
+from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.resolve import load_strategy_preset, with_layers
 from harness.util.errors import UserError
 
 SINGLE_PROCESS = StrategyConfig(name="single")
-
 FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
-
 OFFLOADED = dataclasses.replace(FULLY_SHARDED, offload="parameters")
-
 FULL = CheckpointingConfig("full")
 
 
-def reference_configs(plan: Plan) -> Iterator[RunConfig]:
+@dataclass(frozen=True)
+class Reference:
+    """The finished run that another run is compared with, or a note that says why there is none.
+
+    A single process that keeps all activations counts as right. The training of any other layout is compared in its
+    turn, with fewer layers, with the reference `shallower`: a chain that ends at such a process.
+    """
+
+    note: str  # what a run is compared with and how far back that reaches, or why it is compared with nothing
+    plan: RunPlan | None = None  # None where there is no such run
+    report: RankReport | None = None  # what its ranks report together
+    seconds: float = 0.0  # how long it ran, with all runs of its chain
+    shallower: "Reference | None" = None  # what the same layout was compared with on fewer layers
+    failure: Cells | None = None  # status and reason of a row that cannot be proven because the reference failed
+
+    @property
+    def columns(self) -> Cells:
+        """The columns of a row that is compared with this, with the layers that the end of the chain trained."""
+        if self.plan is None:
+            return {"reference": self.note}
+        single = (self.shallower or self).plan or self.plan
+        layers = single.config.model.num_hidden_layers
+        return {"reference": self.note, "reference_layers": layers, "reference_seconds": self.seconds}
+
+
+def reference_configs(plan: RunPlan) -> Iterator[RunConfig]:
     """Yield the configurations that a run may be compared with, the first that fits first.
 
     One of the run's own layout and engine has the same faults and is the last choice; fully sharded ranks of PyTorch
@@ -41,26 +60,20 @@ def reference_configs(plan: Plan) -> Iterator[RunConfig]:
     yield single_process(plan.config)
     train = dataclasses.replace(plan.config.train, fused_optimizer=True, compile=False)
     saving = dataclasses.replace(plan.config, train=train, checkpointing=FULL, world_size=None, repeat=0)
-    world_size = math.gcd(most_ranks(plan), train.global_batch)
+    machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
+    if machine.device == "cuda":  # of whose devices a run beside others sees a part
+        ranks = min(ranks, machine.devices * machine.nodes)
+    world_size = math.gcd(ranks, train.global_batch)
     configs = [dataclasses.replace(saving, strategy=SINGLE_PROCESS)]
     if world_size > 1:
         configs.append(sharded(saving, FULLY_SHARDED, world_size))
-    if plan.machine.device == "cuda":  # on a CPU the host is the device, and offload saves nothing
+    if machine.device == "cuda":  # on a CPU the host is the device, and offload saves nothing
         configs.append(sharded(saving, OFFLOADED, world_size))
     same = [config for config in configs if is_same_layout(config, plan.layout)]
     others = [config for config in configs if config not in same]
     if any(config.strategy.data_parallel == "fsdp" for config in same):
         others.append(sharded(saving, load_strategy_preset("zero3"), world_size))
     yield from (*others, *same)
-
-
-def most_ranks(plan: Plan) -> int:
-    """Return how many ranks a reference may have: those of the run, or of the machine.
-
-    A run that others run beside sees some of the machine's devices.
-    """
-    machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
-    return min(ranks, machine.devices * machine.nodes) if machine.device == "cuda" else ranks
 
 
 def single_process(config: RunConfig) -> RunConfig:
@@ -89,19 +102,19 @@ def is_same_layout(config: RunConfig, layout: Layout) -> bool:
     return resolved == dataclasses.replace(layout, offload=resolved.offload)
 
 
-def plan_reference(config: RunConfig, plan: Plan) -> Plan:
+def plan_reference(config: RunConfig, plan: RunPlan) -> RunPlan:
     """Return the plan of a reference of another plan's run. Raises UserError if it is impossible."""
     proof = dataclasses.replace(plan.command.proof, reference=False)
     command = dataclasses.replace(plan.command, proof=proof, force=False)
     return make_plan(config, plan.machine, command, is_reference=True)
 
 
-def is_single_process(plan: Plan) -> bool:
+def is_single_process(plan: RunPlan) -> bool:
     """Return whether the training of this plan counts as right by itself."""
     return plan.config == single_process(plan.config)
 
 
-def fewer_layers(plan: Plan) -> Iterator[tuple[Plan, Plan]]:
+def fewer_layers(plan: RunPlan) -> Iterator[tuple[RunPlan, RunPlan]]:
     """Yield the same layout with fewer layers, and the single process with as many, until one that fits is accepted.
 
     The first has the most layers that are predicted to fit, or up to half as many if a run with these is recorded: what
@@ -121,9 +134,9 @@ def fewer_layers(plan: Plan) -> Iterator[tuple[Plan, Plan]]:
         layers //= 2
 
 
-def recorded_layers(plan: Plan) -> list[int]:
+def recorded_layers(plan: RunPlan) -> list[int]:
     """Return with how many layers the layout of a reference is recorded, the most first."""
-    recorded = []
+    recorded: list[int] = []
     for folder in plan.folder.comparison.recorded_runs(f"{plan.run_id.rpartition('-')[0]}-*"):
         try:
             layers = int(read_record(folder.path).config["model"]["num_hidden_layers"])
@@ -134,7 +147,7 @@ def recorded_layers(plan: Plan) -> list[int]:
     return sorted(recorded, reverse=True)
 
 
-def most_layers_that_fit(plan: Plan) -> int:
+def most_layers_that_fit(plan: RunPlan) -> int:
     """Return the largest number of layers, below the model's own, that one process is predicted to fit; 0 for none."""
     fitting, excess = 0, plan.config.model.num_hidden_layers
     while excess - fitting > 1:
@@ -146,111 +159,3 @@ def most_layers_that_fit(plan: Plan) -> int:
         else:
             excess = layers
     return fitting
-
-
-@dataclass(frozen=True)
-class Reference:
-    """The finished run that another run is compared with, or a note that says why there is none.
-
-    A single process that keeps all activations counts as right. The training of any other layout is compared in its
-    turn, with fewer layers, with the reference `shallower`: a chain that ends at such a process.
-    """
-
-    note: str  # what a run is compared with and how far back that reaches, or why it is compared with nothing
-    plan: Plan | None = None  # None where there is no such run
-    report: RankReport | None = None  # what its ranks report together
-    seconds: float = 0.0  # how long it ran, with all runs of its chain
-    shallower: "Reference | None" = None  # what the same layout was compared with on fewer layers
-    failure: Cells | None = None  # status and reason of a row that cannot be proven because the reference failed
-
-    @property
-    def proven_layers(self) -> int | None:
-        """The number of layers that the single process at the end of the chain trained; None without a reference."""
-        if self.shallower is not None:
-            return self.shallower.proven_layers
-        return None if self.plan is None else self.plan.config.model.num_hidden_layers
-
-    @property
-    def columns(self) -> Cells:
-        """The columns of a row that is compared with this."""
-        columns: Cells = {"reference": self.note}
-        if self.plan is not None:
-            columns |= {"reference_layers": self.proven_layers, "reference_seconds": self.seconds}
-        return columns
-
-
-def chain_text(plan: Plan, single: Plan) -> str:
-    """Return how a layout was compared with a single process that trained fewer layers."""
-    layers, all_layers = single.config.model.num_hidden_layers, plan.config.model.num_hidden_layers
-    return f"compared on {layers} of {all_layers} layers with {single.run_id}"
-
-
-ASSUMED_MFU = 0.4  # the share of the device's peak that large models reach, for devices that have timed nothing yet
-
-TRAININGS = 2  # by a reference: its own, and one that differs from it in rounding
-
-
-@dataclass(frozen=True)
-class Speed:
-    """The operations that one device runs in a second; on a CPU, those of the whole machine, which its ranks share."""
-
-    flops_per_second: float
-    source: str  # what it is known from, such as the id of a run
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The predicted duration of a run."""
-
-    seconds: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.seconds:,.0f} s at the speed of {self.source}"
-
-
-def predict_cost(plan: Plan) -> Cost | None:
-    """Return how long a reference will train; None where nothing tells the speed of this machine."""
-    speed = measured_speed(plan) or assumed_speed(plan)
-    if speed is None:
-        return None
-    device = plan.machine.device
-    flops = executed_flops(plan.config, plan.layout, device, plan.widths.recomputes_last_projection)
-    per_device = flops / (plan.layout.world_size if device == "cuda" else 1)
-    return Cost(TRAININGS * plan.config.train.total_steps * per_device / speed.flops_per_second, speed.source)
-
-
-def measured_speed(plan: Plan) -> Speed | None:
-    """Return the highest speed that a run or a reference of the comparison reached with the same model and tokens."""
-    folders = (plan.comparison, ComparisonFolder(plan.comparison.references))
-    speeds: list[Speed] = []
-    for folder in (run for comparison in folders for run in comparison.recorded_runs(f"*-{plan.config.model.name}-*")):
-        try:
-            record = read_record(folder.path)
-        except UserError:
-            continue
-        speeds += [] if (speed := speed_of(record, plan)) is None else [speed]
-    return max(speeds, key=lambda speed: speed.flops_per_second, default=None)
-
-
-def speed_of(record: Record, plan: Plan) -> Speed | None:
-    """Return the speed of a recorded run; None if it tells nothing about the plan's."""
-    row, config = record.row, plan.config
-    alike = {
-        "status": "ok",
-        "measured_on": plan.machine.device_name,
-        "model": config.model.name,
-        "precision": config.precision.name,
-        "seq_len": config.train.seq_len,
-    }
-    flops, seconds = row.get("executed_flops"), row.get("step_seconds")
-    if any(row.get(key) != value for key, value in alike.items()) or not flops or not seconds:
-        return None
-    devices = row["world_size"] if plan.machine.device == "cuda" else 1
-    return Speed(flops / seconds / devices, record.run_id)
-
-
-def assumed_speed(plan: Plan) -> Speed | None:
-    """Return the speed of large models on the machine's device; None where its peak is not known, as on a CPU."""
-    peak = peak_flops(plan.machine.device_name, plan.config.precision.compute)
-    return None if peak is None else Speed(ASSUMED_MFU * peak, f"{ASSUMED_MFU:.0%} of a device's peak")

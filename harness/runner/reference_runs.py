@@ -5,23 +5,27 @@ does not fit, or that is too slow, is skipped with a sentence, and takes no row 
 """
 
 import dataclasses
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 
 from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops
+from harness.hardware.peak_flops import peak_flops
 from harness.launcher.rank_entry import worker_entry
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
+from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Cells, Record
-from harness.runner.context import RunContext
-from harness.runner.launch_run import launch_run
-from harness.runner.plan import Plan, capacity_problem
+from harness.records.store import read_record
+from harness.runner.launch_run import RunContext, launch_run
+from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_plans import (
     Reference,
-    chain_text,
     fewer_layers,
     is_same_layout,
     is_single_process,
     plan_reference,
-    predict_cost,
     reference_configs,
 )
 from harness.runner.reuse import NO_REFERENCE, reusable_record
@@ -30,6 +34,19 @@ from harness.util.locks import run_lock
 from harness.util.text import count_text
 
 SINGLE = "a single process"
+ASSUMED_MFU = 0.4  # the share of the device's peak that large models reach, for devices that have timed nothing yet
+TRAININGS = 2  # by a reference: its own, and one that differs from it in rounding
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The predicted duration of a run."""
+
+    seconds: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.seconds:,.0f} s at the speed of {self.source}"
 
 
 class SlowReferenceError(UserError):
@@ -43,13 +60,13 @@ class OutOfMemoryReferenceError(UserError):
 class FailedReferenceError(Exception):
     """A reference that failed, so that every row that is compared with it fails as well."""
 
-    def __init__(self, plan: Plan, record: Record) -> None:
+    def __init__(self, plan: RunPlan, record: Record) -> None:
         reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {record.row['reason']}"
         super().__init__(reason)
         self.ending: Cells = {"status": "error" if record.status == "ok" else record.status, "reason": reason}
 
 
-def get_reference(plan: Plan, context: RunContext) -> Reference:
+def get_reference(plan: RunPlan, context: RunContext) -> Reference:
     """Return the run's reference, which is trained once for a comparison and then reused."""
     if not plan.command.proof.reference:
         return Reference(NO_REFERENCE)
@@ -62,7 +79,10 @@ def get_reference(plan: Plan, context: RunContext) -> Reference:
             candidate = plan_reference(config, plan)
             if devices_used(candidate) > slow_devices:
                 reference = prove_reference(candidate, context)
-                return with_note_on_layout(reference, config, plan)
+                if reference.shallower is None or not is_same_layout(config, plan.layout):
+                    return reference
+                note = f"{reference.note}; it has the same layout and engine as this run"  # and so perhaps its faults
+                return dataclasses.replace(reference, note=note)
         except SlowReferenceError as error:
             slow_devices = max(slow_devices, devices_used(candidate))
             problems.append(f"{layout_text(config)} is too slow: {error}")
@@ -73,13 +93,6 @@ def get_reference(plan: Plan, context: RunContext) -> Reference:
     return Reference(f"none: {'; '.join(problems)}")
 
 
-def with_note_on_layout(reference: Reference, config: RunConfig, plan: Plan) -> Reference:
-    """Return the reference with a note if it has the run's own layout and engine, and so perhaps its faults."""
-    if reference.shallower is None or not is_same_layout(config, plan.layout):
-        return reference
-    return dataclasses.replace(reference, note=f"{reference.note}; it has the same layout and engine as this run")
-
-
 def layout_text(config: RunConfig) -> str:
     """Return the name of a reference's layout in a sentence."""
     ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else SINGLE
@@ -88,12 +101,12 @@ def layout_text(config: RunConfig) -> str:
     return ranks + offload + checkpointing
 
 
-def devices_used(plan: Plan) -> int:
+def devices_used(plan: RunPlan) -> int:
     """Return the number of devices that a run uses; on a CPU the machine is one device, whose cores ranks share."""
     return plan.layout.world_size if plan.machine.device == "cuda" else 1
 
 
-def prove_reference(plan: Plan, context: RunContext) -> Reference:
+def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
     """Return the reference of this plan, trained after its layout was proven with fewer layers.
 
     Raises UserError if it does not fit or is too slow, and FailedReferenceError if it or its proof fails.
@@ -111,14 +124,15 @@ def prove_reference(plan: Plan, context: RunContext) -> Reference:
         except OutOfMemoryReferenceError:
             continue
         shallow_run = train_reference(shallow, context, root)
-        chain = f"its layout was {chain_text(plan, single)}"
+        layers, all_layers = (run.config.model.num_hidden_layers for run in (single, plan))
+        chain = f"its layout was compared on {layers} of {all_layers} layers with {single.run_id}"
         reference = train_reference(plan, context, Reference(f"none: {chain}"))
         seconds = reference.seconds + shallow_run.seconds + root.seconds
         return dataclasses.replace(reference, note=f"{reference.note}; {chain}", seconds=seconds, shallower=root)
     raise UserError("every single process with fewer layers, with which it could be compared, ran out of memory")
 
 
-def train_reference(plan: Plan, context: RunContext, compared: Reference) -> Reference:
+def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> Reference:
     """Return the run of this plan, compared with another one; it is made unless it is recorded with that comparison.
 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
@@ -140,12 +154,12 @@ def train_reference(plan: Plan, context: RunContext, compared: Reference) -> Ref
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 
-def stored_record(plan: Plan) -> Record | None:
+def stored_record(plan: RunPlan) -> Record | None:
     """Return the record of a reference that need not be trained again."""
     return reusable_record(plan.config, plan.command, plan.folder, lambda _: None)
 
 
-def refuse_slow(plan: Plan) -> str:
+def refuse_slow(plan: RunPlan) -> str:
     """Return what the log says of the predicted duration; raise SlowReferenceError if it is beyond timeout_seconds."""
     cost = predict_cost(plan)
     if cost is None:
@@ -155,16 +169,58 @@ def refuse_slow(plan: Plan) -> str:
     return f", predicted to train for {cost}"
 
 
-def has_evidence(plan: Plan, record: Record, compared: Reference) -> bool:
+def has_evidence(plan: RunPlan, record: Record, compared: Reference) -> bool:
     """Return whether a recorded reference has its ranks' reports and, where it needs one, the comparison."""
     is_compared = compared.report is None or record.proof.get("reference") == compared.note
     return is_compared and bool(read_reports(plan))
 
 
-def read_reports(plan: Plan) -> list[RankReport]:
+def read_reports(plan: RunPlan) -> list[RankReport]:
     """Return the reports of all ranks of a reference; none if one is missing or damaged."""
     try:
         ranks = plan.folder.read_rank_reports(plan.layout.world_size)
     except ValueError:
         return []
     return ranks if len(ranks) == plan.layout.world_size else []
+
+
+def predict_cost(plan: RunPlan) -> Cost | None:
+    """Return how long a reference will train; None where nothing tells the speed of this machine.
+
+    Speed is the highest that a run or a reference of the comparison reached with the same model and tokens, else what
+    large models reach of the device's peak, which is not known of a CPU.
+    """
+    folders = (plan.comparison, ComparisonFolder(plan.comparison.references))
+    runs = (run for folder in folders for run in folder.recorded_runs(f"*-{plan.config.model.name}-*"))
+    flops_per_second, source = max(measured_speeds(plan, runs), key=itemgetter(0), default=(0.0, ""))
+    if not flops_per_second:
+        peak = peak_flops(plan.machine.device_name, plan.config.precision.compute)
+        if peak is None:
+            return None
+        flops_per_second, source = ASSUMED_MFU * peak, f"{ASSUMED_MFU:.0%} of a device's peak"
+    device = plan.machine.device
+    flops = executed_flops(plan.config, plan.layout, device, plan.widths.recomputes_last_projection)
+    per_device = flops / (plan.layout.world_size if device == "cuda" else 1)
+    return Cost(TRAININGS * plan.config.train.total_steps * per_device / flops_per_second, source)
+
+
+def measured_speeds(plan: RunPlan, runs: Iterable[RunFolder]) -> Iterator[tuple[float, str]]:
+    """Yield the operations that one device ran in a second, and the run, of those that tell something about the plan's.
+
+    On a CPU they are those of the whole machine, which its ranks share.
+    """
+    alike = {
+        "status": "ok",
+        "measured_on": plan.machine.device_name,
+        "model": plan.config.model.name,
+        "precision": plan.config.precision.name,
+        "seq_len": plan.config.train.seq_len,
+    }
+    for folder in runs:
+        try:
+            row = read_record(folder.path).row
+        except UserError:
+            continue
+        flops, seconds = row.get("executed_flops"), row.get("step_seconds")
+        if flops and seconds and all(row.get(key) == value for key, value in alike.items()):
+            yield flops / seconds / (row["world_size"] if plan.machine.device == "cuda" else 1), row["run_id"]

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
@@ -13,9 +13,6 @@ from harness.records.store import read_record
 from harness.util.disk_reserve import reserve
 from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
-
-if TYPE_CHECKING:
-    from harness.runner.context import LogFn  # imports torch
 
 NO_REFERENCE = "none: proof.reference=false"  # stored in records, which are compared with it
 
@@ -47,7 +44,9 @@ def ensure_writable(comparison: ComparisonFolder) -> None:
         raise UserError(f"results_dir: {folder} cannot be written ({error.strerror}): choose another folder") from None
 
 
-def reusable_record(config: RunConfig, command: CommandConfig, folder: RunFolder, log: "LogFn") -> Record | None:
+def reusable_record(
+    config: RunConfig, command: CommandConfig, folder: RunFolder, log: Callable[[str], None]
+) -> Record | None:
     """Return the stored record of a run that need not be repeated; log why it is reused or is not.
 
     A refusal is never reused here, because checking again whether it still applies takes only a moment.

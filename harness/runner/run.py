@@ -4,10 +4,9 @@ import dataclasses
 
 from harness.proof.simulation import NO_REFERENCE
 from harness.records.schema import Record
-from harness.runner.context import RunContext
-from harness.runner.launch_run import launch_run, write_row
+from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.local_machine import refresh_machine
-from harness.runner.plan import Plan, capacity_problem
+from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.pruning import pruning_reason
 from harness.runner.reference_plans import Reference
 from harness.runner.reference_runs import get_reference
@@ -15,7 +14,7 @@ from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.locks import run_lock
 
 
-def execute(plan: Plan, context: RunContext) -> Record | None:
+def execute(plan: RunPlan, context: RunContext) -> Record | None:
     """Return the run's record: the stored one if it can be reused, else a new one.
 
     Return None if another command is working on the run. Raises OSError if the disk is too full even for the
@@ -25,7 +24,7 @@ def execute(plan: Plan, context: RunContext) -> Record | None:
         return run_locked(plan, context) if is_acquired else None
 
 
-def run_locked(plan: Plan, context: RunContext) -> Record:
+def run_locked(plan: RunPlan, context: RunContext) -> Record:
     """Return the run's record as execute() does. The caller holds the run's lock."""
     record = reusable_record(plan.config, plan.command, plan.folder, context.log)
     if record is not None:
@@ -44,7 +43,7 @@ def run_locked(plan: Plan, context: RunContext) -> Record:
     return launch_run(plan, context, reference)
 
 
-def reject(plan: Plan, reason: str) -> Record:
+def reject(plan: RunPlan, reason: str) -> Record:
     """Return the record of a refused run: the stored refusal, even if its figures differ, or else a new one."""
     stored = stored_rejection(plan.folder, plan.command.force)
     return stored or write_row(plan, {"status": "refused", "reason": reason})

@@ -13,7 +13,7 @@ from harness.launcher.rank_entry import worker_entry
 from harness.measure.environment import collect_environment
 from harness.records.run_folder import RunFolder, comparison_folder
 from harness.records.schema import Record
-from harness.runner.context import RunContext
+from harness.runner.launch_run import RunContext
 from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config

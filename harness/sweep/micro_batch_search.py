@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from harness.config.from_dict import ConfigValues
 from harness.records.schema import Record
-from harness.runner.plan import Plan
+from harness.runner.plan import RunPlan
 from harness.util.errors import UserError
 
 MAX = "max"
@@ -27,9 +27,9 @@ def candidates(values: ConfigValues) -> list[ConfigValues]:
     return [values | {"train": values["train"] | {"micro_batch": size}} for size in sizes]
 
 
-def feasible_plans(values: ConfigValues, plan: Callable[[ConfigValues], Plan]) -> list[Plan]:
+def feasible_plans(values: ConfigValues, plan: Callable[[ConfigValues], RunPlan]) -> list[RunPlan]:
     """Return the plans of the candidates that can be run. Raises the UserError of the smallest if none can."""
-    plans: list[Plan] = []
+    plans: list[RunPlan] = []
     first_error: UserError | None = None
     for candidate in candidates(values):
         try:
@@ -44,18 +44,18 @@ def feasible_plans(values: ConfigValues, plan: Callable[[ConfigValues], Plan]) -
 class MicroBatchSearch:
     """A search that starts at the largest micro-batch predicted to fit and goes up or down, one run at a time."""
 
-    def __init__(self, plans: Sequence[Plan], fits: Callable[[Plan], bool]) -> None:
+    def __init__(self, plans: Sequence[RunPlan], fits: Callable[[RunPlan], bool]) -> None:
         self.plans = plans
         self.index = max((index for index, plan in enumerate(plans) if fits(plan)), default=0)
         self.largest: int | None = None  # index of the largest that ran
         self.smallest_failure: tuple[int, str] | None = None  # index and status of the smallest that did not
 
     @property
-    def first(self) -> Plan:
+    def first(self) -> RunPlan:
         """The plan to run first."""
         return self.plans[self.index]
 
-    def next(self, record: Record) -> Plan | None:
+    def next(self, record: Record) -> RunPlan | None:
         """Return the plan to run after this record; None if the search is over, or any other failure ends it."""
         status = record.status
         if status == "ok":

@@ -12,7 +12,7 @@ from harness.hardware.described_cluster import run_hardware
 from harness.records.plan_validation import PlannedConfiguration, PlanValidation, write_plan_validation
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
-from harness.runner.plan import Plan
+from harness.runner.plan import RunPlan
 from harness.sweep.queued_run import QueuedRun
 from harness.util.errors import UserError
 from harness.util.text import count_text
@@ -90,7 +90,7 @@ def _configuration(run: QueuedRun) -> str:
     return short_hash(run.config.to_dict() | {"repeat": 0, "folder": folder})
 
 
-def _plan_of(run: QueuedRun, setting: str) -> Plan:
+def _plan_of(run: QueuedRun, setting: str) -> RunPlan:
     """Return the plan of a run. Raises UserError where its machine is unknown, or described by no file."""
     if run.plan is None:
         raise UserError(f"{setting} needs to know the machine of the runs, which only Slurm's jobs do: leave it out")
@@ -103,7 +103,7 @@ def _plan_of(run: QueuedRun, setting: str) -> Plan:
     return run.plan
 
 
-def may_fit(plan: Plan, prediction: Prediction) -> bool:
+def may_fit(plan: RunPlan, prediction: Prediction) -> bool:
     """Return whether a run may fit this machine's free memory, by the errors of predictions on file."""
     free = dataclasses.replace(prediction.cluster.hardware, memory=plan.machine.available_bytes(plan.devices))
     cluster = dataclasses.replace(prediction.cluster, hardware=free)

@@ -10,7 +10,7 @@ from harness.config.schema import ClusterConfig, RunConfig
 from harness.cost_model.flops import model_flops
 from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.plan import Plan, fits_now, make_plan
+from harness.runner.plan import RunPlan, fits_now, make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.simulation import machine_of_run
 from harness.sweep.micro_batch_search import MicroBatchSearch, feasible_plans, wants_max_micro_batch
@@ -22,7 +22,7 @@ class QueuedRun:
 
     config: RunConfig
     command: CommandConfig
-    plan: Plan | None  # None where only a node of a cluster knows the machine
+    plan: RunPlan | None  # None where only a node of a cluster knows the machine
     name: str  # the run id, or what replaces it without a plan
     repeat_index: int = 0  # the first repeats of all configurations come before the second ones
     search: MicroBatchSearch | None = None  # decides from this run's record what is tried next
@@ -61,5 +61,5 @@ def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[Clus
     return QueuedRun(plan.config, plan.command, plan, plan.run_id, repeat_index, search)
 
 
-def _plan(values: ConfigValues, machine: Machine) -> Plan:
+def _plan(values: ConfigValues, machine: Machine) -> RunPlan:
     return make_plan(resolve_run_config(values), machine, read_command_config(values))

@@ -152,7 +152,7 @@ class Pair:
 
     def run_row(self) -> Result:
         from harness.runner import local_machine
-        from harness.runner.context import RunContext
+        from harness.runner.launch_run import RunContext
         from harness.runner.plan import make_plan
         from harness.runner.run import execute
 

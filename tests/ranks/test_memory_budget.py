@@ -15,7 +15,7 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.records.schema import Record
 from harness.runner.local_machine import detect_machine
-from harness.runner.plan import Plan, budget_problems, capacity_problem, fits_now, make_plan, rank_memory_limit
+from harness.runner.plan import RunPlan, budget_problems, capacity_problem, fits_now, make_plan, rank_memory_limit
 from harness.runner.pruning import pruning_reason
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.util.errors import UserError
@@ -180,7 +180,7 @@ ROOMY = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)
 PLANNED = ("strategy=zero3", "model=350m", "train.seq_len=128", "train.global_batch=16", "data=synthetic")
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> RunPlan:
     config, command = compose(*PLANNED, *overrides)
     return make_plan(config, ROOMY, command)
 

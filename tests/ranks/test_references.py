@@ -18,11 +18,11 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.runner import reference_runs
-from harness.runner.context import RunContext
-from harness.runner.launch_run import launch_run
+from harness.runner.launch_run import RunContext, launch_run
 from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
-from harness.runner.reference_plans import Reference, predict_cost
+from harness.runner.reference_plans import Reference
+from harness.runner.reference_runs import predict_cost
 from harness.runner.resolve import with_layers
 from harness.runner.run import execute
 from harness.worker import main as worker_main

@@ -9,7 +9,7 @@ import pytest
 from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
-from harness.runner import simulated_run
+from harness.runner import launch_run
 from harness.simulator.process import virtual_entry
 from tests.support.combinations import COMBINATIONS, Combination, model_parallel
 from tests.support.commands import assert_not_proven, run_with
@@ -29,7 +29,7 @@ class Case(NamedTuple):
     def virtual_record(self, results: Path, entry: Callable[[str], None] = virtual_entry) -> Record:
         """Return the record of the virtual run, in whose process `entry` runs."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(simulated_run, "virtual_entry", entry)
+            patch.setattr(launch_run, "virtual_entry", entry)
             strategy, world_size, options = self.combination
             sizes = (f"strategy={strategy}", f"world_size={world_size}", *options)
             return run_with(results, entry, *sizes, "launch=virtual", f"simulate.rank={self.rank}")

@@ -26,7 +26,7 @@ from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.report.charts import render
 from harness.runner import local_machine
-from harness.runner.context import RunContext
+from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.run import execute

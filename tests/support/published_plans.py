@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 
 from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import Plan, plans
+from harness.planner.plan import LayoutPlan, plans
 from harness.planner.row import csv_text, planned_row
 from harness.report.plan_files import write_page
 
@@ -96,14 +96,14 @@ SEARCHES = (
 )
 
 
-def searched(entry: PublishedSearch) -> Plan:
+def searched(entry: PublishedSearch) -> LayoutPlan:
     """Return the plan of a search."""
     (plan,) = plans(entry.overrides)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LayoutPlan)
     return plan
 
 
-def shown(plan: Plan) -> Iterator[tuple[str, Prediction]]:
+def shown(plan: LayoutPlan) -> Iterator[tuple[str, Prediction]]:
     """Yield the fastest layout that fits, and the one with least memory that is at most a tenth slower, if it saves."""
     assert plan.result is not None
     fastest = plan.result.best[0]
@@ -114,7 +114,7 @@ def shown(plan: Plan) -> Iterator[tuple[str, Prediction]]:
         yield "least memory", least
 
 
-def rows_of(entry: PublishedSearch, plan: Plan) -> list[dict[str, object]]:
+def rows_of(entry: PublishedSearch, plan: LayoutPlan) -> list[dict[str, object]]:
     """Return the rows of layouts.csv for a search."""
     command = " ".join(["harness", "plan", *entry.overrides])
     return [

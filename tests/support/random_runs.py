@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from harness.launcher.forkserver import start_forkserver
 from harness.records.runs_csv import columns_of, csv_cell
 from harness.runner import local_machine
-from harness.runner.context import RunContext
+from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.record import predicted_columns
 from harness.runner.run import execute

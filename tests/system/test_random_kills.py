@@ -18,7 +18,7 @@ import pytest
 
 from harness.records.schema import Row
 from harness.records.store import read_all
-from harness.runner.context import RunContext
+from harness.runner.launch_run import RunContext
 from harness.sweep.executors import base
 from tests.support import faults, random_kills
 from tests.support.commands import Harness, run_harness, run_with

@@ -17,8 +17,8 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.measure import cuda_query, environment, host_usage
 from harness.records.rank_report import LaunchStatus
 from harness.runner import launch_run, local_machine
-from harness.runner.context import RunContext
-from harness.runner.plan import Plan
+from harness.runner.launch_run import RunContext
+from harness.runner.plan import RunPlan
 from harness.util.errors import UserError
 from tests.support.nvml_tables import GIB, Board, install
 
@@ -262,5 +262,5 @@ def test_only_a_failed_run_is_waited_for(status: LaunchStatus, waits: int, monke
     )
     monkeypatch.setattr(launch_run, "launch", lambda *_, **__: outcome)
     monkeypatch.setattr(launch_run, "release_problem", lambda *_: "device 1 is in use")
-    assert launch_run.run_ranks(cast("Plan", plan), RunContext(log=notes.append)) is outcome
+    assert launch_run.run_ranks(cast("RunPlan", plan), RunContext(log=notes.append)) is outcome
     assert notes == ["device 1 is in use"] * waits

@@ -3,14 +3,14 @@
 import pytest
 
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import Plan, plans
+from harness.planner.plan import LayoutPlan, plans
 
 
 def planned(strategy: str, *settings: str) -> Prediction:
     """Return the prediction for a strategy on eight H100, one sequence a micro-batch."""
     words = ("model=7b", "cluster=8xh100", "train.global_batch=32", "train.micro_batch=1", "train.seq_len=4096")
     (plan,) = plans([*words, f"strategy={strategy}", *settings])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LayoutPlan)
     return plan.predictions[0]
 
 

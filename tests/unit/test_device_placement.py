@@ -19,7 +19,7 @@ from harness.hardware.machine import Machine
 from harness.launcher.forkserver import rank_environment
 from harness.layout.layout import resolve_layout
 from harness.probe import Probe
-from harness.runner.plan import Plan, capacity_problem, make_plan
+from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors import base, parallel
 from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot
@@ -93,7 +93,7 @@ def gpus(count: int, **changes: Any) -> Machine:
     return Machine(**values | {"host_free_bytes": 500 * GIB, "device_bytes": 80 * GIB, "compute_capability": (9, 0)})
 
 
-def plan_of(machine: Machine, *overrides: str) -> Plan:
+def plan_of(machine: Machine, *overrides: str) -> RunPlan:
     return make_plan(compose_config("model=tiny", "train.global_batch=16", *overrides), machine)
 
 
@@ -132,7 +132,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> ParallelExecutor:
     return ParallelExecutor("auto", (), ProgressDisplay())
 
 
-def queued(plan: Plan) -> QueuedRun:
+def queued(plan: RunPlan) -> QueuedRun:
     return QueuedRun(plan.config, plan.command, plan, plan.run_id)
 
 

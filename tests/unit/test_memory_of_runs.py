@@ -12,7 +12,7 @@ from harness.cost_model.fully_shard_memory import GroupBytes
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parameter_coordinator import ParameterCoordinator
 from harness.runner import local_machine
-from harness.runner.plan import Plan, make_plan
+from harness.runner.plan import RunPlan, make_plan
 from tests.support.commands import ROOT, compose
 from tests.support.random_runs import read_table
 
@@ -31,10 +31,10 @@ DRAWS = {
 
 
 @lru_cache(maxsize=1)
-def plans() -> dict[str, tuple[Plan, int]]:
+def plans() -> dict[str, tuple[RunPlan, int]]:
     """Return the plan and the measured peak of each of the draws."""
     lines = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
-    chosen: dict[str, tuple[Plan, int]] = {}
+    chosen: dict[str, tuple[RunPlan, int]] = {}
     for draw in DRAWS:
         config, command = compose(*lines[draw]["overrides"].split(), "name=random")
         plan = make_plan(config, local_machine.detect_machine(config.cluster), command)

@@ -19,7 +19,7 @@ from harness.hardware.described_cluster import (
 from harness.hardware.machine import Machine, processor_name
 from harness.planner.plan_problems import predict
 from harness.runner import plan as run_plan
-from harness.runner.plan import Plan, capacity_problem, make_plan
+from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.pruning import needs_at_least
 from harness.runner.record import predicted_columns, predicted_step_entry
 from harness.runner.simulation import machine_of_run
@@ -28,13 +28,13 @@ from tests.support.commands import compose
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)
 
 
-def plan_on(machine: Machine, *overrides: str) -> Plan:
+def plan_on(machine: Machine, *overrides: str) -> RunPlan:
     """Return the plan of ddp on two ranks."""
     config, command = compose("strategy=ddp", "world_size=2", "model=tiny", "data=synthetic", *overrides)
     return make_plan(config, machine, command)
 
 
-def step_seconds(plan: Plan) -> float:
+def step_seconds(plan: RunPlan) -> float:
     """Return the predicted step time of a plan that has one."""
     seconds = predicted_columns(plan)["predicted_step_seconds"]
     assert isinstance(seconds, float)

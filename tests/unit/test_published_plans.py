@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import Plan, plans
+from harness.planner.plan import LayoutPlan, plans
 from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched, shown
 
 GIB = 2**30
@@ -108,7 +108,7 @@ def test_the_page_s_figures_of_a_small_batch_follow_from_its_simulation() -> Non
     batches = {}
     for sequences in (128, 16):
         (plan,) = plans([*plan_of_all, "train.seq_len=4096", f"train.global_batch={sequences}"])
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, LayoutPlan)
         batches[sequences] = plan.predictions[0]
     at_peak = {sequences: entry.memory.at_peak for sequences, entry in batches.items()}
     assert at_peak[128]["gradients"] > 20 * GIB and at_peak[128]["activations"] > 20 * GIB
@@ -145,7 +145,7 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
     measured = [word for word in words[2] if not word.startswith("repeats=")]
     verdicts = []
     for plan in plans([*measured, "cluster=8xh100"]):
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, LayoutPlan)
         verdicts += [entry.verdict.fits for entry in plan.predictions]
     assert verdicts == ["likely"] * 4
 
@@ -153,7 +153,7 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
 def only_plan(arguments: list[str]) -> Prediction:
     """Return the fastest layout of a search."""
     (plan,) = plans(arguments)
-    assert isinstance(plan, Plan) and plan.result is not None
+    assert isinstance(plan, LayoutPlan) and plan.result is not None
     return plan.result.best[0]
 
 
@@ -179,7 +179,7 @@ class Front:
     ],
 )
 def test_a_layout_with_less_memory_saves_a_twentieth(sizes: list[tuple[float, int]], least: int | None) -> None:
-    shown_layouts = dict(shown(Plan([], Front(*sizes))))  # type: ignore[arg-type]
+    shown_layouts = dict(shown(LayoutPlan([], Front(*sizes))))  # type: ignore[arg-type]
     assert shown_layouts["fastest"].needed_bytes == 1000
     assert (shown_layouts["least memory"].needed_bytes if "least memory" in shown_layouts else None) == least
 
@@ -187,14 +187,14 @@ def test_a_layout_with_less_memory_saves_a_twentieth(sizes: list[tuple[float, in
 def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
     guide = (PAGE.parent / "guides" / "strategies.md").read_text()
     (plan,) = plans(["strategy=zero3", "model=7b", "cluster=8xh100"])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LayoutPlan)
     (entry,) = plan.predictions
     figures = f"{entry.memory.peak_bytes / GIB:.1f} GiB a rank, and {entry.step_seconds:.1f} seconds a step"
     assert entry.mfu is not None and f"{figures} at {100 * entry.mfu:.0f} % of the device's peak" in " ".join(
         guide.split()
     )
     (plan,) = plans(["strategy=ddp", "model=7b", "cluster=8xh100"])
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LayoutPlan)
     assert f"needs {plan.predictions[0].memory.peak_bytes / GIB:.0f} GiB a rank" in guide
 
 

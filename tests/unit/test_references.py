@@ -10,20 +10,17 @@ from harness.hardware.machine import Machine
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
 from harness.records.training_report import TensorFingerprint
-from harness.runner.context import RunContext
-from harness.runner.plan import Plan, make_plan
+from harness.runner.launch_run import RunContext
+from harness.runner.plan import RunPlan, make_plan
 from harness.runner.reference_plans import (
-    ASSUMED_MFU,
-    TRAININGS,
     fewer_layers,
     is_single_process,
     most_layers_that_fit,
     plan_reference,
-    predict_cost,
     reference_configs,
     single_process,
 )
-from harness.runner.reference_runs import get_reference, layout_text
+from harness.runner.reference_runs import ASSUMED_MFU, TRAININGS, get_reference, layout_text, predict_cost
 from harness.runner.resolve import with_layers
 from tests.support.commands import compose
 
@@ -34,7 +31,7 @@ H100 = Machine(
 )
 
 
-def plan_on(machine: Machine, *overrides: str) -> Plan:
+def plan_on(machine: Machine, *overrides: str) -> RunPlan:
     config, command = compose("data=synthetic", "train.seq_len=64", *overrides)
     return make_plan(config, machine, command)
 

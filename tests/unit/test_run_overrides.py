@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import Plan, plans
+from harness.planner.plan import LayoutPlan, plans
 from harness.planner.row import planned_row
 from harness.planner.run_overrides import preset_of, run_command, run_overrides, strategy_presets
 from harness.planner.search import SearchResult
@@ -21,14 +21,14 @@ SEARCHES = (
 def searched(words: list[str]) -> SearchResult:
     """Return the result of a search by these overrides."""
     (plan,) = plans(words)
-    assert isinstance(plan, Plan) and plan.result is not None
+    assert isinstance(plan, LayoutPlan) and plan.result is not None
     return plan.result
 
 
 def planned(words: list[str]) -> Prediction:
     """Return the prediction for the one layout of these overrides."""
     (plan,) = plans(words)
-    assert isinstance(plan, Plan)
+    assert isinstance(plan, LayoutPlan)
     (prediction,) = plan.predictions
     return prediction
 

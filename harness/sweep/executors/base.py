@@ -1,6 +1,6 @@
 """The interfaces of executors and of a sweep's observers, and what executors on one machine share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from harness.config.from_dict import ConfigValues
@@ -10,7 +10,7 @@ from harness.hardware.machine import Machine
 from harness.launcher.forkserver import start_forkserver
 from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
-from harness.runner.context import LogFn, RunContext
+from harness.runner.launch_run import RunContext
 from harness.runner.local_machine import detect_machine
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
@@ -26,7 +26,7 @@ def local_machine(cluster: ClusterConfig) -> Machine:
     return detect_machine(cluster)
 
 
-def stored_record(run: QueuedRun, log: LogFn) -> Record | None:
+def stored_record(run: QueuedRun, log: Callable[[str], None]) -> Record | None:
     """Return the stored record of a planned run if it can be reused."""
     assert run.plan is not None
     return reusable_record(run.config, run.command, run.plan.folder, log)

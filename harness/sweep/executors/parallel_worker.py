@@ -12,8 +12,8 @@ from harness.config.model import ModelConfig
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Record
-from harness.runner.context import RunContext
-from harness.runner.plan import Plan
+from harness.runner.launch_run import RunContext
+from harness.runner.plan import RunPlan
 from harness.runner.run import execute
 from harness.util.errors import UserError
 
@@ -56,7 +56,7 @@ def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
             pipe.send(("raised", error))
 
 
-def execute_plan(plan: Plan, pipe: Connection, models: list[ModelConfig]) -> Record | None:
+def execute_plan(plan: RunPlan, pipe: Connection, models: list[ModelConfig]) -> Record | None:
     """Make one run and return its record; the folder that its ranks write to and log lines go into the pipe."""
     sent_folder: Path | None = None
 
