@@ -79,19 +79,16 @@ def show(arguments: Sequence[str], output: str, explains: bool, page: Path | Non
     if page is not None and page.suffix not in PAGES:
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
+    made_plans = [entry for entry in entries if isinstance(entry, LayoutPlan)]
     if page is not None:
-        searches = [
-            (entry, entry.result) for entry in entries if isinstance(entry, LayoutPlan) and entry.result is not None
-        ]
+        searches = [(entry, entry.result) for entry in made_plans if entry.result is not None]
         if not searches:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
         from harness.report.plan_files import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
     if output == "table":
-        shown = [
-            (entry.swept, line) for entry in entries if isinstance(entry, LayoutPlan) for line in entry.predictions
-        ]
+        shown = [(entry.swept, line) for entry in made_plans for line in entry.predictions]
         if shown:
             print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
         for text in text_lines(entries, explains):
