@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import MOST, ChartLine, Datum, end_text
+from harness.report.charts.lines import MOST, ChartLine, Datum, end_text, omitted_text, value_table
 from harness.report.charts.style import alt
-from harness.report.document import VegaLite
+from harness.report.document import Chart, VegaLite
 from harness.report.speeds import CROWDED
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -24,17 +24,39 @@ def bar_layer(values: Sequence[Datum]) -> alt.Chart:
     return marks.static_layer(values).transform_filter(f"datum.position <= last && {marks.HIDDEN}")
 
 
-def bars(
+def bar_chart(
     view: View,
+    name: str,
     title: str,
+    text: str,
+    strategies: Sequence[str],
     layers: Sequence[alt.Chart],
-    alt_text: str,
-    ordered: Sequence[ChartLine],
+    columns: Mapping[str, Sequence[str]],
+    measure: str,
+    label_columns: int = 1,
     margin: int = _MARGIN,
-) -> VegaLite:
-    """Return a chart of horizontal bars of the same height, one for each of the ordered lines."""
-    height = alt.Step(style.step(min(len(ordered), MOST)))
-    return with_order(marks.spec(view, title, layers, alt_text, height, margin), [line.strategy for line in ordered])
+    noun: str = "configurations",
+) -> Chart:
+    """Return a chart of horizontal bars of the same height.
+
+    Args:
+        view: The runs of the report.
+        name: The name of the chart's file.
+        title: The title of the chart.
+        text: What the chart shows; it is followed by how many bars are drawn, if not all are.
+        strategies: That of each bar, from the top.
+        layers: The marks, from the back to the front.
+        columns: The table of the exact values, a row for each bar.
+        measure: The column whose range the page states.
+        label_columns: How many of the first columns are text.
+        margin: Pixels at the right of bars for their values.
+        noun: What a bar stands for.
+    """
+    drawn, total = min(MOST, len(strategies)), len(strategies)
+    alt_text = text + omitted_text(drawn, total, noun=noun)
+    vega_lite = marks.spec(view, title, layers, alt_text, alt.Step(style.step(drawn)), margin)
+    table = value_table(strategies, columns, label_columns)
+    return Chart(name, title, alt_text, with_order(vega_lite, strategies), table, table.header.index(measure))
 
 
 def with_order(vega_lite: VegaLite, strategies: Sequence[str], most: int = MOST) -> VegaLite:
@@ -158,6 +180,11 @@ def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool =
 def untimed_reason(line: ChartLine) -> str:
     """Return why the times of a line that is ok are not drawn; empty where they are."""
     return DISTURBED if line.is_disturbed else f"{CROWDED}: not comparable" if line.is_crowded else ""
+
+
+def state(line: ChartLine) -> str:
+    """Return why the times of a line that is ok are not drawn, else its status."""
+    return (line.ok and untimed_reason(line)) or line.status
 
 
 def _reason(line: ChartLine) -> str:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.report.charts import label_placement, marks, style
-from harness.report.charts.lines import Datum
+from harness.report.charts.lines import ONE_OF_EACH, Datum, omitted_text, select
 from harness.report.charts.series import Series
 from harness.report.charts.style import alt
 from harness.report.comparability import group_by
-from harness.report.document import VegaLite
+from harness.report.document import Chart, Table
 from harness.report.view import View
 
 _FEW = 6  # curves that one chart can show
@@ -54,28 +54,36 @@ class Scale:
 
 def curves(
     view: View,
+    name: str,
     title: str,
-    alt_text: str,
-    series: Sequence[Series],
+    text: str,
+    all_series: Sequence[Series],
     points: Sequence[Datum],
     scales: tuple[Scale, Scale],
     tooltip: Sequence[alt.Tooltip],
+    table: Table,
+    measure: int = 2,
     behind: Sequence[tuple[Sequence[Datum], Any]] = (),
     above: Sequence[tuple[Sequence[Datum], Any]] = (),
-) -> VegaLite:
+) -> Chart:
     """Return a chart of curves in the colors of their strategies, each named at its end.
 
     Args:
         view: The runs of the report.
+        name: The name of the chart's file.
         title: The title of the chart.
-        alt_text: What the chart shows.
-        series: The curves.
+        text: What the chart shows; it is followed by which curves are drawn, if not all are.
+        all_series: The curves, of which those that `select` chooses are drawn.
         points: The data of their points: `label`, `x`, `y` and what the tooltip shows, in the order of x.
         scales: The horizontal and the vertical axis.
         tooltip: The tooltip of a point.
+        table: The exact values.
+        measure: The table's column whose range the page states.
         behind: Data and a function from a layer of them to its marks, behind the curves.
         above: The same, in front of the curves. Data of the strategy "" are drawn in every small chart.
     """
+    series = select(all_series)
+    alt_text = text + omitted_text(len(series), len(all_series), ONE_OF_EACH)
     groups = group_by(series, lambda curve: curve.strategy)
     variants = {curve.name: rank for group in groups.values() for rank, curve in enumerate(group)}
     ranks = sorted(set(variants.values()))
@@ -95,7 +103,7 @@ def curves(
         names = {curve.name: label_placement.shortened(curve.name) for curve in series}
         layers = plot({*groups, ""}, names, style.HEIGHT)
         margin = round(_LETTER * max(map(len, names.values()))) + 4
-        return marks.spec(view, title, layers, alt_text, margin=margin)
+        return Chart(name, title, alt_text, marks.spec(view, title, layers, alt_text, margin=margin), table, measure)
     names = {curve.name: _variant(curve) for curve in series}
     width = (style.WIDTH - _COLUMNS * (_CELL_AXIS + _room(names))) // _COLUMNS
     cells = [
@@ -106,7 +114,7 @@ def curves(
     ]
     cell = _CELL_AXIS + _room(names)
     chart = marks.panels(alt.concat(*cells, columns=_COLUMNS), _COLUMNS, _COLUMNS * cell, (2, 2 * cell))
-    return marks.finish(view, title, chart, alt_text, _room(names))
+    return Chart(name, title, alt_text, marks.finish(view, title, chart, alt_text, _room(names)), table, measure)
 
 
 def _variant(curve: Series) -> str:

@@ -169,17 +169,19 @@ def _without_speed(line: ChartLine) -> str:
 
 
 def _table(view: View, lines: Sequence[ChartLine], unit: Unit) -> Table:
-    peaks = format_numbers([line.peak for line in lines], unit)
+    states = [(view.draws_speeds and line.ok and _without_speed(line)) or line.status for line in lines]
+    columns = {
+        "run": [line.label for line in lines],
+        "status": states,
+        f"peak memory ({unit.name})": format_numbers([line.peak for line in lines], unit),
+    }
     if view.draws_speeds:
-        status = [(line.ok and _without_speed(line)) or line.status for line in lines]
-        speeds = format_numbers([line.speed for line in lines], ONE)
-        runs = [str(line.standing.speed.runs) if line.standing.speed and line.speed else "" for line in lines]
-        columns, titles = [status, peaks, speeds, runs], [TOKENS, "runs"]
+        columns[TOKENS] = format_numbers([line.speed for line in lines], ONE)
+        columns["runs"] = [
+            str(line.standing.speed.runs) if line.standing.speed and line.speed else "" for line in lines
+        ]
     else:
         sizes = [line.number(_SENT) if line.ok else None for line in lines]
         sent = byte_unit(sizes)
-        columns = [[line.status for line in lines], peaks, format_numbers(sizes, sent)]
-        titles = [f"bytes sent ({sent.name})"]
-    rows = [(line.label, *texts) for line, texts in zip(lines, zip(*columns, strict=True), strict=True)]
-    header = ["run", "status", f"peak memory ({unit.name})", *titles]
-    return value_table(header, rows, [line.strategy for line in lines], 2)
+        columns[f"bytes sent ({sent.name})"] = format_numbers(sizes, sent)
+    return value_table([line.strategy for line in lines], columns, 2)

@@ -176,15 +176,14 @@ def _same(x: alt.X, field: str) -> alt.X:
 
 def _trade_table(drawn: Sequence[ChartLine], unit: Unit) -> Table:
     """Return the drawn lines with their peaks, speeds, repeats, and whether each is on the front."""
-    columns = [
-        format_numbers([line.peak for line in drawn], unit),
-        format_numbers([line.speed for line in drawn], ONE),
-        [str(line.standing.speed.runs) if line.standing.speed else "" for line in drawn],
-        ["yes" if line.standing.is_on_front else "" for line in drawn],
-    ]
-    rows = [(line.label, *texts) for line, texts in zip(drawn, zip(*columns, strict=True), strict=True)]
-    header = ["run", f"peak ({unit.name})", _RATE, "runs", "on the front"]
-    return value_table(header, rows, [line.strategy for line in drawn])
+    columns = {
+        "run": [line.label for line in drawn],
+        f"peak ({unit.name})": format_numbers([line.peak for line in drawn], unit),
+        _RATE: format_numbers([line.speed for line in drawn], ONE),
+        "runs": [str(line.standing.speed.runs) if line.standing.speed else "" for line in drawn],
+        "on the front": ["yes" if line.standing.is_on_front else "" for line in drawn],
+    }
+    return value_table([line.strategy for line in drawn], columns)
 
 
 GIB = 2**30

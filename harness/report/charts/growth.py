@@ -5,28 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.report.charts import bar_marks, marks, style
+from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    MOST,
-    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
-    omitted_text,
     range_text,
     select,
     value_table,
 )
 from harness.report.charts.series import Series, by_parameters
 from harness.report.charts.style import alt
-from harness.report.document import Chart, Table, VegaLite
+from harness.report.document import Chart, Table
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, join_words, pluralize
 from harness.report.view import View
 
 _MILLION = 1e6
-
-Points = Sequence[tuple[Series, ChartLine]]  # every line with the curve that it is a point of
 
 
 def memory_wall(view: View) -> Chart | None:
@@ -43,15 +38,23 @@ def memory_wall(view: View) -> Chart | None:
         for curve, line in points
         if not line.ok and (limit := line.number("memory_limit_bytes"))
     ]
-    alt_text = (
+    text = (
         f"Peak memory of {pluralize(len(drawn), 'configuration')} in {unit.name} over millions of parameters,"
         f" {range_text([(point['label'], point['y']) for point in measured])};"
         f" {len([line for _, line in points if not line.ok])} ran out of memory."
-        f"{omitted_text(len(drawn), len(series), ONE_OF_EACH)}"
     )
-    name = "Peak memory by model size (×: out of memory)"
-    vega_lite = _wall_spec(view, name, alt_text, drawn, measured, failed, _limits(points, unit), unit)
-    return Chart("wall", name, alt_text, vega_lite, _value_table(points, unit), 3)
+    limits = [
+        {"strategy": "", "y": limit / unit.size, "shown": f"memory limit {bytes_text(limit)}"}
+        for limit in _limits(drawn)
+    ]
+    columns = {
+        "run": [curve.name for curve, _ in points],
+        "status": [line.status for _, line in points],
+        "parameters (millions)": [f"{_millions(line):,.3f}" for _, line in points],
+        f"peak memory ({unit.name})": format_numbers([line.peak for _, line in points], unit),
+    }
+    table = value_table([curve.strategy for curve, _ in points], columns, 2)
+    return _wall(view, text, series, measured, failed, limits, unit, table)
 
 
 def largest_model(view: View) -> Chart | None:
@@ -66,21 +69,17 @@ def largest_model(view: View) -> Chart | None:
         replace(curve, position=rank)
         for rank, curve in enumerate(sorted(series, key=lambda curve: -sizes[curve.name][0]))
     ]
+    sizes = {curve.name: sizes[curve.name] for curve in ordered}
     title = "parameters of the largest model that ran (millions)"
     values = [
-        curve.datum(
-            value=sizes[curve.name][0],
-            total=sizes[curve.name][0],
-            shown=f"{sizes[curve.name][0]:,.2f}{_next(sizes[curve.name][1])}",
-        )
-        for curve in ordered
+        curve.datum(value=size, total=size, shown=f"{size:,.2f}" + (f" (not {failed:,.2f})" if failed else ""))
+        for curve, (size, failed) in zip(ordered, sizes.values(), strict=True)
     ]
-    limits = sorted({bytes_text(limit) for curve in series for line in curve.points if (limit := line.number(_LIMIT))})
+    limits = sorted({bytes_text(limit) for limit in _limits(series)})
     within = f" within {join_words(limits)} per rank" if limits else ""
-    alt_text = (
+    text = (
         f"The largest model that {pluralize(len(ordered), 'configuration')} trained{within}, in millions of parameters:"
         f" {range_text([(name, size) for name, (size, _) in sizes.items()])}."
-        f"{omitted_text(min(MOST, len(ordered)), len(ordered))}"
     )
     bar = bar_marks.bar_layer(values).mark_bar()
     tooltip = marks.tooltips(("value:Q", "parameters, millions", ",.3f"))
@@ -90,16 +89,13 @@ def largest_model(view: View) -> Chart | None:
         bar_marks.numbers(values, title),
     ]
     name = f"Largest model that fits{within}"
-    height = alt.Step(style.step(min(MOST, len(ordered))))
-    vega_lite = marks.spec(view, name, layers, alt_text, height, _ROOM)
-    vega_lite = bar_marks.with_order(vega_lite, [curve.strategy for curve in ordered])
-    rows = [
-        (curve.name, f"{size:,.3f}", f"{failed:,.3f}" if failed else "")
-        for curve in ordered
-        for size, failed in [sizes[curve.name]]
-    ]
-    header = ["run", "largest that ran (millions of parameters)", "smallest that did not fit"]
-    return Chart("largest", name, alt_text, vega_lite, value_table(header, rows, [c.strategy for c in ordered]), 1)
+    columns = {
+        "run": list(sizes),
+        "largest that ran (millions of parameters)": [f"{size:,.3f}" for size, _ in sizes.values()],
+        "smallest that did not fit": [f"{failed:,.3f}" if failed else "" for _, failed in sizes.values()],
+    }
+    strategies, measure = [curve.strategy for curve in ordered], "largest that ran (millions of parameters)"
+    return bar_marks.bar_chart(view, "largest", name, text, strategies, layers, columns, measure, margin=_ROOM)
 
 
 _LIMIT = "memory_limit_bytes"
@@ -114,30 +110,25 @@ def _largest(curve: Series) -> tuple[float, float | None]:
     return max(ran, default=0.0), min(failed, default=None)
 
 
-def _next(size: float | None) -> str:
-    return f" (not {size:,.2f})" if size else ""
+def _limits(curves: Sequence[Series]) -> list[float]:
+    """Return the memory limits, which belong to no strategy and are never hidden."""
+    return sorted({limit for curve in curves for line in curve.points if (limit := line.number(_LIMIT))})
 
 
 def _millions(line: ChartLine) -> float:
     return (line.number("parameters") or 0.0) / _MILLION
 
 
-def _limits(points: Points, unit: Unit) -> list[Datum]:
-    """Return the data of the memory limits, which belong to no strategy and are never hidden."""
-    limits = sorted({limit for _, line in points if (limit := line.number("memory_limit_bytes"))})
-    return [{"strategy": "", "y": limit / unit.size, "shown": f"memory limit {bytes_text(limit)}"} for limit in limits]
-
-
-def _wall_spec(
+def _wall(
     view: View,
-    name: str,
-    alt_text: str,
+    text: str,
     series: Sequence[Series],
     measured: Sequence[Datum],
     failed: Sequence[Datum],
     limits: Sequence[Datum],
     unit: Unit,
-) -> VegaLite:
+    table: Table,
+) -> Chart:
     """Return the curves, the limits and the crosses where memory ran out."""
     across = sorted({datum["x"] for datum in (*measured, *failed)})
     highest = max(datum["y"] for datum in (*measured, *failed, *limits))
@@ -168,14 +159,5 @@ def _wall_spec(
             ),
         ),
     ]
-    return curves(view, name, alt_text, series, measured, scales, tooltip, above=above)
-
-
-def _value_table(points: Points, unit: Unit) -> Table:
-    peaks = format_numbers([line.peak for _, line in points], unit)
-    rows = [
-        (series.name, line.status, f"{_millions(line):,.3f}", peak)
-        for (series, line), peak in zip(points, peaks, strict=True)
-    ]
-    header = ["run", "status", "parameters (millions)", f"peak memory ({unit.name})"]
-    return value_table(header, rows, [series.strategy for series, _ in points], 2)
+    name = "Peak memory by model size (×: out of memory)"
+    return curves(view, "wall", name, text, series, measured, scales, tooltip, table, 3, above=above)

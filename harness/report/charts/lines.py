@@ -202,15 +202,17 @@ def failure_text(lines: Sequence[ChartLine]) -> str:
 _MOST_NAMES = 6  # that a sentence lists
 
 
-def value_table(
-    header: Sequence[str], rows: Sequence[Sequence[str]], strategies: Sequence[str], label_columns: int = 1
-) -> Table:
-    """Return the table of a chart's exact values, without the number columns that are empty throughout."""
-    positions = [
-        position for position in range(len(header)) if position < label_columns or any(row[position] for row in rows)
-    ]
-    cells = [[row[position] for position in positions] for row in rows]
-    return Table([header[position] for position in positions], cells, label_columns, strategies=list(strategies))
+def value_table(strategies: Sequence[str], columns: Mapping[str, Sequence[str]], label_columns: int = 1) -> Table:
+    """Return the table of a chart's exact values, without the number columns that are empty throughout.
+
+    Args:
+        strategies: That of each row.
+        columns: The cells of each column by its title.
+        label_columns: How many of the first columns are text.
+    """
+    titles = [title for place, title in enumerate(columns) if place < label_columns or any(columns[title])]
+    rows = list(zip(*(columns[title] for title in titles), strict=True))
+    return Table(titles, rows, label_columns, strategies=strategies)
 
 
 def padded_domain(values: Sequence[float], padding: float = 0.1) -> tuple[float, float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from harness.report.charts import bar_marks, marks, style
-from harness.report.charts.lines import MOST, Datum, chart_lines, omitted_text, value_table
+from harness.report.charts import bar_marks, marks
+from harness.report.charts.lines import Datum, chart_lines
 from harness.report.charts.style import alt
 from harness.report.claim_peers import Claim
 from harness.report.document import Chart
@@ -34,27 +34,21 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         for position, claim in enumerate(known)
     ]
     far = [claim for claim in known if not claim.agrees]
-    alt_text = (
+    text = (
         f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
         f" {len(known) - len(far)} agree."
         + (f" The farthest apart is {values[0]['label']}, by a factor of {_apart(known[0]):.2f}." if far else "")
-        + omitted_text(min(MOST, len(known)), len(known), noun="claims")
     )
     title = "× (◇ paper, ● measured)"
-    vega_lite = marks.spec(
-        view, _NAME, _layers(view, values, title), alt_text, alt.Step(style.step(min(MOST, len(known))))
-    )
-    vega_lite = bar_marks.with_order(vega_lite, [value["strategy"] for value in values])
-    rows = [
-        (value["label"], f"{value['expected']:.3g}", f"{value['measured']:.3g}", f"{value['apart']:+.1f}")
-        for value in values
-    ]
-    header = ["claim", "paper at this layout", "measured", "difference (%)"]
-    table = value_table(header, rows, [value["strategy"] for value in values])
-    return Chart("papers", _NAME, alt_text, vega_lite, table, 3)
-
-
-_NAME = "Measured against the papers"
+    columns = {
+        "claim": [value["label"] for value in values],
+        "paper at this layout": [f"{value['expected']:.3g}" for value in values],
+        "measured": [f"{value['measured']:.3g}" for value in values],
+        "difference (%)": [f"{value['apart']:+.1f}" for value in values],
+    }
+    drawn, layers = [value["strategy"] for value in values], _layers(view, values, title)
+    name, measure = "Measured against the papers", "difference (%)"
+    return bar_marks.bar_chart(view, "papers", name, text, drawn, layers, columns, measure, margin=0, noun="claims")
 
 
 def _apart(claim: Claim) -> float:

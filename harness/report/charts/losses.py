@@ -147,11 +147,10 @@ def _loss_table(curves: Sequence[Curve]) -> Table:
         steps if len(steps) <= _COLUMNS else [steps[at * (len(steps) - 1) // (_COLUMNS - 1)] for at in range(_COLUMNS)]
     )
     by_step = [{step: loss for step, loss, _ in curve} for _, curve in curves]
-    rows = [
-        (line.label, *("" if step not in losses else f"{losses[step]:.7f}" for step in few))
-        for (line, _), losses in zip(curves, by_step, strict=True)
-    ]
-    return value_table(["run", *(f"loss at step {step}" for step in few)], rows, [line.strategy for line, _ in curves])
+    columns = {"run": [line.label for line, _ in curves]}
+    for step in few:
+        columns[f"loss at step {step}"] = [f"{losses[step]:.7f}" if step in losses else "" for losses in by_step]
+    return value_table([line.strategy for line, _ in curves], columns)
 
 
 _COLUMNS = 8  # steps of the table of losses

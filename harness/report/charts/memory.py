@@ -7,23 +7,20 @@ from collections.abc import Sequence
 from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    MOST,
-    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
     failure_text,
-    omitted_text,
     padded_domain,
     part_data,
     range_text,
     select,
     value_table,
 )
-from harness.report.charts.series import Series, by_micro_batch
+from harness.report.charts.series import by_micro_batch
 from harness.report.charts.style import alt
 from harness.report.comparability import is_measured
-from harness.report.document import Chart, Table
+from harness.report.document import Chart
 from harness.report.labels import PEAK_PARTS
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
 from harness.report.view import View, peak_run
@@ -47,10 +44,10 @@ def peak(view: View) -> Chart | None:
     names = [name for name in (*_AT_PEAK.values(), _UNDIVIDED) if any(d["part"] == name for d in segments)]
     limits = sorted({limit for line in lines if (limit := line.number("memory_limit_bytes"))})
     near = [limit for limit in limits if limit <= _FARTHEST * max(known_peaks)]
-    alt_text = (
+    text = (
         f"Peak memory of {pluralize(len(known_peaks), 'configuration')} in {unit.name}, stacked by its use: "
         + range_text([(label, value / unit.size) for label, value in peaks.items() if value])
-        + f".{_limit_text(limits, near)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
+        + f".{_limit_text(limits, near)}{failure_text(lines)}"
     )
     title = f"peak memory ({unit.name})"
     shown = dict(zip(peaks, format_numbers(list(peaks.values()), unit), strict=True))
@@ -66,10 +63,8 @@ def peak(view: View) -> Chart | None:
         *bar_marks.notes(lines, title, is_timed=False),
         *_rules(near, unit, title),
     ]
-    name = "Breakdown of peak memory"
-    vega_lite = bar_marks.bars(view, name, layers, alt_text, lines)
-    table = _peak_table(lines, names, unit)
-    return Chart("peak", name, alt_text, vega_lite, table, table.header.index(title))
+    strategies, columns = [line.strategy for line in lines], _peak_columns(lines, names, unit)
+    return bar_marks.bar_chart(view, "peak", "Breakdown of peak memory", text, strategies, layers, columns, title, 2)
 
 
 def _beside(value: float, limits: Sequence[float], margin: float) -> float:
@@ -109,15 +104,15 @@ def _limit_text(limits: Sequence[float], near: Sequence[float]) -> str:
     return f" The device's memory limit is {' or '.join(bytes_text(limit) for limit in limits)}{beyond}."
 
 
-def _peak_table(drawn: Sequence[ChartLine], names: Sequence[str], unit: Unit) -> Table:
+def _peak_columns(lines: Sequence[ChartLine], names: Sequence[str], unit: Unit) -> dict[str, Sequence[str]]:
     rows = []
-    for line in drawn:
+    for line in lines:
         parts = {d["part"]: d["exact"] for d in _segments(line, unit.size)} if line.ok else {}
-        sizes = [parts.get(name) for name in names]
-        sizes += [line.peak, line.number("memory_limit_bytes")]
-        rows.append((line.label, line.status, *format_numbers(sizes, unit)))
-    header = ["run", "status", *(f"{name} ({unit.name})" for name in (*names, "peak memory", "memory limit"))]
-    return value_table(header, rows, [line.strategy for line in drawn], 2)
+        sizes = [*(parts.get(name) for name in names), line.peak, line.number("memory_limit_bytes")]
+        rows.append(format_numbers(sizes, unit))
+    titles = [f"{name} ({unit.name})" for name in (*names, "peak memory", "memory limit")]
+    columns = dict(zip(titles, zip(*rows, strict=True), strict=True))
+    return {"run": [line.label for line in lines], "status": [line.status for line in lines], **columns}
 
 
 def predicted(view: View) -> Chart | None:
@@ -135,7 +130,11 @@ def predicted(view: View) -> Chart | None:
         f"Predicted against measured peak memory of {pluralize(len(pairs), 'configuration')} in {unit.name};"
         f" relative error of the prediction in %: {range_text(errors, '+.2f')}."
     )
-    farthest = {label for label, error in sorted(errors, key=_size)[-_MOST_LABELS:] if abs(error) >= _LEAST_ERROR}
+    farthest = {
+        label
+        for label, error in sorted(errors, key=lambda error: abs(error[1]))[-_MOST_LABELS:]
+        if abs(error) >= _LEAST_ERROR
+    }
     points = [
         line.datum(
             x=planned / unit.size, y=measured / unit.size, error=error, name=line.label if label in farthest else ""
@@ -159,24 +158,18 @@ def predicted(view: View) -> Chart | None:
         .encode(x=x, y=y, tooltip=tooltip, color=marks.strategy_color(view)),
         *marks.labels(points, x, y, [ends]),
     ]
-    columns = [format_numbers([pair[1] for pair in pairs], unit), format_numbers([pair[2] for pair in pairs], unit)]
-    rows = [
-        (line.label, *sizes, f"{error:+.2f}")
-        for (line, *_), sizes, (_, error) in zip(pairs, zip(*columns, strict=True), errors, strict=True)
-    ]
-    header = ["run", f"predicted peak memory ({unit.name})", f"measured peak memory ({unit.name})", "error (%)"]
-    table = value_table(header, rows, [line.strategy for line, *_ in pairs])
+    columns = {
+        "run": [line.label for line, *_ in pairs],
+        f"predicted peak memory ({unit.name})": format_numbers([planned for _, planned, _ in pairs], unit),
+        f"measured peak memory ({unit.name})": format_numbers([measured for *_, measured in pairs], unit),
+        "error (%)": [f"{error:+.2f}" for _, error in errors],
+    }
+    table = value_table([line.strategy for line, *_ in pairs], columns)
     name = "Predicted and measured peak memory"
-    return Chart(
-        "predicted", name, alt_text, marks.spec(view, name, layers, alt_text), table, header.index("error (%)")
-    )
+    return Chart("predicted", name, alt_text, marks.spec(view, name, layers, alt_text), table, 3)
 
 
 _MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
-
-
-def _size(error: tuple[str, float]) -> float:
-    return abs(error[1])
 
 
 def batches(view: View) -> Chart | None:
@@ -197,12 +190,12 @@ def batches(view: View) -> Chart | None:
         for place in (0, 1)
     )
     ends = [
-        (_point_name(curve, line), (size[0] or 0) / unit.size) for (curve, line), size in zip(pairs, sizes, strict=True)
+        (f"{curve.name} at micro-batch {line.row['micro_batch']}", (size[0] or 0) / unit.size)
+        for (curve, line), size in zip(pairs, sizes, strict=True)
     ]
-    alt_text = (
+    text = (
         f"Activation memory of {pluralize(len(drawn), 'configuration')} in {unit.name} by micro-batch size,"
         f" {range_text(ends)}."
-        f"{omitted_text(len(drawn), len(series), ONE_OF_EACH)}"
     )
     batch = sorted({datum["x"] for datum in points})
     highest = max(datum["y"] for datum in (*points, *predictions))
@@ -219,21 +212,16 @@ def batches(view: View) -> Chart | None:
         predictions,
         lambda layer: layer.mark_text(text="×", style="predicted").encode(x=x, y=y, tooltip=tooltips[1]),
     )
-    columns = [format_numbers([pair[0] for pair in sizes], unit), format_numbers([pair[1] for pair in sizes], unit)]
-    rows = [
-        (curve.name, str(line.row["micro_batch"]), *texts)
-        for (curve, line), texts in zip(pairs, zip(*columns, strict=True), strict=True)
-    ]
-    header = ["run", "micro-batch size (sequences)", f"measured ({unit.name})", f"predicted ({unit.name})"]
-    table = value_table(header, rows, [curve.strategy for curve, _ in pairs])
+    columns = {
+        "run": [curve.name for curve, _ in pairs],
+        "micro-batch size (sequences)": [str(line.row["micro_batch"]) for _, line in pairs],
+        f"measured ({unit.name})": format_numbers([measured for measured, _ in sizes], unit),
+        f"predicted ({unit.name})": format_numbers([predicted for _, predicted in sizes], unit),
+    }
+    table = value_table([curve.strategy for curve, _ in pairs], columns)
     name = "Activation memory by micro-batch size (×: predicted)"
-    vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltips[0], above=[crosses])
-    return Chart("batches", name, alt_text, vega_lite, table, 2)
+    return curves(view, "batches", name, text, series, points, scales, tooltips[0], table, above=[crosses])
 
 
 def _activations(line: ChartLine) -> tuple[float | None, float | None]:
     return line.number("activation_bytes"), line.number("predicted_activation_bytes")
-
-
-def _point_name(series: Series, line: ChartLine) -> str:
-    return f"{series.name} at micro-batch {line.row['micro_batch']}"

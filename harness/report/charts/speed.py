@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from harness.report.charts import bar_marks, marks
 from harness.report.charts.curves import Scale, curves
 from harness.report.charts.lines import (
-    MOST,
-    ONE_OF_EACH,
     ChartLine,
     Datum,
     chart_lines,
     failure_text,
-    omitted_text,
     range_text,
     select,
     untimed_text,
@@ -41,15 +38,15 @@ def throughput(view: View) -> Chart | None:
     if not view.draws_speeds or not any(line.speed for line in lines):
         return None
     known = [line for line in lines if line.speed]
-    alt_text = (
+    text = (
         f"{TOKENS.capitalize()} of {pluralize(len(known), 'configuration')},"
         f" {range_text([(line.label, line.speed or 0.0) for line in known])}.{how_drawn(known)}"
-        f"{untimed_text(lines)}{failure_text(lines)}{omitted_text(min(MOST, len(lines)), len(lines))}"
+        f"{untimed_text(lines)}{failure_text(lines)}"
     )
     layers = [*speed_layers(view, lines, TOKENS), *bar_marks.notes(lines, TOKENS, is_timed=True)]
-    name = "Tokens per second"
-    return Chart(
-        "throughput", name, alt_text, bar_marks.bars(view, name, layers, alt_text, lines), _speed_table(lines), 2
+    strategies = [line.strategy for line in lines]
+    return bar_marks.bar_chart(
+        view, "throughput", "Tokens per second", text, strategies, layers, _speed_columns(lines), TOKENS, 2
     )
 
 
@@ -107,24 +104,17 @@ def speed_layers(
     return [*layers, text.encode(x=bar_marks.from_zero("total", title), y=y, text="shown:N")] if values else layers
 
 
-def _speed_table(lines: Sequence[ChartLine]) -> Table:
+def _speed_columns(lines: Sequence[ChartLine]) -> dict[str, list[str]]:
     """Return median, range and number of runs of every line whose speed is known."""
     speeds = [line.standing.speed if line.ok else None for line in lines]
-    columns = [
-        format_numbers([None if speed is None else getattr(speed, name) for speed in speeds], ONE)
-        for name in ("median", "low", "high")
+    columns = {"run": [line.label for line in lines], "status": list(map(bar_marks.state, lines))}
+    for title, name in ((TOKENS, "median"), ("slowest run", "low"), ("fastest run", "high")):
+        texts = format_numbers([None if speed is None else getattr(speed, name) for speed in speeds], ONE)
+        columns[title] = [text if line.is_timed else "" for line, text in zip(lines, texts, strict=True)]
+    columns["runs"] = [
+        str(speed.runs) if speed and line.is_timed else "" for line, speed in zip(lines, speeds, strict=True)
     ]
-    rows = [
-        (
-            line.label,
-            (line.ok and bar_marks.untimed_reason(line)) or line.status,
-            *(text if line.is_timed else "" for text in texts),
-            str(speed.runs) if speed and line.is_timed else "",
-        )
-        for line, speed, texts in zip(lines, speeds, zip(*columns, strict=True), strict=True)
-    ]
-    header = ["run", "status", TOKENS, "slowest run", "fastest run", "runs"]
-    return value_table(header, rows, [line.strategy for line in lines], 2)
+    return columns
 
 
 def scaling(view: View) -> Chart | None:
@@ -139,13 +129,12 @@ def scaling(view: View) -> Chart | None:
         for line, ideal in zip(curve.points, _ideal(curve), strict=True)
     ]
     all_ranked = all(line.is_ranked for curve in drawn for line in curve.points)
-    alt_text = (
+    text = (
         f"Tokens per second of {pluralize(len(drawn), 'configuration')} on {_count(points)} ranks, compared with linear"
         " scaling from the fewest ranks of each; efficiency on the most ranks in %:"
         f" {range_text([(curve.name, _efficiency(curve)) for curve in drawn])}."
         + ("" if all_ranked else f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing.")
         + untimed_text(chart_lines(view))
-        + omitted_text(len(drawn), len(series), ONE_OF_EACH)
     )
     worlds = sorted({point["x"] for point in points})
     wide = worlds[-1] / worlds[0] > _WIDE
@@ -171,8 +160,8 @@ def scaling(view: View) -> Chart | None:
         ),
     )
     name = "Tokens per second by number of ranks (dotted: linear scaling)"
-    vega_lite = curves(view, name, alt_text, drawn, points, scales, tooltip, behind=[linear])
-    return Chart("scaling", name, alt_text, vega_lite, _scaling_table(drawn), 2)
+    table = _scaling_table(drawn)
+    return curves(view, "scaling", name, text, series, points, scales, tooltip, table, behind=[linear])
 
 
 def _world(line: ChartLine) -> float:
@@ -194,17 +183,14 @@ def _count(points: Sequence[Datum]) -> str:
 
 
 def _scaling_table(drawn: Sequence[Series]) -> Table:
-    pairs = [
-        (series, line, ideal) for series in drawn for line, ideal in zip(series.points, _ideal(series), strict=True)
-    ]
-    speeds, ideals = (
-        format_numbers([line.speed for _, line, _ in pairs], ONE),
-        format_numbers([i for *_, i in pairs], ONE),
-    )
-    efficiencies = format_percents([(line.speed or 0.0) / ideal for _, line, ideal in pairs])
-    rows = [
-        (series.name, str(line.row["world_size"]), *texts)
-        for (series, line, _), texts in zip(pairs, zip(speeds, ideals, efficiencies, strict=True), strict=True)
-    ]
-    header = ["run", "ranks", "tokens per second", "linear scaling", "efficiency (%)"]
-    return value_table(header, rows, [series.strategy for series, *_ in pairs])
+    pairs = [(series, line) for series in drawn for line in series.points]
+    ideals = [ideal for series in drawn for ideal in _ideal(series)]
+    speeds = [line.speed or 0.0 for _, line in pairs]
+    columns = {
+        "run": [series.name for series, _ in pairs],
+        "ranks": [str(line.row["world_size"]) for _, line in pairs],
+        "tokens per second": format_numbers(speeds, ONE),
+        "linear scaling": format_numbers(ideals, ONE),
+        "efficiency (%)": format_percents([speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]),
+    }
+    return value_table([series.strategy for series, _ in pairs], columns)

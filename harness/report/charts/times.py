@@ -6,19 +6,17 @@ from collections.abc import Mapping, Sequence
 
 from harness.report.charts import bar_marks
 from harness.report.charts.lines import (
-    MOST,
     ChartLine,
     Datum,
     chart_lines,
     failure_text,
     median_record,
-    omitted_text,
     part_data,
     range_text,
     untimed_text,
-    value_table,
 )
-from harness.report.document import Chart, VegaLite
+from harness.report.charts.style import alt
+from harness.report.document import Chart
 from harness.report.labels import STEP_PARTS
 from harness.report.text import MILLISECONDS, format_numbers, pluralize
 from harness.report.view import View
@@ -35,7 +33,7 @@ def step(view: View) -> Chart | None:
     if not segments:
         return None
     names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
-    alt_text = (
+    text = (
         f"Step time of {pluralize(len(totals), 'configuration')} in ms, stacked by its parts, {', '.join(names)}:"
         f" {range_text([(label, total / MILLISECONDS.size) for label, total in totals.items()])}."
         + (
@@ -45,22 +43,18 @@ def step(view: View) -> Chart | None:
         )
         + untimed_text(lines)
         + failure_text(lines)
-        + omitted_text(min(MOST, len(lines)), len(lines))
     )
-    name = "Breakdown of step time"
-    vega_lite = _time_bars(view, name, alt_text, lines, segments, totals, "step time (ms)", STEP_PARTS, totals)
+    columns: dict[str, Sequence[str]] = {"run": [line.label for line in lines]}
+    columns["status"] = list(map(bar_marks.state, lines))
     rows = []
     for line in lines:
         seconds = {datum["part"]: datum["exact"] for datum in parts[line.label]}
-        sizes = [*(seconds.get(name) for name in names), totals.get(line.label)]
-        rows.append((line.label, _state(line), *format_numbers(sizes, MILLISECONDS)))
-    header = ["run", "status", *(f"{name} (ms)" for name in names), "step time (ms)"]
-    table = value_table(header, rows, [line.strategy for line in lines], 2)
-    return Chart("step", name, alt_text, vega_lite, table, len(table.header) - 1)
-
-
-def _state(line: ChartLine) -> str:
-    return (line.ok and bar_marks.untimed_reason(line)) or line.status
+        rows.append(format_numbers([*(seconds.get(name) for name in names), totals.get(line.label)], MILLISECONDS))
+    titles = [*(f"{name} (ms)" for name in names), "step time (ms)"]
+    columns |= dict(zip(titles, zip(*rows, strict=True), strict=True))
+    layers = _layers(lines, segments, totals, titles[-1], STEP_PARTS, totals)
+    strategies = [line.strategy for line in lines]
+    return bar_marks.bar_chart(view, "step", "Breakdown of step time", text, strategies, layers, columns, titles[-1], 2)
 
 
 def _step_parts(line: ChartLine) -> list[Datum]:
@@ -69,17 +63,14 @@ def _step_parts(line: ChartLine) -> list[Datum]:
     return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size)
 
 
-def _time_bars(
-    view: View,
-    name: str,
-    alt_text: str,
+def _layers(
     lines: Sequence[ChartLine],
     segments: Sequence[Datum],
     totals: Mapping[str, float],
     title: str,
     parts: Mapping[str, str],
     figures: Mapping[str, float | None],
-) -> VegaLite:
+) -> list[alt.Chart]:
     """Return stacked bars of times in ms, with these figures behind them."""
     shown = dict(zip(figures, format_numbers(list(figures.values()), MILLISECONDS), strict=True))
     beside = [
@@ -87,12 +78,11 @@ def _time_bars(
         for line in lines
         if line.label in totals
     ]
-    layers = [
+    return [
         bar_marks.stacked(segments, title, [("value:Q", "ms", ",.4f")], tuple(parts.values())),
         bar_marks.numbers(beside, title),
         *bar_marks.notes(lines, title, is_timed=True),
     ]
-    return bar_marks.bars(view, name, layers, alt_text, lines)
 
 
 # The colors of these parts are those that the parts of a step have: exposed communication has its own in both charts.
@@ -119,22 +109,24 @@ def exposed_communication(view: View) -> Chart | None:
     ]
     totals = {line.label: sum(part or 0.0 for part in times[line.label]) for line in drawn}
     ends = [(line.label, (times[line.label][0] or 0.0) / MILLISECONDS.size) for line in drawn]
-    alt_text = (
+    text = (
         f"Communication of {pluralize(len(drawn), 'configuration')} in ms per step: exposed while nothing is computed,"
         f" and overlapped with computing. Exposed: {range_text(ends)}."
         f"{' What pipelines send is part of their idle time.' * (len(lines) < len(ranks))}{untimed_text(lines)}"
-        f"{omitted_text(min(MOST, len(lines)), len(lines))}"
     )
-    name = "Exposed communication"
     parts = {str(rank): part for rank, part in enumerate(names)}
     title = "communication per step (ms; the figure is what is exposed)"
     exposed = {line.label: times[line.label][0] for line in drawn}
-    vega_lite = _time_bars(view, name, alt_text, lines, segments, totals, title, parts, exposed)
-    columns = [format_numbers([times[line.label][place] for line in lines], MILLISECONDS) for place in (0, 1)]
-    rows = [(line.label, *texts) for line, texts in zip(lines, zip(*columns, strict=True), strict=True)]
-    header = ["run", "exposed (ms)", "overlapped with computing (ms)"]
-    table = value_table(header, rows, [line.strategy for line in lines])
-    return Chart("exposed", name, alt_text, vega_lite, table, 1)
+    layers = _layers(lines, segments, totals, title, parts, exposed)
+    columns = {
+        "run": [line.label for line in lines],
+        "exposed (ms)": format_numbers([times[line.label][0] for line in lines], MILLISECONDS),
+        "overlapped with computing (ms)": format_numbers([times[line.label][1] for line in lines], MILLISECONDS),
+    }
+    strategies = [line.strategy for line in lines]
+    return bar_marks.bar_chart(
+        view, "exposed", "Exposed communication", text, strategies, layers, columns, "exposed (ms)"
+    )
 
 
 def _exposure(line: ChartLine) -> tuple[float | None, float | None]:

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from harness.records.schema import Row
 from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
-    MOST,
     ChartLine,
     Datum,
     chart_lines,
     finite_number,
-    omitted_text,
     range_text,
-    value_table,
 )
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import PARTITION_COLUMNS
 from harness.report.comparison_columns import UNSETTLED_MARK
-from harness.report.document import Chart, Table
+from harness.report.document import Chart
 from harness.report.speeds import are_alike
 from harness.report.text import format_percents, pluralize
 from harness.report.view import View
@@ -81,19 +78,19 @@ def checkpointing(view: View) -> Chart | None:
     The largest saving comes first.
     """
     computed = savings(view)
-    rows = bar_marks.ordered([saving.line for saving in computed], _by_peak(computed))
+    peaks = {saving.line.label: saving.peak for saving in computed}
+    rows = bar_marks.ordered([saving.line for saving in computed], lambda line: -peaks[line.label])
     places = {line.label: line.position for line in rows}
     drawn = sorted(computed, key=lambda saving: places[saving.line.label])
     if not drawn:
         return None
     bars = [_bar(saving, places[saving.line.label]) for saving in drawn]
     costs = [(saving.line.label, 100 * saving.cost) for saving in drawn if saving.cost is not None]
-    alt_text = (
+    text = (
         f"Memory saved{' and time added' * bool(costs)} by checkpointing in"
         f" {pluralize(len(drawn), 'configuration')}, each relative to the same run without: peak memory saved, in %,"
         f" {range_text([(bar['label'], bar['value']) for bar in bars])}"
         + (f"; step time added, in %, {range_text(costs)}{_uncertain_text(drawn)}." if costs else ".")
-        + f"{omitted_text(min(MOST, len(drawn)), len(drawn))}"
     )
     figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * any(saving.mark for saving in drawn)}"
     title = f"memory saved (%; bar: peak, |: activations{figure * bool(costs)})"
@@ -111,8 +108,9 @@ def checkpointing(view: View) -> Chart | None:
         *([bar_marks.numbers(bars, title)] if costs else []),
     ]
     name = "Memory savings and cost of activation checkpointing" if costs else "Memory saved by checkpointing"
-    vega_lite = bar_marks.bars(view, name, layers, alt_text, rows, _ROOM if costs else 0)
-    return Chart("checkpointing", name, alt_text, vega_lite, savings_table(drawn), 2)
+    strategies, columns = [saving.line.strategy for saving in drawn], _columns(drawn)
+    margin, measure = _ROOM if costs else 0, "peak memory saved (%)"
+    return bar_marks.bar_chart(view, "checkpointing", name, text, strategies, layers, columns, measure, 2, margin)
 
 
 def _uncertain_text(drawn: Sequence[Saving]) -> str:
@@ -122,11 +120,6 @@ def _uncertain_text(drawn: Sequence[Saving]) -> str:
 
 
 _ROOM = 90  # pixels behind the longest bar for the time added
-
-
-def _by_peak(computed: Sequence[Saving]) -> Callable[[ChartLine], float]:
-    peaks = {saving.line.label: saving.peak for saving in computed}
-    return lambda line: -peaks[line.label]
 
 
 def _bar(saving: Saving, position: int) -> Datum:
@@ -143,16 +136,12 @@ def _bar(saving: Saving, position: int) -> Datum:
     )
 
 
-def savings_table(drawn: Sequence[Saving]) -> Table:
-    """Return the drawn savings as a table, in percent."""
-    rows = [
-        (saving.line.label, saving.kind, *format_percents([saving.peak, saving.activations]), _cost_text(saving))
-        for saving in drawn
-    ]
-    header = ["run", "checkpointing", "peak memory saved (%)", "activations saved (%)", "step time added (%)"]
-    return value_table(header, rows, [saving.line.strategy for saving in drawn], 2)
-
-
-def _cost_text(saving: Saving) -> str:
-    (cost,) = format_percents([saving.cost])
-    return cost + saving.mark
+def _columns(drawn: Sequence[Saving]) -> dict[str, list[str]]:
+    pairs = [format_percents([saving.peak, saving.activations]) for saving in drawn]
+    return {
+        "run": [saving.line.label for saving in drawn],
+        "checkpointing": [saving.kind for saving in drawn],
+        "peak memory saved (%)": [peak for peak, _ in pairs],
+        "activations saved (%)": [activations for _, activations in pairs],
+        "step time added (%)": [format_percents([saving.cost])[0] + saving.mark for saving in drawn],
+    }

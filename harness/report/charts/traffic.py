@@ -7,15 +7,12 @@ from typing import NamedTuple
 
 from harness.report.charts import bar_marks, marks, style
 from harness.report.charts.lines import (
-    MOST,
     ChartLine,
     Datum,
     chart_lines,
     finite_number,
     median_record,
-    omitted_text,
     range_text,
-    value_table,
 )
 from harness.report.charts.style import alt
 from harness.report.comparability import EQUAL_BYTES
@@ -49,7 +46,7 @@ def traffic(view: View) -> Chart | None:
     unit = byte_unit([size for entry in entries for size in (entry.sent, entry.formula)])
     ends = [(f"{entry.line.label} on {entry.axis}", entry.sent / unit.size) for entry in entries]
     differing = [entry for entry in entries if _differs(entry)]
-    alt_text = (
+    text = (
         f"Bytes that a rank of {pluralize(len(lines), 'configuration')} sends per step by mesh axis ({', '.join(axes)})"
         f" in {unit.name}: {range_text(ends)}. "
         + (
@@ -57,20 +54,20 @@ def traffic(view: View) -> Chart | None:
             if differing
             else "All are those of the layout's formula."
         )
-        + omitted_text(min(MOST, len(entries)), len(entries))
     )
     sent = format_numbers(sent_bytes, unit)
-    formulas = format_numbers([entry.formula for entry in entries], unit)
-    rows = [(entry.line.label, entry.axis, *texts) for entry, *texts in zip(entries, sent, formulas, strict=True)]
-    header = ["run", "mesh axis", f"sent ({unit.name})", f"formula ({unit.name})"]
-    table = value_table(header, rows, [entry.line.strategy for entry in entries], 2)
+    columns = {
+        "run": [entry.line.label for entry in entries],
+        "mesh axis": [entry.axis for entry in entries],
+        f"sent ({unit.name})": sent,
+        f"formula ({unit.name})": format_numbers([entry.formula for entry in entries], unit),
+    }
     title = f"sent per step ({unit.name}{'; | = formula' if differing else ''})"
     layers = _layers(view, _bars(entries, sent, len(axes) > 1, unit), title, unit)
-    name = "Bytes sent by mesh axis"
-    height = alt.Step(style.step(min(MOST, len(entries))))
-    vega_lite = marks.spec(view, name, layers, alt_text, height, 48)
-    vega_lite = bar_marks.with_order(vega_lite, [entry.line.strategy for entry in entries])
-    return Chart("traffic", name, alt_text, vega_lite, table, 2)
+    strategies = [entry.line.strategy for entry in entries]
+    return bar_marks.bar_chart(
+        view, "traffic", "Bytes sent by mesh axis", text, strategies, layers, columns, f"sent ({unit.name})", 2
+    )
 
 
 def _differs(entry: _Entry) -> bool:
