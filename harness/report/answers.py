@@ -7,7 +7,7 @@ from harness.report.comparability import EQUAL_BYTES, group_by
 from harness.report.reported import Reported, ReportedGroup, names, share_text
 from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, remedy
 from harness.report.summary_sentences import memory_reason, step_reason
-from harness.report.text import bytes_text, join_words, percent_text, pluralize
+from harness.report.text import at_most, bytes_text, join_words, percent_text, pluralize, span_text
 
 MOST_RIVALS = 4  # configurations that a sentence names
 
@@ -46,17 +46,14 @@ def _fits_text(group: ReportedGroup) -> str:
     limit = limits.pop() if len(limits) == 1 else None
     if limit is None or len(peaks) < len(group.members):
         return ""
-    has_budget = any(_has_budget(member) for member in group.members)
+    clusters = [member.record.config.get("cluster") or {} for member in group.members]
+    has_budget = any(cluster.get("memory_budget") is not None for cluster in clusters)
     context = f"a device, of which {bytes_text(PROCESS_BYTES['cuda'])} are assumed for its CUDA context"
     return (
         f"{pluralize(len(group.members), 'layout')} fit in the {bytes_text(limit)} of"
         f" {'cluster.memory_budget' if has_budget else context}: {bytes_text(min(peaks))} to"
         f" {bytes_text(max(peaks))} allocated, without what kernels' workspaces and NCCL take."
     )
-
-
-def _has_budget(member: Reported) -> bool:
-    return (member.record.config.get("cluster") or {}).get("memory_budget") is not None
 
 
 def fastest_text(group: ReportedGroup) -> str:
@@ -95,8 +92,7 @@ def _challengers_text(group: ReportedGroup, first: Reported) -> str:
         return ""
     verb = "was measured faster" if rivals[0].speed.median > first.speed.median else "had a run as fast"
     rates = [f"{rival.label} {rival.speed.median:,.0f} tokens/s (n = {rival.speed.runs})" for rival in rivals]
-    more = [f"{len(rates) - MOST_RIVALS} more"] if len(rates) > MOST_RIVALS else []
-    listed = join_words([*rates[:MOST_RIVALS], *more])
+    listed = join_words(at_most(rates, MOST_RIVALS))
     return f" Too few undisturbed runs to be ranked, but {verb} and may win: {listed}."
 
 
@@ -174,13 +170,15 @@ def _certainty(group: ReportedGroup) -> str:
     if len(group.ranked) > 1:
         runs = sorted({member.speed.runs for member in group.ranked})
         where = f" {group.title}" if group.title else ""
-        number = f"{runs[0]}" if len(runs) == 1 else f"{runs[0]} to {runs[-1]}"
+        clear = "" if runs[0] >= DISJOINT_RUNS else ", of three runs by half the wider one"
         text = (
-            f"Speeds{where} are medians [ranges] of {number} undisturbed runs; a configuration is called faster only if"
-            f" its range lies above the other's{_clear_text(runs[0])}. "
+            f"Speeds{where} are medians [ranges] of {span_text(runs)} undisturbed runs; a configuration is called faster"
+            f" only if its range lies above the other's{clear}. "
         )
         if group.unranked:
-            text += f"Not ranked: {_unranked_names(group)}. "
+            by_reason = group_by(group.unranked, lambda member: member.speed.unranked_reason)
+            unranked = [f"{names(members)} ({reason})" for reason, members in by_reason.items()]
+            text += f"Not ranked: {', '.join(unranked)}. "
     if all(member.speed.is_simulated for member in group.members):
         return (
             "The code of one or more ranks of each layout ran on simulated devices, where every allocation and message"
@@ -201,11 +199,6 @@ def _peak_spread_text(members: Sequence[Reported]) -> str:
     if not label or spreads[label] <= LEAST_SPREAD:
         return ""
     return f"; peaks of repeats differ by up to {percent_text(spreads[label])} ({label}), and the largest is shown"
-
-
-def _clear_text(runs: int) -> str:
-    """Return by how much ranges have to be apart, if a speed of so few runs is compared."""
-    return "" if runs >= DISJOINT_RUNS else ", of three runs by half the wider one"
 
 
 def _proof_text(members: Sequence[Reported]) -> str:
@@ -241,8 +234,3 @@ def _unranked_text(group: ReportedGroup) -> str:
         f"Not ranked: of {pluralize(len(group.members), 'configuration')}, {join_words(reasons)};"
         f" {remedy([member.record for member in group.unranked])} would rank them."
     )
-
-
-def _unranked_names(group: ReportedGroup) -> str:
-    by_reason = group_by(group.unranked, lambda member: member.speed.unranked_reason)
-    return ", ".join(f"{names(members)} ({reason})" for reason, members in by_reason.items())

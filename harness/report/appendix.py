@@ -7,7 +7,7 @@ from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
 from harness.report.comparability import group_by, is_measured
-from harness.report.document import BulletList, Paragraph, Section, Table, run_table, section
+from harness.report.document import BulletList, Paragraph, Section, Table, bullets, run_table, section
 from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
 from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
@@ -64,9 +64,7 @@ def _environment(records: Sequence[Record]) -> dict[str, list[str]]:
 
 def unreadable(view: View) -> list[Section]:
     """Return the section on records that could not be read."""
-    return section(
-        "Unreadable records", BulletList([("", problem) for problem in view.problems]) if view.problems else None
-    )
+    return section("Unreadable records", bullets(view.problems))
 
 
 def predicted_section(view: View) -> list[Section]:

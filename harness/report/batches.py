@@ -9,7 +9,7 @@ from harness.records.schema import Record
 from harness.report.charts import memory as charts
 from harness.report.charts.series import BATCH_COLUMNS
 from harness.report.comparability import curve_columns, curve_key
-from harness.report.document import BulletList, Section, Table, section
+from harness.report.document import Section, Table, bullets, section
 from harness.report.labels import configuration_name
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios, percent_text
 from harness.report.view import View
@@ -48,7 +48,7 @@ def batches(view: View) -> list[Section]:
         "Activation memory by micro-batch size",
         charts.batches(view),
         Table(list(columns), list(zip(*columns.values(), strict=True))),
-        BulletList([("", sentence) for sentence in _sentences(curves, names)]),
+        bullets(_sentences(curves, names)),
     )
 
 

@@ -5,17 +5,16 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from harness.records.schema import Record, Row
 from harness.report.comparability import is_measured
-from harness.report.document import BulletList, Section, section
+from harness.report.document import Section, bullets, section
 from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
 from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
-from harness.report.text import pluralize
+from harness.report.text import pluralize, span_text
 from harness.report.view import View
 
 
 def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
-    items = [("", sentence) for kind in _KINDS for sentence in kind(view)]
-    return section("What the data cannot say", BulletList(items) if items else None)
+    return section("What the data cannot say", bullets(sentence for kind in _KINDS for sentence in kind(view)))
 
 
 def _device(view: View) -> Iterator[str]:
@@ -159,7 +158,6 @@ def _proven(view: View) -> Iterator[str]:
         )
     steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
-        count = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
         proven = [line.row["proven_steps"] for line in ok if line.row.get("proven_steps")]
         proof = (
             f" The first {pluralize(min(proven), 'step')} of each, warm-up and traced steps included, are proven to be"
@@ -168,8 +166,8 @@ def _proven(view: View) -> Iterator[str]:
             else ""
         )
         yield (
-            f"{count} timed steps do not tell how a model converges, nor how long runs cope with failures, checkpoints"
-            f" to disk and slow data loading.{proof}"
+            f"{span_text(steps)} timed steps do not tell how a model converges, nor how long runs cope with failures,"
+            f" checkpoints to disk and slow data loading.{proof}"
         )
 
 
@@ -246,9 +244,8 @@ def by_kind(causes: Iterable[tuple[str, str]], separator: str = "; ") -> dict[st
 
 def _with_ranges(kind: str, numbers: Sequence[Sequence[str]]) -> str:
     """Return the text of a kind, with a range in the place of every number that differs."""
-    ranges = []
-    for position in zip(*numbers, strict=True):
-        ordered = sorted(set(position), key=float)
-        ranges.append(ordered[0] if len(ordered) == 1 else f"{ordered[0]} to {ordered[-1]}")
+    ranges = [
+        span_text(sorted({str(number) for number in position}, key=float)) for position in zip(*numbers, strict=True)
+    ]
     first, *rest = kind.split("#")
     return first + "".join(number + text for number, text in zip(ranges, rest, strict=True))

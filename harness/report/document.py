@@ -4,7 +4,7 @@ All text is plain; markdown.py and html.py escape it.
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,21 @@ def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> l
     return [Section(title, known, inner)] if known or inner else []
 
 
+def bullets(sentences: Iterable[str]) -> BulletList | None:
+    """Return sentences as a list, None if there are none."""
+    items = [("", sentence) for sentence in sentences]
+    return BulletList(items) if items else None
+
+
+def charts(sections: Iterable[Section]) -> Iterator[Chart]:
+    """Yield the charts in the order in which they are read."""
+    for section in sections:
+        yield from (part for part in section.parts if isinstance(part, Chart))
+        yield from charts(section.inner)
+
+
 def run_table(table: pd.DataFrame, columns: dict[str, list[str]], label_columns: int = 1) -> Table:
-    """Return a table with one row per run and the given columns, without runs for which all of them are empty."""
+    """Return a table with one row per run, without empty columns and without runs for which all columns are empty."""
+    columns = {header: cells for header, cells in columns.items() if any(cells)}
     rows = [cells for cells in zip(column_values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
     return Table(["run", *columns], rows, label_columns)

@@ -1,6 +1,6 @@
 """The data of the chart whose axes the reader of the page chooses."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -81,11 +81,6 @@ def _at(row: int, columns: Mapping[str, Sequence[str | float | None]]) -> dict[s
 
 def _units(table: pd.DataFrame, has_times: bool) -> dict[str, Unit]:
     """Return every number that can be an axis, with the unit of its values."""
-    numbers = dict(_number_units(table, _NUMBERS if has_times else _UNTIMED_NUMBERS))
-    return numbers | {name: ONE for name in _COUNTS if len(distinct_values(table, name)) > 1}
-
-
-def _number_units(table: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[str, Unit]]:
     memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
     units = {
         **dict.fromkeys(_MEMORY, memory),
@@ -93,5 +88,5 @@ def _number_units(table: pd.DataFrame, names: Sequence[str]) -> Iterator[tuple[s
         "step_seconds": MILLISECONDS,
         "mfu": Unit("%", 0.01),
     }
-    for name in names:
-        yield name, units.get(name, ONE)
+    numbers = {name: units.get(name, ONE) for name in (_NUMBERS if has_times else _UNTIMED_NUMBERS)}
+    return numbers | {name: ONE for name in _COUNTS if len(distinct_values(table, name)) > 1}

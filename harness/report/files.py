@@ -3,7 +3,7 @@
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from harness.report.charts import render, style
 from harness.report.charts.setting import setting
 from harness.report.derivation import pack
 from harness.report.derivations import derive_line
-from harness.report.document import Chart, Section, Table, VegaLite
+from harness.report.document import Chart, Section, Table, VegaLite, charts
 from harness.report.explorer import build_explorer
 from harness.report.latex import Statistic, csv_table, escape, latex_table
 from harness.report.sections import sections
@@ -58,7 +58,7 @@ def write_files(
     rows = rows_of(view.records)
     written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows)]
     report = sections(view, pivot, fits_in)
-    drawn = _draw(report)
+    drawn = render.drawn(charts(report), "report.md has no charts")
     html_page = _html(view, report, drawn)
     _write_figures(results_dir / markdown.FIGURES, drawn)
     pages = {"report.md": markdown.page(view.name, report, drawn), "report.html": html_page}
@@ -85,22 +85,6 @@ def _derivations(view: View, report: Sequence[Section]) -> dict[str, Any]:
     tables = [part for section in report for part in section.parts if isinstance(part, Table)]
     keys = {key for table in tables for key in table.keys if key}
     return pack([{name: entry for name, entry in derive_line(line).items() if name in keys} for line in view.lines])
-
-
-def _draw(report: Sequence[Section]) -> dict[str, str]:
-    """Return the charts as SVG by their names. If drawing fails, report.md has no charts and all else is written."""
-    try:
-        return render.svgs({chart.name: chart.spec for chart in charts(report)})
-    except render.DrawingError as error:
-        print(f"report.md has no charts: {sanitize(error)}", file=sys.stderr)
-        return {}
-
-
-def charts(sections: Iterable[Section]) -> Iterator[Chart]:
-    """Yield the charts in the order in which they are read."""
-    for section in sections:
-        yield from (part for part in section.parts if isinstance(part, Chart))
-        yield from charts(section.inner)
 
 
 def _write_figures(folder: Path, drawn: dict[str, str]) -> None:
@@ -180,13 +164,13 @@ def parse_width(text: str) -> float:
     return millimetres
 
 
-def export(folder: Path, view: View, charts: Sequence[Chart], exported: Exported) -> list[Path]:
+def export(folder: Path, view: View, shown: Sequence[Chart], exported: Exported) -> list[Path]:
     """Write the comparison and the charts into a folder of their own beside the report, and return the paths.
 
     Args:
         folder: The folder of the report.
         view: The runs to compare.
-        charts: The charts of the report.
+        shown: The charts of the report.
         exported: What to write.
     """
     formats = exported.formats
@@ -197,13 +181,13 @@ def export(folder: Path, view: View, charts: Sequence[Chart], exported: Exported
         if form in formats:
             atomic_write_text(target / name, text(view, exported.statistic))
             written.append(target / name)
-    specs = {chart.name: chart.spec for chart in charts}
+    specs = {chart.name: chart.spec for chart in shown}
     for form in (form for form in PICTURES if form in formats):
         for name, content in _pictures(specs, form, exported.width).items():
             atomic_write_bytes(target / f"{name}.{form}", content)
             written.append(target / f"{name}.{form}")
     if "latex" in formats and "pdf" in formats:
-        atomic_write_text(target / "figures.tex", _figures(view, charts))
+        atomic_write_text(target / "figures.tex", _figures(view, shown))
         written.append(target / "figures.tex")
     return written
 
@@ -215,10 +199,10 @@ def _pictures(specs: Mapping[str, VegaLite], form: str, width: float | None) -> 
         raise UserError(f"--export={form}: {error}") from None
 
 
-def _figures(view: View, charts: Sequence[Chart]) -> str:
+def _figures(view: View, shown: Sequence[Chart]) -> str:
     """Return the charts as LaTeX figures, whose captions have the setting."""
     figures = [r"% Needs \usepackage{graphicx}."]
-    for chart in charts:
+    for chart in shown:
         figures += [
             r"\begin{figure}",
             r"\centering",

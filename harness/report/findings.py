@@ -1,13 +1,13 @@
 """The report's section of findings: every configuration beside the baseline, other groups, scaling and predictions."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from harness.report import summary_sentences
 from harness.report.answers import answers, times_text
 from harness.report.claim_peers import Claim
 from harness.report.claims import STATE_CLAIM, VOLUME_CLAIM, claims
-from harness.report.document import BulletList, Paragraph, Part, Section, section
+from harness.report.document import BulletList, Paragraph, Part, Section, bullets, section
 from harness.report.reported import Reported, ReportedGroup, reported_groups, share_text
 from harness.report.summary_sentences import checkpointing_sentences, pipeline_texts
 from harness.report.text import format_ratios, join_words, pluralize
@@ -34,12 +34,7 @@ def findings(view: View) -> list[Section]:
         *summary_sentences.validation_sentences(view),
         *summary_sentences.failure_sentences(view),
     ]
-    return section("Findings", *parts, *_bullets(general))
-
-
-def _bullets(sentences: Iterable[str]) -> list[BulletList]:
-    items = [("", sentence) for sentence in sentences]
-    return [BulletList(items)] if items else []
+    return section("Findings", *parts, bullets(general))
 
 
 MOST_SENTENCES = 8  # on the configurations of a group

@@ -13,7 +13,7 @@ from harness.report.labels import column_title
 from harness.report.reported import Reported, ReportedGroup, names, reported_group, reported_groups
 from harness.report.speeds import leads, remedy
 from harness.report.summary_sentences import checkpointing_answer, memory_wall_sentences, scaling_sentences
-from harness.report.text import byte_unit, bytes_text, join_words, pluralize, rounded_up
+from harness.report.text import at_most, byte_unit, bytes_text, join_words, pluralize, rounded_up
 from harness.report.view import View, median_run
 
 MOST_ANSWERS = 6
@@ -162,7 +162,8 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     *body, certainty = answers(groups[0])
     if warning(view):  # which says that no speed counts, and what would rank them
         body = [answer for answer in body if not answer[0].startswith("Speed")]
-    head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else list(_walls(view))
+    walls = [("Largest model", text) for text in memory_wall_sentences(view)]
+    head = [_fitting(view, groups[0], fits_in)] if fits_in is not None else walls
     where = f" {groups[0].title}" if groups[0].title else ""
     tail = [
         *([(f"Checkpointing{where}", text)] if (text := checkpointing_answer(groups[0])) else []),
@@ -170,10 +171,6 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     ]
     yield from [*head, *body, *tail][: MOST_ANSWERS - 1]
     yield certainty
-
-
-def _walls(view: View) -> Iterator[Answer]:
-    yield from (("Largest model", text) for text in memory_wall_sentences(view))
 
 
 def _fitting(view: View, group: ReportedGroup, fits_in: int) -> Answer:
@@ -269,8 +266,7 @@ def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
     rivals += [
         _rival(other, peak) for other in others if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
     ]
-    more = [f"{len(rivals) - MOST_RIVALS} more"] if len(rivals) > MOST_RIVALS else []
-    return ", ".join([*rivals[:MOST_RIVALS], *more])
+    return ", ".join(at_most(rivals, MOST_RIVALS))
 
 
 def _rival(line: Reported, fits_in: int) -> str:

@@ -77,11 +77,11 @@ def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> 
     if any(map(is_table, (first, second))):
         return {}
     sides = [[_configuration(record) for record in records] for records in (first, second)]
-    return {key: values for key, values in changes(*sides).items() if all(_is_shared(key, side) for side in sides)}
 
+    def is_shared(key: str) -> bool:
+        return all(len({_text(flat.get(key)) for flat in side}) <= 1 for side in sides)
 
-def _is_shared(key: str, side: Sequence[Flat]) -> bool:
-    return len({_text(flat.get(key)) for flat in side}) <= 1
+    return {key: values for key, values in changes(*sides).items() if is_shared(key)}
 
 
 def _values(records: Iterable[Flat]) -> dict[str, list[str]]:

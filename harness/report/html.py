@@ -28,6 +28,7 @@ from harness.report.document import (
     Section,
     Table,
 )
+from harness.report.document import charts as all_charts
 from harness.report.explorer import ExplorerData
 from harness.util.text import sanitize
 
@@ -73,7 +74,7 @@ def page(
         rows: The rows of a plan by what they are, for readers of the page's data.
     """
     headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
-    charts = list(_charts(sections))
+    charts = list(all_charts(sections))
     strategies = _strategies(sections, charts, explorer)
     data = {
         "charts": [
@@ -131,12 +132,6 @@ def _headings(sections: Sequence[Section], level: int, used_ids: set[str]) -> li
         used_ids.add(name)
         headings.append(_Heading(name, min(level, 6), section, _headings(section.inner, level + 1, used_ids)))
     return headings
-
-
-def _charts(sections: Sequence[Section]) -> Iterator[Chart]:
-    for section in sections:
-        yield from (part for part in section.parts if isinstance(part, Chart))
-        yield from _charts(section.inner)
 
 
 def _tables(sections: Sequence[Section]) -> Iterator[Table]:

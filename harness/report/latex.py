@@ -32,7 +32,11 @@ _SPECIAL = {
 def latex_table(view: View, statistic: Statistic = "median") -> str:
     """Return the comparison as a LaTeX table in the style of booktabs, whose caption has the setting."""
     header, rows = paper_table(view, statistic)
-    caption = f"{_spread_words(statistic)} Setting: {setting(view)}."
+    words = {"median": "medians [minimum, maximum]", "mean": "means ± standard deviations"}
+    caption = (
+        f"Tokens per second are {words[statistic]} of n undisturbed runs; a speed of fewer than three runs has no"
+        f" spread and ranks nothing, and disturbed ones are left out. Setting: {setting(view)}."
+    )
     cells = [" & ".join(map(escape, row)) + r" \\" for row in rows]
     return "\n".join(
         (
@@ -89,14 +93,6 @@ def paper_table(view: View, statistic: Statistic) -> tuple[list[str], list[list[
 def escape(text: str) -> str:
     """Return text that LaTeX typesets as it is."""
     return "".join(_SPECIAL.get(character, character) for character in text)
-
-
-def _spread_words(statistic: Statistic) -> str:
-    words = {"median": "medians [minimum, maximum]", "mean": "means ± standard deviations"}
-    return (
-        f"Tokens per second are {words[statistic]} of n undisturbed runs; a speed of fewer than three runs has no"
-        " spread and ranks nothing, and disturbed ones are left out."
-    )
 
 
 def _count(standing: Standing) -> str:

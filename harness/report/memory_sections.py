@@ -50,8 +50,7 @@ def memory(view: View) -> list[Section]:
     columns["smallest peak of any rank"] = format_numbers([_least_peak(line) for line in view.lines], unit)
     for name, header in (on_host | _OTHER_MEMORY).items():
         columns[header] = format_numbers(column_values(table, name), unit)
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if not columns:
+    if not any(map(any, columns.values())):
         return []
     return section(
         f"Memory ({unit.name})",

@@ -1,7 +1,6 @@
 """The files of a search: a page for the browser, or a page of Markdown with its chart and its rows beside it."""
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,9 +11,8 @@ from harness.planner.sentences import run_sentences
 from harness.records.schema import Row
 from harness.report import markdown, plan_page
 from harness.report.charts import render
-from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section
+from harness.report.document import BulletList, MemorySlider, Paragraph, Section, charts
 from harness.util.files import atomic_write_text
-from harness.util.text import sanitize
 
 ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
 
@@ -30,7 +28,7 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
     if page.suffix == ".html":
         atomic_write_text(page, plan_page.html_page(result, name, sections))
         return
-    drawn = draw(sections)
+    drawn = render.drawn(charts(sections), "the page has no chart")
     if drawn:
         folder = page.parent / markdown.FIGURES
         folder.mkdir(exist_ok=True)
@@ -46,16 +44,6 @@ def command_section(plan: LayoutPlan, result: SearchResult, overrides: Sequence[
     lines += [("This search of it", plan.swept)] if plan.swept else []
     lines += [("", line) for line in run_sentences(plan.overrides, result)]
     return Section("How to plan it again, and to run it", [BulletList(lines)])
-
-
-def draw(sections: Sequence[Section]) -> dict[str, str]:
-    """Return the charts as SVG by their names; none, with a line that says why, if they cannot be drawn."""
-    specs = {part.name: part.spec for section in sections for part in section.parts if isinstance(part, Chart)}
-    try:
-        return render.svgs(specs)
-    except render.DrawingError as error:
-        print(f"the page has no chart: {sanitize(error)}", file=sys.stderr)
-        return {}
 
 
 def as_read(section: Section) -> Section:

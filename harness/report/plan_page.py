@@ -27,7 +27,7 @@ from harness.planner.sentences import (
 from harness.report import html
 from harness.report.charts import render, style
 from harness.report.charts.front import GIB, front_chart, front_sentence
-from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, section
+from harness.report.document import MemorySlider, Paragraph, Section, Table, bullets, section
 from harness.util.text import sanitize
 
 FITS = {"likely": "is likely to fit", "tight": "is tight", "no": "does not fit"}  # a verdict in a sentence
@@ -68,19 +68,13 @@ def plan_sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
         sections += section("Which layouts fit", outside, slider(result.front), front_table(result.front))
     if result.best:
         separations = [separation(entry, result.best[0]) for entry in result.best[1:]]
-        sections += section("The fastest that fit", best_table(result.best), *bullets(separations))
-    sections += section("With less memory", *bullets(memory_sentences(result)))
-    sections += section("What would make others fit", *bullets(list(misfit_sentences(result))))
-    sections += section("How it was found", *bullets([count_sentence(result), *plan.notes]))
-    arithmetic = [line for entry in result.best[:1] for line in explanation(entry)]
-    if arithmetic:
-        sections.append(Section("The arithmetic of the fastest", [*bullets(arithmetic)], is_folded=True))
+        sections += section("The fastest that fit", best_table(result.best), bullets(separations))
+    sections += section("With less memory", bullets(memory_sentences(result)))
+    sections += section("What would make others fit", bullets(misfit_sentences(result)))
+    sections += section("How it was found", bullets([count_sentence(result), *plan.notes]))
+    if arithmetic := bullets(line for entry in result.best[:1] for line in explanation(entry)):
+        sections.append(Section("The arithmetic of the fastest", [arithmetic], is_folded=True))
     return sections
-
-
-def bullets(lines: Sequence[str]) -> list[BulletList]:
-    """Return the lines as one list; nothing without lines."""
-    return [BulletList([("", line) for line in lines])] if lines else []
 
 
 def settings_sentence(entry: Prediction) -> str:

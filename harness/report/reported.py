@@ -8,7 +8,7 @@ from harness.records.schema import Record, Row
 from harness.report.frame import column_values, records_frame
 from harness.report.ranking import Group, common_baseline
 from harness.report.speeds import Speed, timed_runs
-from harness.report.text import bytes_text, join_words
+from harness.report.text import at_most, bytes_text, join_words
 from harness.report.view import View
 
 
@@ -134,8 +134,7 @@ def _title(row: Row, differing: Sequence[str]) -> str:
 
 def names(members: Sequence[Reported], most: int = 4) -> str:
     """Return the labels as an enumeration, of which at most `most` are named."""
-    rest = len(members) - most
-    return join_words([member.label for member in members[:most]] + ([f"{rest} more"] if rest > 0 else []))
+    return join_words(at_most([member.label for member in members], most))
 
 
 def share_text(part: float, whole: float) -> str:

@@ -87,7 +87,7 @@ def time(view: View) -> list[Section]:
         "Breakdown of step time (ms)",
         time_charts.step(view),
         time_charts.exposed_communication(view),
-        run_table(table, {header: disturbed_cells(table, cells) for header, cells in columns.items() if any(cells)}),
+        run_table(table, {header: disturbed_cells(table, cells) for header, cells in columns.items()}),
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
@@ -153,7 +153,7 @@ def operations(view: View) -> list[Section]:
     }
     return section(
         "Floating-point operations",
-        run_table(table, {header: cells for header, cells in columns.items() if any(cells)}),
+        run_table(table, columns),
         Paragraph(
             "The model's operations are the matrix products and attention (not halved for its causal mask) of the"
             " forward, and twice as many for the backward. The executed operations were counted operator by operator on"
@@ -200,8 +200,7 @@ def _communication(view: View) -> list[Section]:
     columns["× total"] = (
         format_ratios(column_values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
     )
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if not columns:
+    if not any(map(any, columns.values())):
         return []
     return section(
         f"Communication ({unit.name} per step)",

@@ -40,7 +40,9 @@ def sources(view: View) -> list[Section]:
     ]
     if not simulated:
         return []
-    measured = {_configuration(record): record for record in view.lines if _is_measured(record)}
+    measured = {
+        _configuration(record): record for record in view.lines if is_measured(record.row) and record.status == "ok"
+    }
     records = [record for _, record in simulated]
     pairs = [measured.get(_configuration(record)) for record in records]
     labels = [label for label, _ in simulated]
@@ -78,10 +80,6 @@ def _explanation(records: Sequence[Record], pairs: Sequence[Record | None]) -> I
         yield WITHOUT_WORKSPACES
     if any(record.predicted_step and record.row.get("step_seconds") for record in records):
         yield INTERVAL
-
-
-def _is_measured(record: Record) -> bool:
-    return is_measured(record.row) and record.status == "ok"
 
 
 def _configuration(record: Record) -> str:

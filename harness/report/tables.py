@@ -64,7 +64,10 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         return
     if text := warning(whole):
         console.print(Text(text, style="bold red"))
-    console.print(Text("; ".join(sanitized_texts(shared_settings(table)) + _caption(table))))
+    caption = sanitized_texts(shared_settings(table))
+    if baseline := baseline_name(table):
+        caption.append(f"× is the ratio to {sanitize(baseline)}")
+    console.print(Text("; ".join(caption)))
     columns = comparison_columns(table, short=True)
     fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
     console.print(rich_table(fitted), soft_wrap=False)
@@ -75,11 +78,6 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
     for note in (*_legend(fitted), *_notes(table, lines)):
         console.print(Text(note))
-
-
-def _caption(table: pd.DataFrame) -> list[str]:
-    name = baseline_name(table)
-    return [f"× is the ratio to {sanitize(name)}"] if name else []
 
 
 def _legend(columns: Sequence[Column]) -> list[str]:

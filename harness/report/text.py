@@ -121,3 +121,13 @@ def percent_text(share: float) -> str:
 def join_words(parts: Sequence[str]) -> str:
     """Return an enumeration: "a", "a and b", "a, b and c"."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def at_most(parts: Sequence[str], most: int) -> list[str]:
+    """Return the first of the parts, and behind them how many more there are."""
+    return [*parts[:most], f"{len(parts) - most} more"] if len(parts) > most else list(parts)
+
+
+def span_text(ordered: Sequence[object]) -> str:
+    """Return the ends of ordered values, as in "3 to 5", or the one value that all have."""
+    return " to ".join(dict.fromkeys((str(ordered[0]), str(ordered[-1]))))

@@ -149,14 +149,10 @@ def merge_folders(comparisons: Sequence[tuple[Path, LoadedRecords]]) -> View:
         for record in loaded.records:
             run_id = f"{name}/{record.run_id}"
             folders[run_id] = folder / record.run_id
-            records.append(_rename(record, run_id, name))
+            records.append(record.with_row(run_id=run_id, name=name))
         problems += loaded.problems
         running += [f"{name}/{record.run_id}" for record in loaded.running]
     return View(" + ".join(names), records, problems, running, folders)
-
-
-def _rename(record: Record, run_id: str, name: str) -> Record:
-    return record.with_row(run_id=run_id, name=name)
 
 
 # The parts of a step add up within one run only, so that no median represents them, and neither one of its percentile.

@@ -159,7 +159,11 @@ def numbers(values: Sequence[Datum], title: str, labels: bool = True) -> alt.Cha
 def notes(lines: Sequence[ChartLine], title: str, is_timed: bool, labels: bool = True) -> list[alt.Chart]:
     """Return the texts that replace the bars of lines that are not ok, and in a chart of times of untimed ones."""
     values = [
-        line.datum(zero=0, ended=untimed_reason(line) if line.ok else end_text(line), reason=_reason(line))
+        line.datum(
+            zero=0,
+            ended=untimed_reason(line) if line.ok else end_text(line),
+            reason=sanitize(line.row.get("noise_warning" if line.ok else "reason") or ""),
+        )
         for line in lines
         if not line.ok or (is_timed and not line.is_timed)
     ]
@@ -185,7 +189,3 @@ def untimed_reason(line: ChartLine) -> str:
 def state(line: ChartLine) -> str:
     """Return why the times of a line that is ok are not drawn, else its status."""
     return (line.ok and untimed_reason(line)) or line.status
-
-
-def _reason(line: ChartLine) -> str:
-    return sanitize(line.row.get("reason" if not line.ok else "noise_warning") or "")

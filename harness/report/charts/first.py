@@ -125,15 +125,15 @@ def _description(view: View, lines: Sequence[ChartLine], drawn: Sequence[ChartLi
         f" {'fastest' if _is_ranked(view) else 'smallest'} first."
         + (f" Peaks in {unit.name}: {range_text(peaks)}." if peaks else "")
         + (f" {TOKENS.capitalize()}{of}: {range_text(speeds)}." if speeds else "")
-        + (f" Bytes sent in {unit_sent.name}: {_scaled_text(sent, unit_sent)}." if has_bytes else "")
+        + (
+            f" Bytes sent in {unit_sent.name}: {range_text([(label, size / unit_sent.size) for label, size in sent])}."
+            if has_bytes
+            else ""
+        )
         + (how_drawn([line for line in drawn if line.speed]) + untimed_text(drawn) if view.draws_speeds else "")
         + failure_text(drawn)
         + omitted_text(len(drawn), len(lines), "those of the largest comparable group first; Comparison has all")
     )
-
-
-def _scaled_text(pairs: Sequence[tuple[str, float]], unit: Unit) -> str:
-    return range_text([(label, size / unit.size) for label, size in pairs])
 
 
 def _size_layers(

@@ -52,10 +52,11 @@ def trade(view: View) -> Chart | None:
     if len(panels) == 1:
         vega_lite = marks.spec(view, name, panels[0], alt_text)
     else:
-        titles = group_titles(view)
+        titles = [sanitize(title[:1].upper() + title[1:]) for title in group_titles(view)]
+        heads = [alt.TitleParams(titles[number or 0], fontSize=style.FONT_SIZE, offset=4) for number in shown]
         cells = [
-            alt.layer(*layers).properties(width=width, height=_PANEL, title=_panel_title(titles[number or 0]))
-            for layers, number in zip(panels, shown, strict=True)
+            alt.layer(*layers).properties(width=width, height=_PANEL, title=head)
+            for layers, head in zip(panels, heads, strict=True)
         ]
         chart = marks.panels(alt.concat(*cells, columns=_COLUMNS), _COLUMNS, _COLUMNS * _BESIDE, (1, _BESIDE))
         vega_lite = marks.finish(view, name, chart, alt_text)
@@ -68,10 +69,6 @@ def trade(view: View) -> Chart | None:
 _RATE = "tokens per second"
 
 _COLUMNS, _PANEL, _BESIDE = 2, 280, 64  # plots beside each other; pixels: the height of each, and what lies beside it
-
-
-def _panel_title(title: str) -> alt.TitleParams:
-    return alt.TitleParams(sanitize(title[:1].upper() + title[1:]), fontSize=style.FONT_SIZE, offset=4)
 
 
 def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:

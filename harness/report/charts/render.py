@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,10 @@ from xml.sax.saxutils import escape, quoteattr
 
 from harness.report.charts import style
 from harness.util.files import atomic_write_text
-from harness.util.text import one_line
+from harness.util.text import one_line, sanitize
 
 if TYPE_CHECKING:
-    from harness.report.document import VegaLite
+    from harness.report.document import Chart, VegaLite
 
 _SECONDS = 120.0  # for all charts of a report
 
@@ -54,6 +54,15 @@ def svgs(specs: Mapping[str, VegaLite], dark: bool = False) -> dict[str, str]:
     return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
 
 
+def drawn(charts: Iterable[Chart], consequence: str) -> dict[str, str]:
+    """Return the charts as SVG by their names. If that fails there are none, and the error's output says so and why."""
+    try:
+        return svgs({chart.name: chart.spec for chart in charts})
+    except DrawingError as error:
+        print(f"{consequence}: {sanitize(error)}", file=sys.stderr)
+        return {}
+
+
 def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = None) -> dict[str, bytes]:
     """Return every spec as a file. Raise DrawingError if that fails.
 
@@ -68,8 +77,8 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
         texts, unit, zoom = svgs(specs), "px", 2.0
     else:
         scale = _PAPER_FONT / style.FONT_SIZE  # points of a pixel
-        drawn = svgs({name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()})
-        texts, unit, zoom = {name: _sized(text, scale) for name, text in drawn.items()}, "pt", 300 / 72
+        fitted = svgs({name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()})
+        texts, unit, zoom = {name: _sized(text, scale) for name, text in fitted.items()}, "pt", 300 / 72
     if form == "svg":
         size = rf'\1 width="\2{unit}" height="\3{unit}"'
         return {name: re.sub(_SIZE, size, text).encode() for name, text in texts.items()}
