@@ -172,8 +172,8 @@ def _certainty(group: ReportedGroup) -> str:
         where = f" {group.title}" if group.title else ""
         clear = "" if runs[0] >= DISJOINT_RUNS else ", of three runs by half the wider one"
         text = (
-            f"Speeds{where} are medians [ranges] of {span_text(runs)} undisturbed runs; a configuration is called faster"
-            f" only if its range lies above the other's{clear}. "
+            f"Speeds{where} are medians [ranges] of {span_text(runs)} undisturbed runs; a configuration is called"
+            f" faster only if its range lies above the other's{clear}. "
         )
         if group.unranked:
             by_reason = group_by(group.unranked, lambda member: member.speed.unranked_reason)

@@ -244,8 +244,6 @@ def by_kind(causes: Iterable[tuple[str, str]], separator: str = "; ") -> dict[st
 
 def _with_ranges(kind: str, numbers: Sequence[Sequence[str]]) -> str:
     """Return the text of a kind, with a range in the place of every number that differs."""
-    ranges = [
-        span_text(sorted({str(number) for number in position}, key=float)) for position in zip(*numbers, strict=True)
-    ]
+    ranges = [span_text(sorted(set(position), key=float)) for position in zip(*numbers, strict=True)]
     first, *rest = kind.split("#")
     return first + "".join(number + text for number, text in zip(ranges, rest, strict=True))

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.config.byte_size import BINARY
 from harness.records.schema import Row
@@ -128,6 +129,6 @@ def at_most(parts: Sequence[str], most: int) -> list[str]:
     return [*parts[:most], f"{len(parts) - most} more"] if len(parts) > most else list(parts)
 
 
-def span_text(ordered: Sequence[object]) -> str:
+def span_text(ordered: Sequence[Any]) -> str:
     """Return the ends of ordered values, as in "3 to 5", or the one value that all have."""
     return " to ".join(dict.fromkeys((str(ordered[0]), str(ordered[-1]))))
