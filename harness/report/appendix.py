@@ -8,7 +8,7 @@ from harness.records.schema import Record
 from harness.report.charts import losses, memory
 from harness.report.comparability import group_by, is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, run_table, section
-from harness.report.frame import column_values, compared_layers, labels_by, labels_by_staleness
+from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
 from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
 from harness.report.view import View
@@ -16,8 +16,11 @@ from harness.report.view import View
 
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
-    labelled = zip(column_values(view.table, "label"), view.records, strict=True)
-    failed = [(label, outcome_text(record.row)) for label, record in labelled if record.status != "ok"]
+    failed = [
+        (label, outcome_text(record.row))
+        for label, record in labelled(view.table, view.records)
+        if record.status != "ok"
+    ]
     by_cause = group_by(failed, lambda item: item[1])
     return section("Failures", _by_cause({cause: [label for label, _ in items] for cause, items in by_cause.items()}))
 

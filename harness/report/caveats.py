@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from harness.records.schema import Record, Row
 from harness.report.comparability import is_measured
 from harness.report.document import Section, bullets, section
-from harness.report.frame import column_values, compared_layers, labels_by_kernel, labels_by_staleness
+from harness.report.frame import column_values, compared_layers, labelled, labels_by_kernel, labels_by_staleness
 from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
 from harness.report.text import pluralize, span_text
 from harness.report.view import View
@@ -65,7 +65,7 @@ def _simulated(view: View) -> Iterator[str]:
 def _speeds(view: View) -> Iterator[str]:
     """Yield which speeds are not compared, and why: the first screen says what would rank them."""
     by_reason: dict[str, list[str]] = {}
-    for label, standing in zip(column_values(view.line_medians, "label"), view.ranking.standings, strict=True):
+    for label, standing in labelled(view.line_medians, view.ranking.standings):
         if standing.speed is not None and not standing.speed.is_ranked:
             by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
     disturbed = by_reason.pop("disturbed", [])
@@ -82,7 +82,8 @@ def _speeds(view: View) -> Iterator[str]:
             f"Speeds and times of {_some(view, disturbed)}: something disturbed every run, or too few steps were timed."
             " They are in no sentence and no ranking; the causes are listed under Runs with a noise warning."
         )
-    unsettled = [label for label, is_unsettled in _pairs(view, "unsettled") if is_unsettled]
+    table = view.line_medians
+    unsettled = [label for label, is_so in labelled(table, column_values(table, "unsettled")) if is_so]
     if unsettled:
         yield (
             "Their runs do not tell these from the baseline with certainty, so that they may be faster or slower:"
@@ -195,14 +196,10 @@ def _ok_records(view: View) -> list[Record]:
     return [record for record in view.records if record.status == "ok"]
 
 
-def _pairs(view: View, name: str) -> list[tuple[str, object]]:
-    return list(zip(column_values(view.line_medians, "label"), column_values(view.line_medians, name), strict=True))
-
-
 def _labels(view: View, lines: Sequence[Record]) -> str:
     identities = {id(line) for line in lines}
-    labels = column_values(view.line_medians, "label")
-    return _some(view, [label for label, line in zip(labels, view.lines, strict=True) if id(line) in identities])
+    pairs = labelled(view.line_medians, view.lines)
+    return _some(view, [label for label, line in pairs if id(line) in identities])
 
 
 def _some(view: View, labels: Sequence[str]) -> str:

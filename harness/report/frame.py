@@ -1,7 +1,7 @@
 """Records as one pandas frame: typed columns, a label for every row, and ratios to the row it is compared with."""
 
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import pandas as pd
 
@@ -21,6 +21,8 @@ from harness.report.ranking import common_baseline
 from harness.report.speeds import are_alike, speed_of
 from harness.report.text import pluralize
 
+T = TypeVar("T")
+
 STATE_COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
 MEMORY_COLUMNS = (*STATE_COLUMNS, "activation_bytes", "peak_allocated_bytes")
@@ -28,6 +30,11 @@ MEMORY_COLUMNS = (*STATE_COLUMNS, "activation_bytes", "peak_allocated_bytes")
 RATIO_COLUMNS = ("peak_allocated_bytes", "tokens_per_second", "communication_bytes")
 
 _DTYPES: dict[type | None, Any] = {str: object, bool: "boolean", int: "Int64", float: "Float64", None: object}
+
+
+def labelled(table: pd.DataFrame, values: Iterable[T]) -> list[tuple[str, T]]:
+    """Return the values of a frame's rows, each behind the label of its row."""
+    return list(zip(column_values(table, "label"), values, strict=True))
 
 
 def records_frame(records: Sequence[Record]) -> pd.DataFrame:
@@ -134,7 +141,7 @@ def _ratios(column: Sequence[Any], baseline: int | None, compared: Collection[in
 def baseline_name(table: pd.DataFrame) -> str:
     """Return the label of the row that all ratios refer to; empty where no other row is compared with it."""
     baselines = column_values(table, "baseline")
-    pairs = zip(column_values(table, "label"), baselines, strict=True)
+    pairs = labelled(table, baselines)
     return next((base for label, base in pairs if base not in (None, label)), "")
 
 
@@ -158,7 +165,7 @@ def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
 def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
     """Return the labels of rows by the value of a text column, without the rows where it is empty or unknown."""
     groups: dict[str, list[str]] = {}
-    for label, value in zip(column_values(table, "label"), column_values(table, name), strict=True):
+    for label, value in labelled(table, column_values(table, name)):
         if value:
             groups.setdefault(value, []).append(label)
     return groups

@@ -4,7 +4,7 @@ from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
 from harness.report.document import BulletList, Paragraph, Section, run_table, section
-from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values
+from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, labelled
 from harness.report.labels import PEAK_PARTS
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
@@ -92,9 +92,7 @@ def peak(view: View) -> list[Section]:
     columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
     columns[column("peak_allocated_bytes").title] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
     columns = {"phase": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
-    largest = [
-        (label, _largest(record)) for label, record in zip(column_values(table, "label"), runs.records, strict=True)
-    ]
+    largest = [(label, _largest(record)) for label, record in labelled(table, runs.records)]
     blocks = [
         Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
         BulletList([(label, text) for label, text in largest if text]),

@@ -1,6 +1,6 @@
 """The report's sections on pipelines, the time of a step, and operations."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pandas as pd
 
@@ -10,7 +10,7 @@ from harness.report.charts import times as time_charts
 from harness.report.charts import traffic
 from harness.report.comparison_columns import disturbed_cells
 from harness.report.document import Disturbed, Paragraph, Section, Table, run_table, section
-from harness.report.frame import baseline_name, column_values
+from harness.report.frame import baseline_name, column_values, labelled
 from harness.report.labels import STEP_PARTS
 from harness.report.text import (
     MILLISECONDS,
@@ -213,11 +213,6 @@ def _communication(view: View) -> list[Section]:
     )
 
 
-def _labelled(view: View) -> Iterator[tuple[str, Record]]:
-    runs = view.median_runs
-    return zip(column_values(runs.table, "label"), runs.records, strict=True)
-
-
 def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
     """Return bytes and calls by axis and operation; entries of the same kind add up."""
     sums: dict[tuple[str, str], tuple[float, int]] = {}
@@ -230,7 +225,11 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 def _formula(view: View) -> list[Section]:
     """Return the measured bytes and those of the formula, with one row per run and axis."""
-    entries = [(label, entry) for label, record in _labelled(view) for entry in record.traffic]
+    entries = [
+        (label, entry)
+        for label, record in labelled(view.median_runs.table, view.median_runs.records)
+        for entry in record.traffic
+    ]
     if not entries:
         return []
     unit = byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
@@ -261,7 +260,7 @@ def _formula(view: View) -> list[Section]:
 def _sizes(view: View) -> Table | None:
     """Return the number and sizes of calls, with one row per run, axis and operation."""
     rows = []
-    for label, record in _labelled(view):
+    for label, record in labelled(view.median_runs.table, view.median_runs.records):
         for entry in record.communication:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:

@@ -11,7 +11,7 @@ from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import PredictedStepEntry, Record
 from harness.report.comparability import is_measured, key_text
 from harness.report.document import BulletList, Disturbed, Paragraph, Section, Table, section
-from harness.report.frame import column_values
+from harness.report.frame import labelled
 from harness.report.speeds import speed_of
 from harness.report.text import MILLISECONDS, byte_unit, duration_text, format_numbers, join_words, percent_text
 from harness.report.view import View
@@ -35,7 +35,7 @@ def sources(view: View) -> list[Section]:
     """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
     simulated = [
         (label, record)
-        for label, record in zip(column_values(view.line_medians, "label"), view.lines, strict=True)
+        for label, record in labelled(view.line_medians, view.lines)
         if record.row.get("launch") == "simulated" and record.status == "ok"
     ]
     if not simulated:

@@ -27,6 +27,7 @@ from harness.report.first_screen import first_screen, warning
 from harness.report.frame import (
     baseline_name,
     column_values,
+    labelled,
     labels_by_kernel,
     labels_by_staleness,
     shared_settings,
@@ -100,12 +101,12 @@ def _legend(columns: Sequence[Column]) -> list[str]:
 
 def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
     """Return a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
-    labelled = list(zip(column_values(table, "label"), (line.runs for line in lines), strict=True))
-    ignored = {label for label, is_ignored in _pairs(table, "is_ignored") if is_ignored}
+    runs_of = labelled(table, [line.runs for line in lines])
+    ignored = {label for label, is_ignored in labelled(table, column_values(table, "is_ignored")) if is_ignored}
     total = len(lines)
     failures = [
         (name, outcome)
-        for label, runs in labelled
+        for label, runs in runs_of
         for outcome, name in _by_value(label, runs, lambda row: row["status"] != "ok" and outcome_text(row))
     ]
     notes = [f"{name} {outcome}" for name, outcome in failures]
@@ -119,14 +120,18 @@ def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
         notes.append(f"{STALE_MARK} stale, recorded with other versions than are installed ({difference}): {which}")
     disturbed = [
         (name, cause)
-        for label, runs in labelled
+        for label, runs in runs_of
         for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning"))
     ]
     notes += [
         f"{DISTURBED_MARK} noise warning ({cause}): {labels_text(_configurations(labels), total)}"
         for cause, labels in by_kind(disturbed).items()
     ]
-    brief = [label for label, cause in _pairs(table, "noise_warning") if not cause and label in ignored]
+    brief = [
+        label
+        for label, cause in labelled(table, column_values(table, "noise_warning"))
+        if not cause and label in ignored
+    ]
     if brief:
         notes.append(f"{DISTURBED_MARK} fewer than four timed steps: {labels_text(brief, total)}")
     for kernel, labels in labels_by_kernel(table).items():
@@ -139,11 +144,6 @@ def _configurations(names: Sequence[str]) -> list[str]:
     if len(names) <= MOST_LABELS:
         return list(names)
     return list(dict.fromkeys(name.split(" repeat ")[0] for name in names))
-
-
-def _pairs(table: pd.DataFrame, name: str) -> list[tuple[str, Any]]:
-    """Return the labels with the values of a column."""
-    return list(zip(column_values(table, "label"), column_values(table, name), strict=True))
 
 
 def _by_value(label: str, runs: Sequence[Record], value_of: Callable[[Row], Any]) -> list[tuple[Any, str]]:
