@@ -211,7 +211,7 @@ def value_table(strategies: Sequence[str], columns: Mapping[str, Sequence[str]],
         label_columns: How many of the first columns are text.
     """
     titles = [title for place, title in enumerate(columns) if place < label_columns or any(columns[title])]
-    rows = list(zip(*(columns[title] for title in titles), strict=True))
+    rows = list(map(list, zip(*(columns[title] for title in titles), strict=True)))
     return Table(titles, rows, label_columns, strategies=strategies)
 
 
