@@ -65,7 +65,7 @@ def compose_run_config(*overrides: str) -> tuple[RunConfig, Device]:
     A cluster that names GPUs has devices that compute in bfloat16; one that names nothing is a CPU.
     """
     values = compose_values(*overrides)
-    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
     has_gpus = cluster.device == "cuda" or (cluster.device == "auto" and cluster.gpus_per_node is not None)
     device: Device = "cuda" if has_gpus else "cpu"
     return resolve_run_config(resolve_auto(values, device)), device

@@ -114,5 +114,4 @@ def measure_machine(device: Device, ranks: int, dtype: str, quick: bool) -> Meas
             raise KeyboardInterrupt
         if outcome.status != "ok":
             raise UserError(f"harness calibrate could not measure: {outcome.reason}")
-        measurements: Measurements = from_dict(Measurements, json.loads((run_dir / RESULT_FILE).read_text()))
-        return measurements
+        return from_dict(Measurements, json.loads((run_dir / RESULT_FILE).read_text()))

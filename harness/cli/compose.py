@@ -124,7 +124,7 @@ def check_run(values: ConfigValues) -> bool:
     search of micro-batches, and several nodes.
     """
     read_command_config(values)
-    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
     is_simulated = values.get("launch") == "simulated"
     if wants_max_micro_batch(values) or values["model"].get("family") == "hf":
         return False

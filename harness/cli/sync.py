@@ -19,7 +19,7 @@ def requested_tracking(folder: Path, tracker: str, project: str | None, entity: 
     """Return where the comparison's last run was tracked, with the project and entity of the command line."""
     for record in reversed(read_all(folder).records):
         try:
-            tracking: TrackingConfig = from_dict(TrackingConfig, record.config["tracking"], "tracking")
+            tracking = from_dict(TrackingConfig, record.config["tracking"], "tracking")
         except (UserError, KeyError, TypeError):  # of a row that was refused because of it
             continue
         if tracking.name == tracker:

@@ -153,14 +153,12 @@ def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
 
 def read_run_config(values: Mapping[str, Any]) -> RunConfig:
     """Return the configuration of what is measured, from composed or recorded values. Raises UserError."""
-    config: RunConfig = from_dict(RunConfig, split_values(values)[0])
-    return config
+    return from_dict(RunConfig, split_values(values)[0])
 
 
 def read_command_config(values: Mapping[str, Any]) -> CommandConfig:
     """Return the configuration of the command, from composed or recorded values. Raises UserError."""
-    command: CommandConfig = from_dict(CommandConfig, split_values(values)[1])
-    return command
+    return from_dict(CommandConfig, split_values(values)[1])
 
 
 def merge_values(config: RunConfig, command: CommandConfig) -> ConfigValues:

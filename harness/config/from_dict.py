@@ -5,18 +5,26 @@ import types
 import typing
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from harness.util.errors import UserError
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
-def from_dict(cls: type, values: Any, key: str = "") -> Any:
+T = TypeVar("T")
+
+
+def from_dict(cls: type[T], values: Any, key: str = "") -> T:
     """Return an instance of a dataclass from plain values, recursively.
 
     Raises UserError that names the dotted key of a missing, unknown or wrongly typed value.
     """
+    built: T = _from_values(cls, values, key)
+    return built
+
+
+def _from_values(cls: type, values: Any, key: str) -> Any:
     if not dataclasses.is_dataclass(cls):
         return _checked_value(cls, values, key)
     if not isinstance(values, dict):
@@ -28,7 +36,7 @@ def from_dict(cls: type, values: Any, key: str = "") -> Any:
     for name in keys.required:
         if name not in values:
             raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
-    return cls(**{name: from_dict(keys.hints[name], values[name], _dotted_key(key, name)) for name in values})
+    return cls(**{name: _from_values(keys.hints[name], values[name], _dotted_key(key, name)) for name in values})
 
 
 class _Keys(typing.NamedTuple):
@@ -71,9 +79,9 @@ def _checked_value(hint: Any, value: Any, key: str) -> Any:
             return None
         if type(value) in arguments:
             return value
-        return from_dict(next(a for a in arguments if a is not type(None)), value, key)
+        return _from_values(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
-        return tuple(from_dict(arguments[0], v, key) for v in value)
+        return tuple(_from_values(arguments[0], v, key) for v in value)
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
         return tuple(_checked_value(a, v, key) for a, v in zip(arguments, value, strict=True))
     if origin is dict and isinstance(value, dict):

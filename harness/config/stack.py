@@ -203,5 +203,4 @@ def load_stack(name: str) -> StackConfig:
     files = files_in(conf_folders(), "stack")
     if name not in files:
         raise UserError(f"stack={name} is not known: choose {', '.join(files)}")
-    stack: StackConfig = from_dict(StackConfig, yaml.safe_load(files[name].read_text()))
-    return stack
+    return from_dict(StackConfig, yaml.safe_load(files[name].read_text()))

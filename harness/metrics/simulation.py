@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
+from harness.cost_model.parts import STEP_PARTS
 from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import Layout
@@ -14,7 +15,6 @@ from harness.metrics.step_time import (
     COPYING,
     EXPOSED,
     IDLE,
-    PARTS,
     PHASE_COLUMNS,
     median_step_seconds,
     step_seconds,
@@ -47,7 +47,7 @@ def simulated_time_columns(config: RunConfig, layout: Layout, ranks: Sequence[Ra
     slowest = slowest_simulated_time(ranks)
     if slowest is None:
         return {}
-    parts = dict.fromkeys(PARTS, 0.0)
+    parts = dict.fromkeys(STEP_PARTS, 0.0)
     for phase, seconds in slowest.phase_seconds.items():
         parts[PHASE_COLUMNS[phase]] += seconds
     parts |= {EXPOSED: sum(slowest.exposed_seconds.values()), COPYING: slowest.copy_seconds, IDLE: slowest.idle_seconds}

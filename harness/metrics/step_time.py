@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from harness.config.schema import TRACED_STEPS, RunConfig
 from harness.cost_model import pipeline
+from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
 from harness.probe import COMPUTE_PHASES
@@ -25,8 +26,6 @@ PHASE_COLUMNS = {
 }
 
 EXPOSED, COPYING, IDLE = "exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds"
-
-PARTS = (*dict.fromkeys(PHASE_COLUMNS.values()), EXPOSED, COPYING, IDLE)
 
 
 def step_seconds(ranks: Sequence[RankReport]) -> list[float]:
@@ -55,7 +54,7 @@ def step_time_columns(layout: Layout, ranks: Sequence[RankReport]) -> Cells:
         "step_seconds_iqr_ratio": (quantile(ordered, 0.75) - quantile(ordered, 0.25)) / median
         if len(steps) > 3
         else None,
-        **{name: statistics.mean(part[name] for part in parts) for name in PARTS},
+        **{name: statistics.mean(part[name] for part in parts) for name in STEP_PARTS},
         "overlapped_communication_seconds": overlapped_seconds(slowest_rank(ranks, min(middle)), median),
         **(dict.fromkeys((EXPOSED, COPYING, IDLE)) if any(breakdown_of(rank) is None for rank in ranks) else {}),
     }
@@ -72,7 +71,7 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
     The phases are timed by the clock, and divided as those of the traced steps; they stay undivided without a trace.
     On a CPU a rank is idle where it has sent everything and waits for others; on a GPU where it has nothing to do.
     """
-    parts, on_gpu = dict.fromkeys(PARTS, 0.0), rank.device_name != "cpu"
+    parts, on_gpu = dict.fromkeys(STEP_PARTS, 0.0), rank.device_name != "cpu"
     timed = {name: seconds[step] for name, seconds in rank.phase_seconds.items()}
     timed[OUTSIDE_PHASES] = rank.step_seconds[step] - sum(timed.values())
     breakdown = breakdown_of(rank)
@@ -80,13 +79,15 @@ def step_time_parts(layout: Layout, rank: RankReport, step: int) -> dict[str, fl
         traced = breakdown.phases.get(name) if breakdown else None
         exposed, waiting, copying = exposed_shares(traced, seconds, on_gpu)
         if layout.pp_enabled and name in (OUTSIDE_PHASES, "norm"):  # all ranks meet in the norm, and early ones wait
-            exposed, waiting = 0.0, exposed + waiting
-        elif name != OUTSIDE_PHASES and not on_gpu:
-            waiting = 0.0
-        parts[EXPOSED] += exposed * seconds
-        parts[IDLE] += waiting * seconds
+            sending, idle = 0.0, exposed + waiting
+        elif on_gpu or name == OUTSIDE_PHASES:
+            sending, idle = exposed, waiting
+        else:  # on a CPU a phase that waits computes meanwhile
+            sending, idle = exposed, 0.0
+        parts[EXPOSED] += sending * seconds
+        parts[IDLE] += idle * seconds
         parts[COPYING] += copying * seconds
-        parts[PHASE_COLUMNS[name]] += (1 - exposed - waiting - copying) * seconds
+        parts[PHASE_COLUMNS[name]] += (1 - sending - idle - copying) * seconds
     return parts
 
 

@@ -18,7 +18,7 @@ from harness.cost_model.prediction import Prediction
 from harness.hardware.described_cluster import DescribedCluster, described_cluster
 from harness.layout.layout import resolve_layout
 from harness.planner.hf_config import hf_values
-from harness.planner.plan_problems import plan_problems, predict
+from harness.planner.problems import plan_problems, predict
 from harness.planner.run_overrides import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.space import Restrictions
@@ -63,7 +63,7 @@ def plans(arguments: Sequence[str]) -> list[LayoutPlan | Refusal]:
     for combination in combinations(arguments):
         try:
             values = dict(compose_values(*combination.overrides, primary="plan"))
-            stack: StackConfig = from_dict(StackConfig, values.pop("stack"), "stack")
+            stack = from_dict(StackConfig, values.pop("stack"), "stack")
             plan = make_plan(values, stack, combination.values)  # type: ignore[arg-type]
             entries.append(dataclasses.replace(plan, swept=combination.swept, overrides=combination.overrides))
         except UserError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.config.strategy import AXES
 from harness.cost_model.flops import model_flops
+from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.prediction import Prediction
 from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
@@ -14,19 +15,6 @@ from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import csv_cell
 from harness.records.schema import Cells, Row
 from harness.runner.config_columns import config_columns
-
-# The parts of a predicted peak by the word that stands for them in the columns at_peak_*_bytes. Gathered parameters
-# are part of the buffers. `loss` and `workspace` are parts of plans alone: runs count both as temporary.
-PEAK_PARTS = {
-    "parameters": "parameter",
-    "gradients": "gradient",
-    "optimizer": "optimizer",
-    "activations": "activation",
-    "loss": "loss",
-    "buffers": "communication",
-    "temporaries": "temporary",
-    "workspaces": "workspace",
-}
 
 # The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
 PLACE_COLUMNS = {
@@ -115,7 +103,7 @@ def memory_columns(prediction: Prediction) -> Cells:
         "gradient_bytes": memory.gradient_bytes,
         "optimizer_bytes": memory.optimizer_bytes,
         "activation_bytes": memory.activation_bytes,
-        **{f"at_peak_{word}_bytes": memory.at_peak.get(part, 0) for part, word in PEAK_PARTS.items()},
+        **{column: memory.at_peak.get(part, 0) for part, column in PEAK_PARTS.items()},
         "host_bytes": memory.host_bytes,
     }
 

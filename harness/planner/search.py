@@ -15,7 +15,7 @@ from harness.cost_model.prediction import Prediction
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.planner.bounds import LOWER_BOUNDS
-from harness.planner.plan_problems import plan_problems, predict
+from harness.planner.problems import plan_problems, predict
 from harness.planner.space import Restrictions, SearchedSpace, candidates
 from harness.util.errors import UserError
 

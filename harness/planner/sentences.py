@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
+from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import Prediction
-from harness.planner.remedies import offers
-from harness.planner.row import PEAK_PARTS
+from harness.planner.problems import offers
 from harness.planner.run_overrides import run_command
 from harness.planner.search import SearchResult
 

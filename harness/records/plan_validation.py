@@ -92,6 +92,6 @@ def read_plan_validation(comparison: ComparisonFolder) -> PlanValidation | None:
         values = json.loads(comparison.plan_validation.read_text())
         if isinstance(values, Mapping):
             names = [entry.name for entry in dataclasses.fields(PlanValidation)]
-            validation: PlanValidation = from_dict(PlanValidation, {name: values.get(name) for name in names})
+            validation = from_dict(PlanValidation, {name: values.get(name) for name in names})
             return validation if validation.configurations else None
     return None

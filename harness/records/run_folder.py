@@ -237,5 +237,4 @@ def read_run_spec(run_dir: Path) -> RunSpec:
     """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
     values: JsonObject = json.loads(RunFolder(run_dir).spec.read_text())
     values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
-    spec: RunSpec = from_dict(RunSpec, values)
-    return spec
+    return from_dict(RunSpec, values)

@@ -1,7 +1,8 @@
 """The store of records: one folder per run, each record written as a whole or not at all, with a schema version."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,6 +166,13 @@ def read_all(results_dir: Path) -> LoadedRecords:
             loaded.problems.append(str(error))
     loaded.records.sort(key=lambda record: _sort_key(record.row))
     return loaded
+
+
+def readable_records(comparison: ComparisonFolder, pattern: str) -> Iterator[Record]:
+    """Yield the records of the runs of this pattern that can be read."""
+    for folder in comparison.recorded_runs(pattern):
+        with suppress(UserError):
+            yield read_record(folder.path)
 
 
 def _sort_key(row: Row) -> tuple[bool, str, str]:

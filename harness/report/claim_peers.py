@@ -71,7 +71,7 @@ class ClaimRun:
     def layout(self) -> Layout | None:
         """Return the layout, None if this version cannot read it."""
         try:
-            layout: Layout = from_dict(Layout, self.record.layout or {})
+            layout = from_dict(Layout, self.record.layout or {})
         except UserError:
             return None
         return layout

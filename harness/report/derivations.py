@@ -18,7 +18,7 @@ from harness.report.derived_formulas import (
     state_formula,
     utilization,
 )
-from harness.report.labels import PEAK_PARTS
+from harness.report.labels import PEAK_TITLES
 from harness.report.speeds import is_undisturbed, timed_runs
 from harness.report.text import join_words, pluralize
 
@@ -121,7 +121,7 @@ def _peak(row: Row, ranks: Sequence[RankReport]) -> Iterator[Derivation]:
     details = _kinds(fullest.profiled.at_peak.parts if fullest.profiled.at_peak else ())
     terms = [
         Term(title, row[f"at_peak_{part}_bytes"], _PEAK_SOURCES[part], "B", detail=details.get(part, ""))
-        for part, title in PEAK_PARTS.items()
+        for part, title in PEAK_TITLES.items()
         if row.get(f"at_peak_{part}_bytes")
     ]
     if terms:

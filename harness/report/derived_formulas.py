@@ -55,7 +55,7 @@ def read_setting(record: Record) -> Setting | None:
     """Return the setting of a recorded run; None where this version of the harness does not know its keys."""
     try:
         config = read_run_config(record.config)
-        layout: Layout = from_dict(Layout, record.layout)
+        layout = from_dict(Layout, record.layout)
         widths = load_engine(layout.engine).state_widths(config, layout)
         layout.grad_accumulation_steps(config.train)  # raises UserError for a batch that leaves a remainder
     except (UserError, KeyError, TypeError, AttributeError):

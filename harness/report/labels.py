@@ -6,6 +6,7 @@ from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.strategy import DEGREES
+from harness.cost_model.parts import STEP_PARTS
 from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
 
@@ -44,7 +45,7 @@ _SELF_EXPLANATORY = ("model", "engine", "precision", "measured_on", "launch", "s
 _MOST_KEYS = 3  # of a configuration that a label has
 
 # The parts that add up to a peak (columns at_peak_<part>_bytes) and to the median step, with their titles.
-PEAK_PARTS = {
+PEAK_TITLES = {
     "parameter": "parameters",
     "optimizer": "optimizer state",
     "gradient": "gradients",
@@ -56,13 +57,7 @@ PEAK_PARTS = {
     "unmatched": "unattributed",
 }
 
-STEP_PARTS = {
-    name: column(name).title
-    for name in (
-        *("data_seconds", "forward_seconds", "backward_seconds", "optimizer_seconds"),
-        *("exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds", "other_seconds"),
-    )
-}
+STEP_TITLES = {name: column(name).title for name in STEP_PARTS}
 
 
 def column_title(name: str, short: bool = False) -> str:

@@ -5,7 +5,7 @@ from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
 from harness.report.document import BulletList, Paragraph, Section, run_table, section
 from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, labelled
-from harness.report.labels import PEAK_PARTS
+from harness.report.labels import PEAK_TITLES
 from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
 from harness.report.view import View
 
@@ -84,7 +84,7 @@ def peak(view: View) -> list[Section]:
     It has a column for each part and lists the largest blocks that are neither model state nor activations.
     """
     runs, table = view.peak_runs, view.peak_runs.table
-    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_PARTS.items()}
+    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_TITLES.items()}
     names = {name: header for name, header in names.items() if any(column_values(table, name))}
     if not names:
         return []

@@ -11,7 +11,7 @@ from harness.report.charts import traffic
 from harness.report.comparison_columns import disturbed_cells
 from harness.report.document import Disturbed, Paragraph, Section, Table, run_table, section
 from harness.report.frame import baseline_name, column_values, labelled
-from harness.report.labels import STEP_PARTS
+from harness.report.labels import STEP_TITLES
 from harness.report.text import (
     MILLISECONDS,
     ONE,
@@ -72,7 +72,7 @@ def pipeline_section(view: View) -> list[Section]:
 def time(view: View) -> list[Section]:
     """Return the section on step time, with a column for each part of the median step; the parts add up to it."""
     table = view.median_runs.table
-    columns = {header: format_numbers(column_values(table, name), MILLISECONDS) for name, header in STEP_PARTS.items()}
+    columns = {header: format_numbers(column_values(table, name), MILLISECONDS) for name, header in STEP_TITLES.items()}
     columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
     if not columns:
         return []

@@ -10,7 +10,7 @@ from harness.records.schema import Row
 from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import Series, by_parameters, by_world
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key, is_measured
-from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.reported import Reported, ReportedGroup
 from harness.report.speeds import Speed, are_alike, speed_of
 from harness.report.text import (
@@ -192,7 +192,7 @@ def step_reason(fast: Reported, slow: Reported) -> str:
         return ""
     longer = {
         title: _median(slow, name) - _median(fast, name)
-        for name, title in STEP_PARTS.items()
+        for name, title in STEP_TITLES.items()
         if _is_longer(slow, fast, name)
     }
     parts = _largest(longer, difference)
@@ -233,7 +233,7 @@ def memory_reason(small: Reported, large: Reported) -> str:
     """Return the sentence on what `large` has more of at its peak; empty where the parts are not known."""
     small_row, large_row = peak_run(small.record).row, peak_run(large.record).row
     difference = (large.peak or 0) - (small.peak or 0)
-    names = {name: title for part, title in PEAK_PARTS.items() if (name := f"at_peak_{part}_bytes") in large_row}
+    names = {name: title for part, title in PEAK_TITLES.items() if (name := f"at_peak_{part}_bytes") in large_row}
     more = {title: (large_row.get(name) or 0) - (small_row.get(name) or 0) for name, title in names.items()}
     parts = _largest({title: float(size) for title, size in more.items()}, difference) if difference > 0 else {}
     if not parts:

@@ -16,7 +16,7 @@ from harness.records.schema import Record, Row
 from harness.records.store import LoadedRecords
 from harness.report.comparability import group_by, repeat_key
 from harness.report.frame import records_frame
-from harness.report.labels import STEP_PARTS
+from harness.report.labels import STEP_TITLES
 from harness.report.ranking import Ranking, rank
 from harness.report.speeds import timed_runs
 
@@ -156,7 +156,7 @@ def merge_folders(comparisons: Sequence[tuple[Path, LoadedRecords]]) -> View:
 
 
 # The parts of a step add up within one run only, so that no median represents them, and neither one of its percentile.
-_WITHIN_RUN = {*STEP_PARTS, "overlapped_communication_seconds", "step_seconds_p95"}
+_WITHIN_RUN = {*STEP_TITLES, "overlapped_communication_seconds", "step_seconds_p95"}
 
 _MEDIAN = set(columns_aggregated_by("median")) - _WITHIN_RUN
 

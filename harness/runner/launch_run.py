@@ -65,9 +65,9 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
     for note in notes:
         context.log(note)
     outcome = RUNNERS[plan.config.launch](plan, context)
-    judged = judge_run(plan, outcome, reference)
-    ending = judged.ending | reference.columns | started | {"duration_seconds": outcome.seconds}
-    return write_row(plan, ending, judged.ranks, judged.parts | {"notes": notes}, judged.steps)
+    verdict, ranks = judge_run(plan, outcome, reference)
+    ending = verdict.columns | reference.columns | started | {"duration_seconds": outcome.seconds}
+    return write_row(plan, ending, ranks, verdict.parts | {"notes": notes}, verdict.steps)
 
 
 def prepare_run_folder(plan: RunPlan) -> list[str]:

@@ -4,16 +4,16 @@ The pruned run must need at least as much memory by the cost model. Both runs ha
 are equal in everything but their sizes.
 """
 
+import json
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Literal
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
-from harness.records.store import read_record
+from harness.records.store import readable_records
 from harness.runner.plan import RunPlan
-from harness.util.errors import UserError
 from harness.util.files import JsonObject
 
 # What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
@@ -48,14 +48,9 @@ def comparable_oom_records(plan: RunPlan) -> Iterator[Record]:
     """Yield the records of runs of these versions that ran out of memory and differ from the plan in sizes alone."""
     names = plan.run_id.rpartition("-")[0]
     wanted = without_sizes(plan.config.to_dict())
-    for folder in plan.folder.comparison.recorded_runs(f"{names}-*"):
-        try:
-            record = read_record(folder.path)
-        except UserError:
-            continue
-        if record.status != "oom" or version_differences(record, versions()):
-            continue
-        if without_sizes(record.config) == wanted:
+    for record in readable_records(plan.folder.comparison, f"{names}-*"):
+        is_comparable = record.status == "oom" and not version_differences(record, versions())
+        if is_comparable and without_sizes(record.config) == wanted:
             yield record
 
 
@@ -64,7 +59,7 @@ def without_sizes(values: ConfigValues) -> JsonObject:
     affecting = result_affecting_keys(values)
     for group, names in _SIZES.items():
         affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
-    plain: JsonObject = _as_json(affecting | {"repeat": 0})  # if one repeat ran out of memory, all would
+    plain: JsonObject = json.loads(json.dumps(affecting | {"repeat": 0}))  # if one repeat ran out of memory, all would
     return plain
 
 
@@ -74,13 +69,6 @@ def grown_sizes(before: ConfigValues, after: ConfigValues) -> list[Size]:
     if any(new < old for old, new in pairs.values()):
         return []
     return [key for key, (old, new) in pairs.items() if new > old]
-
-
-def _as_json(value: Any) -> Any:
-    """Return a value with lists for its tuples, as it is after a record was written and read."""
-    if isinstance(value, dict):
-        return {key: _as_json(entry) for key, entry in value.items()}
-    return [_as_json(entry) for entry in value] if isinstance(value, (list, tuple)) else value
 
 
 def needs_at_least(plan: RunPlan, row: Row) -> bool:

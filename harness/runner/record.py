@@ -1,7 +1,7 @@
 """The record of a run: its row, its configuration, its ranks' reports, and the machine and versions that made it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from harness.config.command import CommandConfig, merge_values
@@ -20,8 +20,7 @@ from harness.proof.verify import Verdict, verify_run
 from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, to_record_entry
-from harness.records.run_folder import RunFolder
-from harness.records.schema import Cells, PredictedStepEntry, Record, RecordParts, StepEntry
+from harness.records.schema import Cells, PredictedStepEntry, Record, RecordParts
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import RunPlan, rank_memory_limit
 from harness.runner.reference_plans import Reference
@@ -109,25 +108,25 @@ def predicted_step_entry(plan: RunPlan) -> PredictedStepEntry | None:
     }
 
 
-def failure_columns(
-    config: RunConfig, folder: RunFolder, world_size: int, outcome: LaunchOutcome, ranks: Sequence[RankReport]
-) -> Cells:
+def failure_columns(plan: RunPlan, outcome: LaunchOutcome, ranks: Sequence[RankReport]) -> Cells:
     """Return the columns of a run that failed: its phase, and the most memory that a rank last reported.
 
     The phase is that of the rank to blame, else of the rank that is furthest behind. A rank that ran out of memory
     makes an error an `oom`.
     """
     exhausted = next((rank for rank in ranks if rank.status == "oom"), None)
-    beats = {rank: beat for rank in range(world_size) if (beat := heartbeat.read_heartbeat(folder.path, rank))}
+    read = ((rank, heartbeat.read_heartbeat(plan.folder.path, rank)) for rank in range(plan.layout.world_size))
+    beats = {rank: beat for rank, beat in read if beat}
     blamed = exhausted.rank if exhausted else next((failure.rank for failure in outcome.failures), None)
     if blamed not in beats:
         blamed = min(beats, key=lambda rank: beats[rank].step, default=None)
-    row: Cells = {"failed_in_phase": beats[blamed].phase if blamed in beats else None}
-    row["last_seen_allocated_bytes"] = max_known(beat.allocated_bytes for beat in beats.values())
-    row["last_seen_rss_bytes"] = max_known(beat.host_bytes for beat in beats.values())
+    row: Cells = {
+        "failed_in_phase": beats[blamed].phase if blamed in beats else None,
+        "last_seen_allocated_bytes": max_known(beat.allocated_bytes for beat in beats.values()),
+        "last_seen_rss_bytes": max_known(beat.host_bytes for beat in beats.values()),
+    }
     if outcome.status == "error" and exhausted:
-        row["status"] = "oom"
-        row["reason"] = out_of_memory_reason(config, exhausted)
+        row |= {"status": "oom", "reason": out_of_memory_reason(plan.config, exhausted)}
     return row
 
 
@@ -138,33 +137,22 @@ def out_of_memory_reason(config: RunConfig, rank: RankReport) -> str:
     return f"rank {rank.rank} ran out of memory in phase {rank.phase}{under}: {rank.reason}"
 
 
-@dataclass(frozen=True)
-class JudgedRun:
-    """A run that has ended: the columns that say how, its ranks' reports, and what its proof adds to the record."""
-
-    ending: Cells
-    ranks: Sequence[RankReport]
-    parts: RecordParts
-    steps: Sequence[StepEntry]
-
-
-def judge_run(plan: RunPlan, outcome: LaunchOutcome, reference: Reference) -> JudgedRun:
-    """Return how the run ended; a run whose ranks all finished is ok only if it is proven."""
-    ending: Cells = {"status": outcome.status, "reason": outcome.reason}
-    parts = RecordParts()
-    steps: Sequence[StepEntry] = ()
+def judge_run(plan: RunPlan, outcome: LaunchOutcome, reference: Reference) -> tuple[Verdict, Sequence[RankReport]]:
+    """Return how the run ended and its ranks' reports; a run whose ranks all finished is ok only if it is proven."""
+    ranks: Sequence[RankReport] = ()
+    verdict = Verdict({"status": outcome.status, "reason": outcome.reason}, RecordParts())
     try:
         ranks = plan.folder.read_rank_reports(plan.layout.world_size)
     except ValueError as error:
-        ranks, ending = [], {"status": "error", "reason": f"a rank's report is damaged: {one_line(error)}"}
-    if ending["status"] == "ok":
+        reason = f"a rank's report is damaged: {one_line(error)}"
+        verdict = Verdict({"status": "error", "reason": reason}, RecordParts())
+    if verdict.columns["status"] == "ok":
         verdict = verify(plan, ranks, reference)
-        ending, parts, steps = verdict.columns, verdict.parts, verdict.steps
-    if ending["status"] != "ok":
-        failed_in = {"failed_in_phase": ending["failed_in_phase"]} if "failed_in_phase" in ending else {}
-        world_size = plan.layout.world_size
-        ending |= failure_columns(plan.config, plan.folder, world_size, outcome, ranks) | failed_in
-    return JudgedRun(ending, ranks, parts, steps)
+    if verdict.columns["status"] == "ok":
+        return verdict, ranks
+    proven_phase = {key: value for key, value in verdict.columns.items() if key == "failed_in_phase"}
+    columns = verdict.columns | failure_columns(plan, outcome, ranks) | proven_phase
+    return replace(verdict, columns=columns), ranks
 
 
 def verify(plan: RunPlan, ranks: Sequence[RankReport], reference: Reference) -> Verdict:

@@ -15,7 +15,7 @@ from harness.config.strategy import StrategyConfig
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells
-from harness.records.store import read_record
+from harness.records.store import readable_records
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.resolve import load_strategy_preset, with_layers
 from harness.util.errors import UserError
@@ -136,15 +136,10 @@ def fewer_layers(plan: RunPlan) -> Iterator[tuple[RunPlan, RunPlan]]:
 
 def recorded_layers(plan: RunPlan) -> list[int]:
     """Return with how many layers the layout of a reference is recorded, the most first."""
-    recorded: list[int] = []
-    for folder in plan.folder.comparison.recorded_runs(f"{plan.run_id.rpartition('-')[0]}-*"):
-        try:
-            layers = int(read_record(folder.path).config["model"]["num_hidden_layers"])
-        except UserError:
-            continue
-        if plan_reference(with_layers(plan.config, layers), plan).run_id == folder.path.name:
-            recorded.append(layers)
-    return sorted(recorded, reverse=True)
+    records = readable_records(plan.folder.comparison, f"{plan.run_id.rpartition('-')[0]}-*")
+    layers = {record.run_id: int(record.config["model"]["num_hidden_layers"]) for record in records}
+    same = (n for run_id, n in layers.items() if plan_reference(with_layers(plan.config, n), plan).run_id == run_id)
+    return sorted(same, reverse=True)
 
 
 def most_layers_that_fit(plan: RunPlan) -> int:

@@ -15,9 +15,9 @@ from harness.hardware.peak_flops import peak_flops
 from harness.launcher.rank_entry import worker_entry
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import Cells, Record
-from harness.records.store import read_record
+from harness.records.run_folder import ComparisonFolder
+from harness.records.schema import Cells, Record, Row
+from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run
 from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_plans import (
@@ -191,8 +191,9 @@ def predict_cost(plan: RunPlan) -> Cost | None:
     large models reach of the device's peak, which is not known of a CPU.
     """
     folders = (plan.comparison, ComparisonFolder(plan.comparison.references))
-    runs = (run for folder in folders for run in folder.recorded_runs(f"*-{plan.config.model.name}-*"))
-    flops_per_second, source = max(measured_speeds(plan, runs), key=itemgetter(0), default=(0.0, ""))
+    pattern = f"*-{plan.config.model.name}-*"
+    rows = (record.row for folder in folders for record in readable_records(folder, pattern))
+    flops_per_second, source = max(measured_speeds(plan, rows), key=itemgetter(0), default=(0.0, ""))
     if not flops_per_second:
         peak = peak_flops(plan.machine.device_name, plan.config.precision.compute)
         if peak is None:
@@ -204,7 +205,7 @@ def predict_cost(plan: RunPlan) -> Cost | None:
     return Cost(TRAININGS * plan.config.train.total_steps * per_device / flops_per_second, source)
 
 
-def measured_speeds(plan: RunPlan, runs: Iterable[RunFolder]) -> Iterator[tuple[float, str]]:
+def measured_speeds(plan: RunPlan, rows: Iterable[Row]) -> Iterator[tuple[float, str]]:
     """Yield the operations that one device ran in a second, and the run, of those that tell something about the plan's.
 
     On a CPU they are those of the whole machine, which its ranks share.
@@ -216,11 +217,7 @@ def measured_speeds(plan: RunPlan, runs: Iterable[RunFolder]) -> Iterator[tuple[
         "precision": plan.config.precision.name,
         "seq_len": plan.config.train.seq_len,
     }
-    for folder in runs:
-        try:
-            row = read_record(folder.path).row
-        except UserError:
-            continue
+    for row in rows:
         flops, seconds = row.get("executed_flops"), row.get("step_seconds")
         if flops and seconds and all(row.get(key) == value for key, value in alike.items()):
             yield flops / seconds / (row["world_size"] if plan.machine.device == "cuda" else 1), row["run_id"]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import yaml
@@ -35,33 +34,33 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
     model = values.get("model")
     if isinstance(model, dict) and model.get("family") == "hf" and not model.get("hf_info"):
         train = dict(values.get("train") or {})
-        model = _hf_model_filler()(model, train.get("seq_len"))
+        model = _fill_hf_model(model, train.get("seq_len"))
         if train.get("seq_len") is None:
             train["seq_len"] = model["context_length"]
         values = values | {"model": model, "train": train}
     return read_run_config(values)
 
 
+def preset_values(group: str, name: str) -> GroupValues:
+    """Return the values of a file of conf/."""
+    values: GroupValues = yaml.safe_load(files_in(conf_folders(), group)[name].read_text())
+    return values
+
+
 def load_model_presets() -> list[ModelConfig]:
     """Return the models that have a file and a known size, to suggest one that would fit."""
-    presets = [yaml.safe_load(path.read_text()) for path in files_in(conf_folders(), "model").values()]
+    presets = (preset_values("model", name) for name in files_in(conf_folders(), "model"))
     return [from_dict(ModelConfig, values) for values in presets if values["family"] != "hf"]
 
 
 def load_strategy_preset(name: str) -> StrategyConfig:
     """Return the strategy of this name as its file in conf/strategy has it."""
-    strategy: StrategyConfig = from_dict(
-        StrategyConfig, yaml.safe_load(files_in(conf_folders(), "strategy")[name].read_text())
-    )
-    return strategy
+    return from_dict(StrategyConfig, preset_values("strategy", name))
 
 
 def load_precision_preset(name: str) -> PrecisionConfig:
     """Return the precision of this name as its file in conf/precision has it."""
-    precision: PrecisionConfig = from_dict(
-        PrecisionConfig, yaml.safe_load(files_in(conf_folders(), "precision")[name].read_text())
-    )
-    return precision
+    return from_dict(PrecisionConfig, preset_values("precision", name))
 
 
 def with_layers(config: RunConfig, layers: int) -> RunConfig:
@@ -72,7 +71,7 @@ def with_layers(config: RunConfig, layers: int) -> RunConfig:
     model = dataclasses.replace(config.model, num_hidden_layers=layers)
     if model.family == "hf":
         values = {key: getattr(model, key) for key in _HF_KEYS}
-        model = from_dict(ModelConfig, _hf_model_filler()(values, config.train.seq_len))
+        model = from_dict(ModelConfig, _fill_hf_model(values, config.train.seq_len))
     return dataclasses.replace(config, model=model)
 
 
@@ -83,17 +82,14 @@ _HF_KEYS = (
 )
 
 
-def _hf_model_filler() -> Callable[[GroupValues, int | None], GroupValues]:
-    """Return the function that fills the values of a Hugging Face model; it loads torch, so it is imported by name."""
-    module = importlib.import_module("harness.models.hf")
-    fill: Callable[[GroupValues, int | None], GroupValues] = module.fill_model_config
-    return fill
+def _fill_hf_model(model: GroupValues, seq_len: int | None) -> GroupValues:
+    """Return all values of a Hugging Face model; what fills them loads torch, so it is imported by name."""
+    filled: GroupValues = importlib.import_module("harness.models.hf").fill_model_config(model, seq_len)
+    return filled
 
 
 AUTO = "auto"
-
 BF16_CAPABILITY = (8, 0)  # the first compute capability that computes in bfloat16
-
 # The keys of train that may be auto. On GPUs a step of seven billion parameters then takes a few seconds on eight
 # devices, enough for every device's energy counter and for a 95th percentile, and the batch divides evenly over 1, 2,
 # 3, 4, 6, 8, 12, 16, 24 and 48 ranks, with six micro-batches for each of eight pipeline stages. The batch does not
@@ -125,8 +121,7 @@ def resolve_auto(
     precision: Any = values.get("precision")
     if isinstance(precision, dict) and precision.get("name") == AUTO:
         name = "bf16_mixed" if computes_bf16(device, compute_capability) else "fp32"
-        preset = yaml.safe_load(files_in(conf_folders(), "precision")[name].read_text())
-        resolved["precision"] = precision | preset
+        resolved["precision"] = precision | preset_values("precision", name)
     train: Any = values.get("train")
     if isinstance(train, dict):
         defaults = TRAIN_DEFAULTS[device]

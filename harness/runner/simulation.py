@@ -22,7 +22,7 @@ def machine_of_run(values: ConfigValues, detect: Callable[[ClusterConfig], Machi
 
     A simulation is for the machine that its cluster describes, if it describes one. Raises UserError.
     """
-    cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+    cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
     if values.get("launch") != "simulated":
         return detect(cluster)
     return detect_machine(cluster) if cluster.hardware is None else described_machine(described_cluster(cluster))

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from harness.config.byte_size import format_bytes
-from harness.metrics.step_time import PARTS
+from harness.cost_model.parts import STEP_PARTS
 from harness.records.rank_report import RunStatus
 from harness.records.schema import Record
 from harness.selftest.bench import Bench, StepFailedError
@@ -63,10 +63,10 @@ def time_adds_up(bench: Bench, records: Sequence[Record]) -> str:
     require_status(records, "ok")
     for record in records:
         row = record.row
-        unknown = [name for name in PARTS if row.get(name) is None]
+        unknown = [name for name in STEP_PARTS if row.get(name) is None]
         if unknown:
             raise StepFailedError(f"{_name(record)} has no {', '.join(unknown)}: its trace could not be split")
-        total = sum(row[name] for name in PARTS)
+        total = sum(row[name] for name in STEP_PARTS)
         if not math.isclose(total, row["step_seconds"], rel_tol=1e-6):
             raise StepFailedError(
                 f"the parts of {_name(record)}'s step add up to {total} s, not to {row['step_seconds']} s"

@@ -60,7 +60,7 @@ def read_commands(comparison: ComparisonFolder) -> list[tuple[CommandFile, bool]
     commands = []
     for name in comparison.commands():
         with suppress(OSError, ValueError, TypeError, UserError):
-            command: CommandFile = from_dict(CommandFile, json.loads(comparison.command(name).read_text()))
+            command = from_dict(CommandFile, json.loads(comparison.command(name).read_text()))
             commands.append((command, is_locked(comparison.lock(name))))
     return sorted(commands, key=lambda entry: entry[0].started_at)
 

@@ -94,7 +94,7 @@ class TrackingClient:
         config_values: ConfigValues | None = None,
     ) -> None:
         try:
-            config: TrackingConfig = from_dict(TrackingConfig, tracking, "tracking")
+            config = from_dict(TrackingConfig, tracking, "tracking")
         except UserError:  # the row was refused because of these very keys
             return
         if config.name == "none":

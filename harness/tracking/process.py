@@ -97,7 +97,7 @@ class TrackingProcess:
 
         After a tracker has failed, what follows is written offline, except for `harness sync`.
         """
-        config: TrackingConfig = from_dict(TrackingConfig, redacted(message["tracking"]), "tracking")
+        config = from_dict(TrackingConfig, redacted(message["tracking"]), "tracking")
         try:
             if config not in self.failures:
                 try:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from harness.cost_model.parts import STEP_PARTS
 from harness.metrics.memory import at_peak_columns
-from harness.metrics.step_time import PARTS
 from harness.proof.layout import box_numel
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
@@ -47,7 +47,7 @@ def check_time(row: dict[str, Any]) -> float:
 
     The median of this share over rows must be below 2 %.
     """
-    parts = {name: row[name] for name in PARTS}
+    parts = {name: row[name] for name in STEP_PARTS}
     assert sum(parts.values()) == pytest.approx(row["step_seconds"]), row["run_id"]
     assert all(seconds >= 0 for seconds in parts.values()), (row["run_id"], parts)
     assert parts["other_seconds"] <= max(0.02 * row["step_seconds"], GLUE_SECONDS), (row["run_id"], parts)

@@ -33,16 +33,16 @@ from harness.report.charts import (
 )
 from harness.report.charts.lines import MOST
 from harness.report.document import Chart
-from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.view import View
 
 GIB, MIB = 2**30, 2**20
 
 HOSTILE = "\"]}' {datum.x} </svg><script>alert(1)</script> \x00\x1b[31m \u202e Übermaß && %s ${y}"
 
-PARTS = {role: PEAK_PARTS[role] for role in MEMORY_ROLES}
+PARTS = {role: PEAK_TITLES[role] for role in MEMORY_ROLES}
 
-TIMES = dict(list(STEP_PARTS.items())[:5])
+TIMES = dict(list(STEP_TITLES.items())[:5])
 
 PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "first": first.first_picture,

@@ -17,7 +17,7 @@ from harness.report.comparison_columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings
 from harness.report.first_screen import FirstScreen, first_screen, launch_bound
-from harness.report.labels import PEAK_PARTS, STEP_PARTS
+from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.view import View
 from tests.support.example_records import FAILED, MIB, record_of, row
 
@@ -40,12 +40,12 @@ def random_folder(draw: random.Random) -> list[Record]:
         shared |= {"proven_steps": draw.choice((6, 16, 16))}
         shared |= {"pipeline_bubble": 0.67, "pipeline_bubble_theory": 0.5} if strategy == "pp_1f1b" else {}
         wobble = draw.choice((0.05, 0.5))
-        usual = [draw.uniform(0.1, 1) for _ in STEP_PARTS]
+        usual = [draw.uniform(0.1, 1) for _ in STEP_TITLES]
         for repeat in range(draw.choice((1, 2, 3, 3, 3, 4))):
             speed = middle * draw.gauss(1, noise)
             shares = [share * abs(draw.gauss(1, wobble)) for share in usual]
             step = 1024 / speed
-            parts = {name: step * share / sum(shares) for name, share in zip(STEP_PARTS, shares, strict=True)}
+            parts = {name: step * share / sum(shares) for name, share in zip(STEP_TITLES, shares, strict=True)}
             blocks = {"parameter": MIB, "activation": draw.randint(0, 3) * MIB}
             changes = shared | {"repeat": repeat, "tokens_per_second": speed, "step_seconds": step, **parts}
             changes |= {f"at_peak_{name}_bytes": size for name, size in blocks.items()}
@@ -287,7 +287,7 @@ def check_why(text: str, oracle: Oracle) -> None:
         assert seconds(longer) == pytest.approx(whole, rel=0.006)
         explained = 0.0
         for duration, title in re.findall(r"([\d.]+ m?s) more ([a-z ]+?)(?=,| and |$)", parts):
-            column = next(name for name, known in STEP_PARTS.items() if known == title)
+            column = next(name for name, known in STEP_TITLES.items() if known == title)
             part = float(slow_run[column]) - float(fast_run[column])
             assert seconds(duration) == pytest.approx(part, rel=0.006)
             assert min(float(run[column]) for run in oracle.calm[slow]) > max(
@@ -300,7 +300,7 @@ def check_why(text: str, oracle: Oracle) -> None:
         for size, title in re.findall(
             r"([\d.]+) MiB more ([a-z ]+?)(?=,| and |\.)", text.partition(f"of {small}, mainly by ")[2]
         ):
-            column = next(f"at_peak_{part}_bytes" for part, known in PEAK_PARTS.items() if known == title)
+            column = next(f"at_peak_{part}_bytes" for part, known in PEAK_TITLES.items() if known == title)
             assert float(size) * MIB == int(oracle.ok[large][0][column]) - int(oracle.ok[small][0][column])
 
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
+from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import resolve_layout
 from harness.metrics.columns import measured_columns
 from harness.metrics.memory import at_peak_columns, memory_columns
-from harness.metrics.step_time import PARTS, pipeline_entries
+from harness.metrics.step_time import pipeline_entries
 from harness.metrics.traffic import bytes_by_axis
 from harness.records.rank_report import RankReport
 from tests.support.commands import compose_config
@@ -106,7 +107,7 @@ def test_figures_that_the_profiler_missed_are_unknown_and_not_zero() -> None:
     unknown = ("exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds")
     unknown += ("overlapped_communication_seconds",)
     assert [measured[name] for name in unknown] == [None] * 4
-    assert sum(measured[name] for name in PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
+    assert sum(measured[name] for name in STEP_PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
 
 
 def test_a_gpu_waits_as_long_as_it_is_not_busy() -> None:
@@ -122,7 +123,7 @@ def test_a_gpu_waits_as_long_as_it_is_not_busy() -> None:
         assert measured["idle_seconds"] == pytest.approx(0.3)
         assert measured["exposed_communication_seconds"] == pytest.approx(0.07)
         assert measured["overlapped_communication_seconds"] == pytest.approx(0.14)
-        assert sum(measured[name] for name in PARTS) == pytest.approx(1.0)
+        assert sum(measured[name] for name in STEP_PARTS) == pytest.approx(1.0)
 
 
 def test_a_cpu_that_waits_inside_its_phases_prepares_messages() -> None:
@@ -150,7 +151,7 @@ def test_a_gpu_that_was_busy_for_longer_never_waits() -> None:
     measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
     assert measured["idle_seconds"] == pytest.approx(0.0, abs=1e-9)
     assert measured["exposed_communication_seconds"] == pytest.approx(0.25 * 0.1)
-    assert sum(measured[name] for name in PARTS) == pytest.approx(0.25)
+    assert sum(measured[name] for name in STEP_PARTS) == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("fullest", range(3))
@@ -175,11 +176,11 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     assert {name: measured[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
     assert measured["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
     assert measured["overlapped_communication_seconds"] == pytest.approx(0.6)
-    assert sum(measured[name] for name in PARTS) == pytest.approx(measured["step_seconds"])
+    assert sum(measured[name] for name in STEP_PARTS) == pytest.approx(measured["step_seconds"])
     even = measured_columns(
         config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000, "cpu"))
     )
-    assert sum(even[name] for name in PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
+    assert sum(even[name] for name in STEP_PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
     assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
     assert even["step_seconds_iqr_ratio"] == pytest.approx((5 - 1.75) / 3)
 

@@ -18,7 +18,7 @@ from harness.cost_model.memory import estimate_rank_memory
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
-from harness.planner.plan_problems import predict
+from harness.planner.problems import predict
 from harness.planner.row import PLAN_COLUMNS
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv

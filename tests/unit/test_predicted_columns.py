@@ -17,7 +17,7 @@ from harness.hardware.described_cluster import (
     machine_hardware,
 )
 from harness.hardware.machine import Machine, processor_name
-from harness.planner.plan_problems import predict
+from harness.planner.problems import predict
 from harness.runner import plan as run_plan
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.pruning import needs_at_least

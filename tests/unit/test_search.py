@@ -18,7 +18,7 @@ from harness.cost_model.prediction import Prediction
 from harness.layout.partition import balanced_layers
 from harness.planner.bounds import LOWER_BOUNDS
 from harness.planner.plan import search_plan
-from harness.planner.plan_problems import plan_problems, predict
+from harness.planner.problems import plan_problems, predict
 from harness.planner.search import LowerBound, SearchResult, search
 from harness.planner.space import Restrictions, SearchedSpace, candidates
 from tests.support.models import BF16, FP32, run, shaped

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from harness.metrics.step_time import PARTS
+from harness.cost_model.parts import STEP_PARTS
 from harness.records.schema import Record
 from harness.selftest import checks, observations, rank_variants
 from harness.selftest.bench import Bench, StepFailedError, StepSkippedError
@@ -19,7 +19,7 @@ from harness.selftest.results import anonymous
 from harness.selftest.steps import STEPS, Check
 from tests.support.example_records import FAILED, MIB, record_of, row
 
-TIMES = dict.fromkeys(PARTS, 0.0) | {"forward_seconds": 0.03, "idle_seconds": 0.01, "step_seconds": 0.04}
+TIMES = dict.fromkeys(STEP_PARTS, 0.0) | {"forward_seconds": 0.03, "idle_seconds": 0.01, "step_seconds": 0.04}
 
 AT_PEAK = {"at_peak_parameter_bytes": 12 * MIB, "at_peak_activation_bytes": 8 * MIB}
 

@@ -9,7 +9,7 @@ import pytest
 from harness.config.stack import StackTiming, load_stack, stack_names
 from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
-from harness.planner.plan_problems import predict
+from harness.planner.problems import predict
 from harness.planner.row import planned_row
 from harness.util.errors import UserError
 from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows

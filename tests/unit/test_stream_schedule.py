@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import resolve_layout
 from harness.metrics.simulation import simulated_time_columns
-from harness.metrics.step_time import PARTS
 from harness.records.rank_report import RankReport, SimulatedTime
 from harness.simulator.kernel_work import (
     Attention,
@@ -208,7 +208,7 @@ def test_the_columns_of_a_simulated_step_add_up_to_it() -> None:
     shorter = dataclasses.replace(time, idle_seconds=3.0)
     ranks = [RankReport(rank, simulated_time=own) for rank, own in enumerate((shorter, time))]
     cells = simulated_time_columns(config, PIPELINE, ranks)
-    assert sum(float(str(cells[name])) for name in PARTS) == cells["step_seconds"] == 8.0
+    assert sum(float(str(cells[name])) for name in STEP_PARTS) == cells["step_seconds"] == 8.0
     assert (cells["optimizer_seconds"], cells["idle_seconds"]) == (0.75, 2.125)  # of the stage that waits least
     assert cells["tokens_per_second_per_device"] == config.train.global_batch * config.train.seq_len / 8 / 2
     assert simulated_time_columns(config, PIPELINE, [*ranks, RankReport(2)]) == {}  # a rank that is not timed

@@ -21,13 +21,13 @@ from harness.report.charts.series import by_micro_batch
 from harness.report.charts.style import alt
 from harness.report.comparability import is_measured
 from harness.report.document import Chart
-from harness.report.labels import PEAK_PARTS
+from harness.report.labels import PEAK_TITLES
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, pluralize
 from harness.report.view import View, peak_run
 
 _UNDIVIDED = "no breakdown recorded"
 
-_AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_PARTS.items()}
+_AT_PEAK = {f"at_peak_{part}_bytes": name for part, name in PEAK_TITLES.items()}
 
 _FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not drawn, as bars would be too short
 

@@ -17,7 +17,7 @@ from harness.report.charts.lines import (
 )
 from harness.report.charts.style import alt
 from harness.report.document import Chart
-from harness.report.labels import STEP_PARTS
+from harness.report.labels import STEP_TITLES
 from harness.report.text import MILLISECONDS, format_numbers, pluralize
 from harness.report.view import View
 
@@ -32,7 +32,7 @@ def step(view: View) -> Chart | None:
     segments = [datum for line in lines for datum in _step_parts(line)]
     if not segments:
         return None
-    names = [name for name in STEP_PARTS.values() if any(datum["part"] == name for datum in segments)]
+    names = [name for name in STEP_TITLES.values() if any(datum["part"] == name for datum in segments)]
     text = (
         f"Step time of {pluralize(len(totals), 'configuration')} in ms, stacked by its parts, {', '.join(names)}:"
         f" {range_text([(label, total / MILLISECONDS.size) for label, total in totals.items()])}."
@@ -52,7 +52,7 @@ def step(view: View) -> Chart | None:
         rows.append(format_numbers([*(seconds.get(name) for name in names), totals.get(line.label)], MILLISECONDS))
     titles = [*(f"{name} (ms)" for name in names), "step time (ms)"]
     columns |= dict(zip(titles, zip(*rows, strict=True), strict=True))
-    layers = _layers(lines, segments, totals, titles[-1], STEP_PARTS, totals)
+    layers = _layers(lines, segments, totals, titles[-1], STEP_TITLES, totals)
     strategies = [line.strategy for line in lines]
     return bar_marks.bar_chart(view, "step", "Breakdown of step time", text, strategies, layers, columns, titles[-1], 2)
 
@@ -60,7 +60,7 @@ def step(view: View) -> Chart | None:
 def _step_parts(line: ChartLine) -> list[Datum]:
     if not line.is_timed:
         return []
-    return part_data(line, median_record(line).row, STEP_PARTS, MILLISECONDS.size)
+    return part_data(line, median_record(line).row, STEP_TITLES, MILLISECONDS.size)
 
 
 def _layers(
@@ -87,7 +87,7 @@ def _layers(
 
 # The colors of these parts are those that the parts of a step have: exposed communication has its own in both charts.
 _EXPOSURE = {
-    "exposed_communication_seconds": STEP_PARTS["exposed_communication_seconds"],
+    "exposed_communication_seconds": STEP_TITLES["exposed_communication_seconds"],
     "overlapped_communication_seconds": "overlapped with computing",
 }
 
@@ -103,7 +103,7 @@ def exposed_communication(view: View) -> Chart | None:
         return None
     lines = bar_marks.ordered(lines, lambda line: times[line.label][0])
     drawn = [line for line in lines if times[line.label][0] is not None]
-    names = (*STEP_PARTS.values(), _EXPOSURE["overlapped_communication_seconds"])
+    names = (*STEP_TITLES.values(), _EXPOSURE["overlapped_communication_seconds"])
     segments = [
         datum for line in drawn for datum in part_data(line, median_record(line).row, _EXPOSURE, MILLISECONDS.size)
     ]

@@ -58,7 +58,7 @@ class SlurmExecutor:
 
     def __init__(self, launcher: GroupValues, display: ProgressDisplay) -> None:
         keys = {key: value for key, value in launcher.items() if key != "_target_"}
-        self.resources: SlurmResources = from_dict(SlurmResources, keys, "hydra.launcher")
+        self.resources = from_dict(SlurmResources, keys, "hydra.launcher")
         self.display = display
         self.values: dict[QueuedRun, ConfigValues] = {}
         self.submitted: dict[QueuedRun, SubmittedRun] = {}
@@ -71,7 +71,7 @@ class SlurmExecutor:
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
-        cluster: ClusterConfig = from_dict(ClusterConfig, values["cluster"], "cluster")
+        cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
         launch = values.get("launch", "processes")
         values = resolve_auto(values, commands.requested_device(self.resources, cluster, launch))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
