@@ -4,7 +4,7 @@ The rules of collectives are those of torch's ProcessGroupNCCL (torch/csrc/distr
 collective with async_op=False runs on the current stream. One with async_op=True, which all functional collectives are,
 runs on the stream of its group's communicator, which first waits for what the current stream was given before; the
 current stream waits for it at Work.wait() or wait_tensor(). NCCL runs the collectives of a communicator one after
-another, on whichever streams they are. Sends and receives have the streams of harness.simulator.nccl_timeline.
+another, on whichever streams they are. Sends and receives have the streams of harness.simulator.stage_times.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,6 +28,7 @@ from harness.simulator.operator_work import WorkCache
 
 Stream = str  # "stream 0" is the default stream; others are those of communicators and of the program
 
+PAIR = "pair"  # the first word of a stream for single transfers between two ranks
 HOST = "host"  # the place of what the host does or waits for itself
 
 Moment = dict[Stream, int]  # the last launch on each of some streams
@@ -152,7 +153,7 @@ class StreamRecorder:
             self._batch.append((direction, peer, size))
             return
         low, high = sorted((self.rank, peer))
-        self._keep(result, self._transfer([(direction, peer, size)], f"pair {low}:{high}"))
+        self._keep(result, self._transfer([(direction, peer, size)], f"{PAIR} {low}:{high}"))
 
     def _transfer(self, parts: Sequence[TransferPart], stream: Stream) -> Moment:
         self.wait(stream, self.moment(current_stream()))

@@ -1,28 +1,63 @@
 """The wait of pipeline stages for each other: their steps played together, or the planner's bubble for one of them.
 
-A rank's own step is a program of segments between the points at which it meets other stages: launches of transfers,
-waits for them, and collectives along the pipeline. Where every stage was simulated, these programs are played against
-each other by the rules of harness.simulator.nccl_timeline. Where only one was, all stages are taken to be as long as
-it, and the share of its passes that the schedule's formula gives is added.
+A rank's own step consists of segments between the points at which it meets other stages: launches of transfers, waits
+for them, and collectives along the pipeline. Where every stage was simulated, these are kernels that are played against
+each other. Where only one was, all stages are taken to be as long as it, and the share of its passes that the
+schedule's formula gives is added.
+
+The rules are those of torch's ProcessGroupNCCL (torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, pointToPoint and
+startCoalescing) up to version 2.13:
+
+- Kernels of one stream run in the order of their launch. A transfer's stream first waits for what the current stream
+  was given before the launch (syncStream); the current stream waits for a transfer at Work.wait().
+- A batch (batch_isend_irecv) is one kernel. "For batch P2P, we need to treat it like a collective when selecting
+  communicator": it runs on the stream of the group's communicator.
+- A single send or receive depends on how the group was initialized. Without a device_id, as here
+  (harness.worker.process_group), "In lazy initialization mode, this will result in a new 2-rank NCCL communicator to be
+  created", whose key has both ranks and no direction: there is a stream for each pair of ranks. With a device_id, "In
+  eager initialization mode, unbatched P2P ops are treated as independent collective ops, and are thus serialized with
+  all other ops on this ProcessGroup": all use one stream.
+- The n-th send from a rank to another over a communicator meets the n-th receive there. Both kernels run until the
+  transfer is over, which takes its time from when the later of the two runs.
+
+Left out are the time in which the host launches kernels, the sharing of links and of multiprocessors between kernels,
+and that small messages are sent into buffers without a receiver.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout
-from harness.simulator.kernel_work import Collective, Transfers
-from harness.simulator.nccl_timeline import InitMode, Kernel, timed_kernels
-from harness.simulator.operator_stream import Launch
-from harness.simulator.pipeline_program import Meeting, Program, Segment, Transfer, TransferLaunch, TransferWait
+from harness.simulator.kernel_work import Collective, TransferPart, Transfers
+from harness.simulator.operator_stream import PAIR, Launch
 from harness.simulator.step_timing import TimedStep
 
-# Process groups bind no device, so that pairs of ranks have communicators of their own (harness.worker.process_group).
-INIT_MODE: InitMode = "lazy"
-
 MAIN = "stream 0"
-
 WITHOUT_PASSES = ("norm", "optimizer")  # the phases of a step that do not belong to a micro-batch
+
+
+class DeadlockError(RuntimeError):
+    """The error that kernels wait for each other for ever."""
+
+
+@dataclass(eq=False)
+class StageKernel:
+    """A kernel, or a wait, on a stream of a stage's rank, that is ready when the stream reaches it."""
+
+    rank: int
+    stream: str
+    seconds: float = 0.0
+    after: tuple["StageKernel", ...] = ()  # on other streams of the rank
+    transfers: tuple[TransferPart, ...] = ()
+    is_meeting: bool = False  # a collective of all stages
+    peers: list["StageKernel"] = field(default_factory=list)  # the other side of each transfer, or those of a meeting
+    ready: float = 0.0
+    end: float = 0.0
 
 
 def with_stage_waits(layout: Layout, micro_batches: int, steps: Sequence[TimedStep]) -> list[TimedStep]:
@@ -33,14 +68,13 @@ def with_stage_waits(layout: Layout, micro_batches: int, steps: Sequence[TimedSt
     if [step.rank for step in steps] == list(range(0, layout.world_size, stage_ranks)):
         return played_together(steps, stage_ranks)
     ratio = bubble_ratio(layout, micro_batches)
-    return [with_planned_bubble(step, ratio) for step in steps]
+    return [with_wait(step, ratio * seconds_of_passes(step), is_planned=True) for step in steps]
 
 
-def with_planned_bubble(step: TimedStep, ratio: float) -> TimedStep:
-    """Return a step with the bubble of a pipeline whose other stages take as long as this one."""
+def seconds_of_passes(step: TimedStep) -> float:
+    """Return the seconds of a step that belong to micro-batches."""
     own = step.summary
-    passes = own.step_seconds - sum(own.phase_seconds.get(name, 0.0) for name in WITHOUT_PASSES)
-    return with_wait(step, ratio * passes, is_planned=True)
+    return own.step_seconds - sum(own.phase_seconds.get(name, 0.0) for name in WITHOUT_PASSES)
 
 
 def with_wait(step: TimedStep, seconds: float, is_planned: bool) -> TimedStep:
@@ -58,81 +92,118 @@ def with_wait(step: TimedStep, seconds: float, is_planned: bool) -> TimedStep:
 
 def played_together(steps: Sequence[TimedStep], stage_ranks: int) -> list[TimedStep]:
     """Return the steps of one rank of every stage as they run beside each other."""
-    programs = [StageProgram(step, stage_ranks) for step in steps]
-    kernels = timed_kernels([program.entries for program in programs], INIT_MODE)
-    end = max(kernel.end or 0.0 for of_rank in kernels for kernel in of_rank)
-    return [
-        with_wait(program.shifted(of_rank), end - program.step.summary.step_seconds, is_planned=False)
-        for program, of_rank in zip(programs, kernels, strict=True)
-    ]
+    stages = [StageStep(step, stage_ranks) for step in steps]
+    end = play_kernels([stage.kernels for stage in stages])
+    return [with_wait(stage.moved(), end - stage.step.summary.step_seconds, is_planned=False) for stage in stages]
 
 
-class StageProgram:
-    """A rank's step as segments between the points at which it meets other stages."""
+class StageStep:
+    """A rank's step as kernels: segments, and the points between them at which it meets other stages."""
 
     def __init__(self, step: TimedStep, stage_ranks: int) -> None:
-        self.step = step
-        self.entries: Program = []
-        self.starts: list[float] = []  # of each entry, in the time of the rank's own step
-        self.entry_of_launch: list[int] = []
-        self._stage_ranks = stage_ranks
+        self.step, self.stage_ranks = step, stage_ranks
+        self.kernels: list[StageKernel] = []
+        self.starts: list[float] = []  # of each kernel, in the time of the rank's own step
+        self.kernel_of_launch: list[int] = []
         self._now = self._main_end = 0.0
-        self._meetings: set[int] = set()
-        self._transfers: dict[int, int] = {}  # the entries of transfers, by number of launch
+        self._transfers: dict[int, StageKernel] = {}  # that nothing has waited for, by number of launch
         for number, launch in enumerate(step.launches):
             self._add(number, launch)
         self._end_segment(step.schedule.step_seconds)
 
     def _add(self, number: int, launch: Launch) -> None:
         """Add a launch to the present segment, and end the segment where the launch meets other stages."""
-        ends = self.step.schedule.ends
+        work, start, ends = launch.work, self.step.schedule.starts[number], self.step.schedule.ends
         for other in launch.after:
             if other in self._transfers:
                 self._end_segment(self._main_end)
-                self._append(TransferWait(self._transfers.pop(other)))
+                self._append(StageKernel(self.step.rank, MAIN, after=(self._transfers.pop(other),)))
                 self._now = max(self._now, ends[other])
-        if isinstance(launch.work, Transfers):
+        meets_others = True
+        if isinstance(work, Transfers):
             self._end_segment(self._main_end)
-            self._transfers[number] = len(self.entries)
-            self._append(self._transfer(number, launch.work))
-        elif isinstance(launch.work, Collective) and self._spans_stages(launch.work.ranks):
-            start = self.step.schedule.starts[number]
+            stream = launch.stream if launch.stream.startswith(PAIR) else "group"
+            transfer = StageKernel(self.step.rank, stream, ends[number] - start, (self.kernels[-1],), work.parts)
+            self._transfers[number] = transfer
+            self._append(transfer)
+        elif isinstance(work, Collective) and len({rank // self.stage_ranks for rank in work.ranks}) > 1:
             self._end_segment(start)
-            self._append(Meeting(ends[number] - start))
+            self._append(StageKernel(self.step.rank, MAIN, ends[number] - start, is_meeting=True))
             self._now = self._main_end = ends[number]
-            self._meetings.add(number)
-        is_entry = number in self._transfers or number in self._meetings
-        self.entry_of_launch.append(len(self.entries) - is_entry)  # others are in the segment that ends next
+        else:
+            meets_others = False
+        self.kernel_of_launch.append(len(self.kernels) - meets_others)  # else it is in the segment that ends next
         if launch.stream == MAIN:
             self._main_end = ends[number]
 
-    def _append(self, entry: Segment | Meeting | TransferLaunch | TransferWait) -> None:
-        self.entries.append(entry)
+    def _append(self, kernel: StageKernel) -> None:
+        self.kernels.append(kernel)
         self.starts.append(self._now)
 
     def _end_segment(self, end: float) -> None:
         """End the segment that began at the last meeting; transfers that no launch depends on do not end it later."""
-        self._append(Segment(max(0.0, end - self._now)))
+        self._append(StageKernel(self.step.rank, MAIN, max(0.0, end - self._now)))
         self._now = max(self._now, end)
 
-    def _transfer(self, number: int, work: Transfers) -> TransferLaunch:
-        schedule, is_batch = self.step.schedule, not self.step.launches[number].stream.startswith("pair")
-        transfers = tuple(Transfer(direction, peer // self._stage_ranks) for direction, peer, _ in work.parts)
-        return TransferLaunch(transfers, is_batch, schedule.ends[number] - schedule.starts[number])
-
-    def _spans_stages(self, ranks: Sequence[int]) -> bool:
-        return len({rank // self._stage_ranks for rank in ranks}) > 1
-
-    def shifted(self, kernels: Sequence[Kernel]) -> TimedStep:
+    def moved(self) -> TimedStep:
         """Return the step with its launches moved to when their segments run beside the other stages."""
-        moves = [
-            (kernel.end or 0.0) - kernel.seconds - start for kernel, start in zip(kernels, self.starts, strict=True)
-        ]
+        moves = [kernel.end - kernel.seconds - start for kernel, start in zip(self.kernels, self.starts, strict=True)]
         schedule = self.step.schedule
-        by_launch = [moves[entry] for entry in self.entry_of_launch]
+        by_launch = [moves[number] for number in self.kernel_of_launch]
         moved = dataclasses.replace(
             schedule,
             starts=[start + move for start, move in zip(schedule.starts, by_launch, strict=True)],
             ends=[end + move for end, move in zip(schedule.ends, by_launch, strict=True)],
         )
         return dataclasses.replace(self.step, schedule=moved)
+
+
+def play_kernels(stages: Sequence[Sequence[StageKernel]]) -> float:
+    """Set when the kernels of every stage run, which are in the order of their launch; return when the last one ends.
+
+    Raise DeadlockError if kernels wait for each other, or if a transfer has no other side.
+    """
+    kernels = list(chain.from_iterable(stages))
+    connect_transfers(kernels)
+    for met in zip(*([kernel for kernel in stage if kernel.is_meeting] for stage in stages), strict=True):
+        for kernel in met:
+            kernel.peers = [other for other in met if other is not kernel]
+    last: dict[tuple[int, str], StageKernel] = {}
+    before: dict[StageKernel, list[StageKernel]] = {}
+    moments: TopologicalSorter[tuple[StageKernel, str]] = TopologicalSorter()
+    for kernel in kernels:
+        stream = (kernel.rank, kernel.stream)
+        before[kernel] = [*kernel.after, *([last[stream]] if stream in last else [])]
+        last[stream] = kernel
+        moments.add((kernel, "ready"), *((other, "end") for other in before[kernel]))
+        moments.add((kernel, "end"), *((other, "ready") for other in (kernel, *kernel.peers)))
+    try:
+        for kernel, moment in moments.static_order():
+            if moment == "ready":
+                kernel.ready = max((other.end for other in before[kernel]), default=0.0)
+            else:
+                kernel.end = max(other.ready for other in (kernel, *kernel.peers)) + kernel.seconds
+    except CycleError as error:
+        stuck = sorted({f"rank {kernel.rank} ({kernel.stream})" for kernel, _ in error.args[1]})
+        raise DeadlockError(f"the schedule waits for itself on {', '.join(stuck)}") from None
+    return max(kernel.end for kernel in kernels)
+
+
+def connect_transfers(kernels: Sequence[StageKernel]) -> None:
+    """Give every transfer's kernel its peers. Raise DeadlockError if a send has no receive or the reverse."""
+    sides: defaultdict[tuple[str, int, int], dict[str, list[StageKernel]]]
+    sides = defaultdict(lambda: {"send": [], "receive": []})
+    for kernel in kernels:
+        for direction, peer, _ in kernel.transfers:
+            source, target = (kernel.rank, peer) if direction == "send" else (peer, kernel.rank)
+            sides[kernel.stream, source, target][direction].append(kernel)
+    for (stream, source, target), both in sorted(sides.items()):
+        sends, receives = both["send"], both["receive"]
+        if len(sends) != len(receives):
+            raise DeadlockError(
+                f"rank {source} sends {len(sends)} times to rank {target} on the stream {stream}, which receives"
+                f" {len(receives)} times"
+            )
+        for send, receive in zip(sends, receives, strict=True):
+            send.peers.append(receive)
+            receive.peers.append(send)

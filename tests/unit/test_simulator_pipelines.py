@@ -12,17 +12,10 @@ from harness.cost_model.pipeline import PassKind, bubble_ratio
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.run_folder import RunSpec
-from harness.simulator.nccl_timeline import DeadlockError, InitMode, step_seconds
-from harness.simulator.pipeline_program import (
-    Program,
-    StagePass,
-    Transfer,
-    TransferLaunch,
-    TransferWait,
-    record_programs,
-)
+from harness.simulator.stage_times import MAIN, DeadlockError, StageKernel, play_kernels
 from harness.worker.process_group import process_group
 from tests.support.commands import compose_config
+from tests.support.recorded_pipelines import Steps, record_pipeline, step_seconds
 
 STRATEGIES = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
 
@@ -32,7 +25,7 @@ DEGREES = (2, 4, 8)
 # takes 0.08 ms at 450 GB/s, and a forward of 7 TFLOP takes 14 ms at half of the peak.
 TRANSFER_SECONDS = 0.01
 
-Programs = dict[tuple[str, int], list[Program]]  # of every rank, by strategy and degree
+Pipelines = dict[tuple[str, int], Steps]  # by strategy and degree
 
 MARGIN = 0.02  # of the bubble above its formula, which counts no transfers
 
@@ -42,23 +35,23 @@ def laid_out(strategy: str, pp: int) -> Layout:
 
 
 @pytest.fixture(scope="module")
-def programs() -> Programs:
-    """Return the programs of every pipeline, with four micro-batches for each rank."""
-    pipelines = [(strategy, pp) for strategy in STRATEGIES for pp in DEGREES]
-    return {key: record_programs(laid_out(*key), 4 * key[1]) for key in pipelines}
+def pipelines() -> Pipelines:
+    """Return the steps of every pipeline, with four micro-batches for each rank."""
+    keys = [(strategy, pp) for strategy in STRATEGIES for pp in DEGREES]
+    return {key: record_pipeline(laid_out(*key), 4 * key[1]) for key in keys}
 
 
-def bubble(programs: list[Program], layout: Layout, transfer_seconds: float, mode: InitMode) -> float:
+def bubble(steps: Steps, layout: Layout, transfer_seconds: float, eager: bool) -> float:
     """Return the idle time of a step in units of the working time, which is 3 for every micro-batch."""
     share = 1 / layout.virtual_stages
     seconds: dict[PassKind, float] = {"forward": share, "backward": 2 * share, "inputs": share, "weights": share}
     working = 3 * 4 * layout.pp
-    return (step_seconds(programs, seconds, transfer_seconds, mode) - working) / working
+    return (step_seconds(steps, seconds, transfer_seconds, eager) - working) / working
 
 
 @pytest.fixture
-def worker_mode(monkeypatch: pytest.MonkeyPatch) -> InitMode:
-    """Return how the process group of a run on GPUs is initialized: eagerly if the worker binds a device to it."""
+def binds_device(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Return whether the worker binds a device to the process group of a run on GPUs."""
     arguments: dict[str, Any] = {}
     init_process_group = dist.init_process_group
 
@@ -76,73 +69,75 @@ def worker_mode(monkeypatch: pytest.MonkeyPatch) -> InitMode:
     with process_group(RunSpec("", config, layout, corpus, "cuda", threads=torch.get_num_threads())):
         pass
     assert arguments["backend"] == "nccl"
-    return "lazy" if arguments.get("device_id") is None else "eager"
+    return arguments.get("device_id") is not None
 
 
 @pytest.mark.parametrize("pp", DEGREES)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_bubble_is_the_formulas(strategy: str, pp: int, programs: Programs, worker_mode: InitMode) -> None:
+def test_the_bubble_is_the_formulas(strategy: str, pp: int, pipelines: Pipelines, binds_device: bool) -> None:
     """Without the time of transfers it is exactly the formula's, and with it no more than the margin above."""
-    layout, recorded = laid_out(strategy, pp), programs[strategy, pp]
+    layout, recorded = laid_out(strategy, pp), pipelines[strategy, pp]
     formula = bubble_ratio(layout, 4 * pp)
-    assert bubble(recorded, layout, 0.0, worker_mode) == pytest.approx(formula)
-    assert formula <= bubble(recorded, layout, TRANSFER_SECONDS, worker_mode) <= formula + MARGIN
+    assert bubble(recorded, layout, 0.0, binds_device) == pytest.approx(formula)
+    assert formula <= bubble(recorded, layout, TRANSFER_SECONDS, binds_device) <= formula + MARGIN
 
 
 @pytest.mark.parametrize("pp", [4, 8])
-def test_a_bound_device_would_make_interleaving_wait(pp: int, programs: Programs) -> None:
+def test_a_bound_device_would_make_interleaving_wait(pp: int, pipelines: Pipelines) -> None:
     """With device_id all single sends and receives of a group share a stream, and interleaving is worse than 1F1B."""
     interleaved, plain = (laid_out(strategy, pp) for strategy in ("pp_interleaved", "pp_1f1b"))
-    eager = bubble(programs["pp_interleaved", pp], interleaved, TRANSFER_SECONDS, "eager")
-    assert eager > bubble(programs["pp_1f1b", pp], plain, TRANSFER_SECONDS, "eager")
+    eager = bubble(pipelines["pp_interleaved", pp], interleaved, TRANSFER_SECONDS, eager=True)
+    assert eager > bubble(pipelines["pp_1f1b", pp], plain, TRANSFER_SECONDS, eager=True)
     assert eager > bubble_ratio(interleaved, 4 * pp) + 4 * MARGIN
 
 
-def send(peer: int, is_batch: bool = False) -> TransferLaunch:
-    return TransferLaunch((Transfer("send", peer),), is_batch)
+def compute(rank: int, *after: StageKernel) -> StageKernel:
+    return StageKernel(rank, MAIN, 1.0, after)
 
 
-def receive(peer: int, is_batch: bool = False) -> TransferLaunch:
-    return TransferLaunch((Transfer("receive", peer),), is_batch)
-
-
-ONE_SECOND: dict[PassKind, float] = {"forward": 1.0}
+def transfer(
+    rank: int, direction: Any, peer: int, *after: StageKernel, seconds: float = 0.0, stream: str | None = None
+) -> StageKernel:
+    pair = f"pair {min(rank, peer)}:{max(rank, peer)}"
+    return StageKernel(rank, stream or pair, seconds, after, ((direction, peer, 0),))
 
 
 def test_transfers_take_their_time_from_the_later_side() -> None:
-    sender: Program = [StagePass("forward", 0), send(1)]
-    receiver: Program = [receive(0), TransferWait(0), StagePass("forward", 1)]
-    assert step_seconds([sender, receiver], ONE_SECOND, 0.5, "lazy") == 2.5
+    sends, receives = transfer(0, "send", 1, first := compute(0), seconds=0.5), transfer(1, "receive", 0, seconds=0.5)
+    assert play_kernels([[first, sends], [receives, compute(1, receives)]]) == 2.5
 
 
 def test_a_receive_that_nobody_waits_for_yet_delays_nothing_but_its_own_stream() -> None:
     """Rank 1 has work before the message comes: its stream computes while the transfer's waits."""
-    sender: Program = [StagePass("forward", 0), send(1)]
-    receiver: Program = [receive(0), StagePass("forward", 1), TransferWait(0), StagePass("forward", 1)]
-    assert step_seconds([sender, receiver], ONE_SECOND, 0.0, "lazy") == 2.0
+    sends, receives = transfer(0, "send", 1, first := compute(0)), transfer(1, "receive", 0)
+    assert play_kernels([[first, sends], [receives, compute(1), compute(1, receives)]]) == 2.0
 
 
-def test_a_stream_of_the_group_keeps_a_send_behind_a_receive() -> None:
+@pytest.mark.parametrize(("stream", "expected"), [(None, 2.0), ("group", 3.0)])
+def test_a_stream_of_the_group_keeps_a_send_behind_a_receive(stream: str | None, expected: float) -> None:
     """Rank 1 first launches a receive from rank 0, which sends late, then a send to rank 2, which waits for it."""
-    late: Program = [StagePass("forward", 0), StagePass("forward", 0), send(1)]
-    middle: Program = [receive(0), send(2)]
-    last: Program = [receive(1), TransferWait(0), StagePass("forward", 2)]
-    programs = [late, middle, last]
-    assert step_seconds(programs, ONE_SECOND, 0.0, "lazy") == 2.0
-    assert step_seconds(programs, ONE_SECOND, 0.0, "eager") == 3.0
+    late = [compute(0), second := compute(0), transfer(0, "send", 1, second, stream=stream)]
+    middle = [transfer(1, "receive", 0, stream=stream), transfer(1, "send", 2, stream=stream)]
+    receives = transfer(2, "receive", 1, stream=stream)
+    assert play_kernels([late, middle, [receives, compute(2, receives)]]) == expected
 
 
 def test_sends_that_wait_for_each_other_are_a_deadlock() -> None:
+    both = [[transfer(rank, "send", 1 - rank), transfer(rank, "receive", 1 - rank)] for rank in (0, 1)]
     with pytest.raises(DeadlockError, match=r"waits for itself on rank 0 \(pair 0:1\), rank 1 \(pair 0:1\)"):
-        step_seconds([[send(1), receive(1)], [send(0), receive(0)]], {}, 0.0, "lazy")
-    both = TransferLaunch((Transfer("send", 1), Transfer("receive", 1)), is_batch=True)
-    other = TransferLaunch((Transfer("send", 0), Transfer("receive", 0)), is_batch=True)
-    assert step_seconds([[both], [other]], {}, 0.5, "lazy") == 0.5  # a batch is one kernel
+        play_kernels(both)
+    batches = [
+        [StageKernel(rank, "group", 0.5, transfers=(("send", 1 - rank, 0), ("receive", 1 - rank, 0)))]
+        for rank in (0, 1)
+    ]
+    assert play_kernels(batches) == 0.5  # a batch is one kernel
 
 
 def test_a_single_send_never_meets_a_receive_in_a_batch() -> None:
     """Without a bound device they run over communicators of their own."""
-    programs: list[Program] = [[send(1)], [receive(0, is_batch=True)]]
     with pytest.raises(DeadlockError, match="sends 0 times to rank 1 on the stream group"):
-        step_seconds(programs, {}, 0.0, "lazy")
-    assert step_seconds(programs, {}, 0.0, "eager") == 0.0
+        play_kernels([[transfer(0, "send", 1)], [transfer(1, "receive", 0, stream="group")]])
+    assert (
+        play_kernels([[transfer(rank, way, 1 - rank, stream="group")] for rank, way in ((0, "send"), (1, "receive"))])
+        == 0.0
+    )
