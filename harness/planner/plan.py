@@ -64,7 +64,7 @@ def plans(arguments: Sequence[str]) -> list[LayoutPlan | Refusal]:
         try:
             values = dict(compose_values(*combination.overrides, primary="plan"))
             stack = from_dict(StackConfig, values.pop("stack"), "stack")
-            plan = make_plan(values, stack, combination.values)  # type: ignore[arg-type]
+            plan = plan_layouts(values, stack, combination.values)  # type: ignore[arg-type]
             entries.append(dataclasses.replace(plan, swept=combination.swept, overrides=combination.overrides))
         except UserError as error:
             entries.append(Refusal(combination, str(error)))
@@ -75,7 +75,7 @@ def plans(arguments: Sequence[str]) -> list[LayoutPlan | Refusal]:
     return entries
 
 
-def make_plan(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> LayoutPlan:
+def plan_layouts(values: ConfigValues, stack: StackConfig, fixed_keys: Mapping[str, Any]) -> LayoutPlan:
     """Return the plan of composed values; `fixed_keys` are the settings of the command line by their dotted keys.
 
     Raises UserError for what cannot be planned.
