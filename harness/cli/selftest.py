@@ -31,26 +31,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def selftest(options: argparse.Namespace) -> int:
     """Run the steps that the options choose and return the exit status. Raises UserError for an unknown step."""
-    from harness.selftest import summary
+    from harness.selftest import run
     from harness.selftest.bench import Bench
     from harness.selftest.results import ResultsFile
-    from harness.selftest.run import run_steps
-    from harness.selftest.steps import step_names
+    from harness.selftest.steps import STEPS
 
     if options.list:
-        print(summary.list_steps())
+        print(run.list_steps())
         return 0
-    names = step_names() if options.only is None else options.only.split(",")
+    known = [step.name for step in STEPS]
+    names = known if options.only is None else options.only.split(",")
     for name in names:
-        if name not in step_names():
-            raise UserError(f"--only={name} is not a step: choose among {', '.join(step_names())}")
+        if name not in known:
+            raise UserError(f"--only={name} is not a step: choose among {', '.join(known)}")
     bench = Bench(options.to, options.device)
     results = ResultsFile(bench)
-    summary.print_header(bench)
+    run.print_header(bench)
     try:
-        is_ok = run_steps(bench, results, names, options.again, summary.print_started, summary.print_result)
+        is_ok = run.run_steps(bench, results, names, options.again)
     except KeyboardInterrupt:
         print(f"interrupted; the same command continues, and {results.path} has the steps so far")
         return 130
-    summary.print_footer(results, names)
+    run.print_footer(results, names)
     return 0 if is_ok else 1

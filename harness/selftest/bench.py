@@ -23,7 +23,6 @@ from harness.util.errors import UserError
 from harness.util.files import JsonObject
 
 COMPARISON = "selftest"  # the name of the comparison that has the self-test's runs
-
 MOST_RANKS = 2  # of a run that can have any number of ranks
 
 
@@ -100,7 +99,8 @@ class Bench:
     def _execute(self, arguments: tuple[str, ...], entry: Callable[[str], None]) -> Record:
         own = (f"name={COMPARISON}", f"results_dir={self.results_dir}", f"cluster.device={self.device}")
         always = ("tracking=none", "force=true", "sweep.skip_dominated=false")  # no run depends on another
-        values = compose_values(*_last_of_each_key(arguments), *own, *always)
+        last_of_each_key = {argument.partition("=")[0]: argument for argument in arguments}  # Hydra takes a group once
+        values = compose_values(*last_of_each_key.values(), *own, *always)
         values = resolve_auto(values, self.machine.device, self.machine.compute_capability)
         config, command = resolve_run_config(values), read_command_config(values)
         plan = make_plan(config, detect_machine(config.cluster), command)
@@ -109,8 +109,3 @@ class Bench:
         if record is None:
             raise UserError(f"another command is working on {plan.folder.path}: wait for it, or choose another --to")
         return record
-
-
-def _last_of_each_key(arguments: tuple[str, ...]) -> list[str]:
-    """Return the overrides without those that a later one of the same key replaces: Hydra takes a group only once."""
-    return list({argument.partition("=")[0]: argument for argument in arguments}.values())

@@ -1,7 +1,8 @@
 """The checks of the self-test's steps: what the records of their runs must say, and a few words on what they say."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from harness.config.byte_size import format_bytes
 from harness.cost_model.parts import STEP_PARTS
@@ -10,156 +11,16 @@ from harness.records.schema import Record
 from harness.selftest.bench import Bench, StepFailedError
 
 MEMORY_TOLERANCE = 0.1  # of a predicted peak, relative to the measured one
-
 BUBBLE_TOLERANCE = 0.1  # by which the measured share of bubbles may exceed the formula's
-
 SAME_LOSS = 1e-3  # the relative difference of the last losses of two equal runs in 16 bit
-
 HANGING_MODULE = "rank_variants.py"  # the file in which a rank hangs on purpose
-
 AT_PEAK, BYTES = "at_peak_", "_bytes"  # the beginning and the end of the columns that say what filled the peak
 
 
-def ran(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that every run is ok; return their speeds."""
-    require_status(records, "ok")
-    return _by_run(records, lambda record: f"{record.row['tokens_per_second']:,.0f} tokens/s")
-
-
-def proven(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that every run is ok and was compared with a single process; return kernels and deviations."""
-    require_status(records, "ok")
-    deviations = []
-    for record in records:
-        deviation = record.row.get("grad_deviation")
-        if deviation is None:
-            raise StepFailedError(f"{_name(record)} was not compared: {record.proof.get('reference')}")
-        deviations.append(deviation)
-    kernels = ", ".join(dict.fromkeys(str(record.row.get("attention_kernel")) for record in records))
-    return f"gradients deviate by {max(deviations):.1g} at most from a single process's; attention: {kernels}"
-
-
-def memory_adds_up(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that the blocks at the peak are known and add up to it; return the largest parts."""
-    require_status(records, "ok")
-    for record in records:
-        peak = record.row.get("peak_allocated_bytes")
-        if peak is None:
-            notes = "; ".join(record.notes) or "the record does not say why"
-            raise StepFailedError(f"{_name(record)} has no peak of memory: {notes}")
-        sizes = {name: size for name, size in record.row.items() if name.startswith(AT_PEAK) and name.endswith(BYTES)}
-        parts = {name[len(AT_PEAK) : -len(BYTES)]: size for name, size in sizes.items() if size is not None}
-        if not parts:
-            raise StepFailedError(f"{_name(record)} has a peak of {format_bytes(peak)}, and what fills it is not known")
-        if sum(parts.values()) != peak:
-            raise StepFailedError(f"the parts of {_name(record)}'s peak add up to {sum(parts.values())}, not to {peak}")
-    largest = sorted(parts, key=lambda name: -parts[name])[:3]
-    words = ", ".join(f"{name} {parts[name] / peak:.0%}" for name in largest)
-    return f"{format_bytes(sum(parts.values()))} at the peak: {words}"
-
-
-def time_adds_up(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that the parts of a step are known and add up to it; return the shares of communication and idle time."""
-    require_status(records, "ok")
-    for record in records:
-        row = record.row
-        unknown = [name for name in STEP_PARTS if row.get(name) is None]
-        if unknown:
-            raise StepFailedError(f"{_name(record)} has no {', '.join(unknown)}: its trace could not be split")
-        total = sum(row[name] for name in STEP_PARTS)
-        if not math.isclose(total, row["step_seconds"], rel_tol=1e-6):
-            raise StepFailedError(
-                f"the parts of {_name(record)}'s step add up to {total} s, not to {row['step_seconds']} s"
-            )
-    exposed, idle = (row[name] / row["step_seconds"] for name in ("exposed_communication_seconds", "idle_seconds"))
-    return f"a step takes {row['step_seconds'] * 1000:.1f} ms: {exposed:.0%} exposed communication, {idle:.0%} idle"
-
-
-def out_of_memory(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that every run is recorded as out of memory; return where the last one was."""
-    require_status(records, "oom")
-    return str(records[-1].row["reason"])
-
-
-def killed(bench: Bench, records: Sequence[Record]) -> str:
-    """Require an error that names the killed rank and the signal."""
-    require_status(records, "error")
-    (record,) = records
-    return _require_words(record, f"rank {record.row['world_size'] - 1} was killed by SIGKILL")
-
-
-def hung(bench: Bench, records: Sequence[Record]) -> str:
-    """Require a timeout with stack traces that show where the hanging rank is."""
-    require_status(records, "timeout")
-    (record,) = records
-    stacks = bench.folder(record).stacks(record.row["world_size"] - 1)
-    if not stacks.exists() or HANGING_MODULE not in stacks.read_text():
-        raise StepFailedError(f"no stack traces show where the last rank hangs; the reason is: {record.row['reason']}")
-    return _require_words(record, "without progress of any rank")
-
-
-def memory_as_predicted(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that predicted peaks are near the measured ones; return the ratio of every run."""
-    require_status(records, "ok")
-    ratios = {}
-    for record in records:
-        measured = record.row.get("peak_allocated_bytes")
-        if not measured:
-            raise StepFailedError(f"{_name(record)} has no measured peak")
-        ratios[_name(record)] = record.row["predicted_peak_bytes"] / measured
-    words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    if any(abs(ratio - 1) > MEMORY_TOLERANCE for ratio in ratios.values()):
-        raise StepFailedError(f"predicted over measured peak is not within {MEMORY_TOLERANCE:.0%} of 1: {words}")
-    return f"predicted over measured peak: {words}"
-
-
-def same_twice(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that two equal runs end with nearly the same loss; return the difference."""
-    require_status(records, "ok")
-    first, second = (record.row["loss_last"] for record in records)
-    difference = abs(first - second) / abs(first)
-    if difference > SAME_LOSS:
-        raise StepFailedError(f"the last losses of two equal runs are {first} and {second}")
-    return f"the last losses differ by {difference:.0e}"
-
-
-def learns_at_every_rate(bench: Bench, records: Sequence[Record]) -> str:
-    """Require falling losses from the same first one, before which a learning rate changes nothing."""
-    require_status(records, "ok")
-    firsts = [record.row["loss_first"] for record in records]
-    if max(firsts) - min(firsts) > SAME_LOSS * min(firsts):
-        raise StepFailedError(f"the first losses differ with the learning rate: {', '.join(map(str, firsts))}")
-    changes = [(record.config["train"]["lr"], record.row["loss_last"] - record.row["loss_first"]) for record in records]
-    words = ", ".join(f"{change:+.2g} at {rate:g}" for rate, change in changes)
-    if any(change >= 0 for _, change in changes):
-        raise StepFailedError(f"a loss does not fall: {words}")
-    return f"the first loss is {firsts[0]:.4f} at every learning rate, and it changes by {words}"
-
-
-def no_better_with_bound_devices(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that pipelines have no larger bubbles than with process groups that are bound to devices."""
-    require_status(records, "ok")
-    words = []
-    for record in records:
-        other = bench.usual_run(record)
-        require_status([other], "ok")
-        bound, unbound = record.row["pipeline_bubble"], other.row["pipeline_bubble"]
-        words.append(f"{record.row['strategy']} {unbound:.3f} ({bound:.3f})")
-        if unbound > bound + BUBBLE_TOLERANCE:
-            raise StepFailedError(f"bubbles are larger than with device_id (in parentheses): {', '.join(words)}")
-    return f"bubbles beside those with device_id: {', '.join(words)}"
-
-
-def bubbles_as_in_theory(bench: Bench, records: Sequence[Record]) -> str:
-    """Require that bubbles are not far above their formulas; return both."""
-    require_status(records, "ok")
-    words = []
-    for record in records:
-        bubble, theory = record.row["pipeline_bubble"], record.row["pipeline_bubble_theory"]
-        words.append(f"{record.row['strategy']} {bubble:.3f} ({theory:.3f})")
-        if bubble > theory + BUBBLE_TOLERANCE:
-            raise StepFailedError(f"bubbles are far above the formulas' (in parentheses): {', '.join(words)}")
-    return f"bubbles beside the formulas': {', '.join(words)}"
+def require(holds: bool, problem: str) -> None:
+    """Raise StepFailedError with the problem unless something holds."""
+    if not holds:
+        raise StepFailedError(problem)
 
 
 def require_status(records: Sequence[Record], status: RunStatus) -> None:
@@ -170,19 +31,129 @@ def require_status(records: Sequence[Record], status: RunStatus) -> None:
         for record in records
         if record.status != status
     ]
-    if problems:
-        raise StepFailedError("; ".join(problems))
+    require(not problems, "; ".join(problems))
 
 
-def _require_words(record: Record, words: str) -> str:
-    reason = str(record.row["reason"])
-    if words not in reason:
-        raise StepFailedError(f"the reason of {_name(record)} does not say '{words}': {reason}")
-    return reason
+def ran(bench: Bench, records: Sequence[Record]) -> str:
+    """Return the speeds of runs."""
+    return ", ".join(f"{record.row['strategy']} {record.row['tokens_per_second']:,.0f} tokens/s" for record in records)
 
 
-def _by_run(records: Sequence[Record], text: Callable[[Record], str]) -> str:
-    return ", ".join(f"{record.row['strategy']} {text(record)}" for record in records)
+def proven(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that every run was compared with a single process; return kernels and deviations."""
+    deviations: list[Any] = [record.row.get("grad_deviation") for record in records]
+    for record, deviation in zip(records, deviations, strict=True):
+        require(deviation is not None, f"{_name(record)} was not compared: {record.proof.get('reference')}")
+    kernels = ", ".join(dict.fromkeys(str(record.row.get("attention_kernel")) for record in records))
+    return f"gradients deviate by {max(deviations):.1g} at most from a single process's; attention: {kernels}"
+
+
+def memory_adds_up(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that the blocks at the peak are known and add up to it; return the largest parts."""
+    (record,) = records
+    name, peak = _name(record), record.row["peak_allocated_bytes"]
+    notes = "; ".join(record.notes) or "the record does not say why"
+    require(peak is not None, f"{name} has no peak of memory: {notes}")
+    sizes = {name: size for name, size in record.row.items() if name.startswith(AT_PEAK) and name.endswith(BYTES)}
+    parts = {name[len(AT_PEAK) : -len(BYTES)]: size for name, size in sizes.items() if size is not None}
+    require(bool(parts), f"{name} has a peak of {format_bytes(peak)}, and what fills it is not known")
+    total = sum(parts.values())
+    require(total == peak, f"the parts of {name}'s peak add up to {total}, not to {peak}")
+    largest = sorted(parts, key=lambda part: -parts[part])[:3]
+    return f"{format_bytes(total)} at the peak: " + ", ".join(f"{part} {parts[part] / peak:.0%}" for part in largest)
+
+
+def time_adds_up(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that the parts of a step are known and add up to it; return the shares of communication and idle time."""
+    (record,) = records
+    name, row = _name(record), record.row
+    unknown = ", ".join(part for part in STEP_PARTS if row.get(part) is None)
+    require(not unknown, f"{name} has no {unknown}: its trace could not be split")
+    total, step = sum(row[part] for part in STEP_PARTS), row["step_seconds"]
+    adds_up = math.isclose(total, step, rel_tol=1e-6)
+    require(adds_up, f"the parts of {name}'s step add up to {total} s, not to {step} s")
+    exposed, idle = (row[part] / step for part in ("exposed_communication_seconds", "idle_seconds"))
+    return f"a step takes {step * 1000:.1f} ms: {exposed:.0%} exposed communication, {idle:.0%} idle"
+
+
+def reason(bench: Bench, records: Sequence[Record], words: str = "") -> str:
+    """Return why the last run ended as it did. Require that its reason has these words."""
+    text = str(records[-1].row["reason"])
+    require(words in text, f"the reason of {_name(records[-1])} does not say '{words}': {text}")
+    return text
+
+
+def killed(bench: Bench, records: Sequence[Record]) -> str:
+    """Require an error that names the killed rank and the signal."""
+    return reason(bench, records, f"rank {records[-1].row['world_size'] - 1} was killed by SIGKILL")
+
+
+def hung(bench: Bench, records: Sequence[Record]) -> str:
+    """Require a timeout with stack traces that show where the hanging rank is."""
+    (record,) = records
+    stacks = bench.folder(record).stacks(record.row["world_size"] - 1)
+    shows_place = stacks.exists() and HANGING_MODULE in stacks.read_text()
+    require(shows_place, f"no stack traces show where the last rank hangs; the reason is: {record.row['reason']}")
+    return reason(bench, records, "without progress of any rank")
+
+
+def memory_as_predicted(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that predicted peaks are near the measured ones; return the ratio of every run."""
+    for record in records:
+        require(bool(record.row.get("peak_allocated_bytes")), f"{_name(record)} has no measured peak")
+    ratios = [record.row["predicted_peak_bytes"] / record.row["peak_allocated_bytes"] for record in records]
+    words = ", ".join(f"{_name(record)} {ratio:.2f}" for record, ratio in zip(records, ratios, strict=True))
+    is_near = all(abs(ratio - 1) <= MEMORY_TOLERANCE for ratio in ratios)
+    require(is_near, f"predicted over measured peak is not within {MEMORY_TOLERANCE:.0%} of 1: {words}")
+    return f"predicted over measured peak: {words}"
+
+
+def same_twice(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that two equal runs end with nearly the same loss; return the difference."""
+    first, second = (record.row["loss_last"] for record in records)
+    difference = abs(first - second) / abs(first)
+    require(difference <= SAME_LOSS, f"the last losses of two equal runs are {first} and {second}")
+    return f"the last losses differ by {difference:.0e}"
+
+
+def learns_at_every_rate(bench: Bench, records: Sequence[Record]) -> str:
+    """Require falling losses from the same first one, before which a learning rate changes nothing."""
+    firsts = [record.row["loss_first"] for record in records]
+    is_same = max(firsts) - min(firsts) <= SAME_LOSS * min(firsts)
+    require(is_same, f"the first losses differ with the learning rate: {', '.join(map(str, firsts))}")
+    changes = [record.row["loss_last"] - record.row["loss_first"] for record in records]
+    rates = [record.config["train"]["lr"] for record in records]
+    words = ", ".join(f"{change:+.2g} at {rate:g}" for change, rate in zip(changes, rates, strict=True))
+    require(max(changes) < 0, f"a loss does not fall: {words}")
+    return f"the first loss is {firsts[0]:.4f} at every learning rate, and it changes by {words}"
+
+
+def no_better_with_bound_devices(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that pipelines have no larger bubbles than with process groups that are bound to devices."""
+    bubbles = ((record, _usual_bubble(bench, record), record.row["pipeline_bubble"]) for record in records)
+    return "bubbles beside those with device_id: " + _bubbles(bubbles, "larger than with device_id")
+
+
+def _usual_bubble(bench: Bench, record: Record) -> float:
+    usual = bench.usual_run(record)
+    require_status([usual], "ok")
+    bubble: float = usual.row["pipeline_bubble"]
+    return bubble
+
+
+def bubbles_as_in_theory(bench: Bench, records: Sequence[Record]) -> str:
+    """Require that bubbles are not far above their formulas; return both."""
+    bubbles = ((record, record.row["pipeline_bubble"], record.row["pipeline_bubble_theory"]) for record in records)
+    return "bubbles beside the formulas': " + _bubbles(bubbles, "far above the formulas'")
+
+
+def _bubbles(bubbles: Iterable[tuple[Record, float, float]], problem: str) -> str:
+    """Return the bubble of each run, with the one in parentheses that it must not exceed by more than the tolerance."""
+    words = []
+    for record, bubble, limit in bubbles:
+        words.append(f"{record.row['strategy']} {bubble:.3f} ({limit:.3f})")
+        require(bubble <= limit + BUBBLE_TOLERANCE, f"bubbles are {problem} (in parentheses): {', '.join(words)}")
+    return ", ".join(words)
 
 
 def _name(record: Record) -> str:

@@ -37,12 +37,9 @@ def traced_rank(run_dir: str) -> None:
         path.parent.mkdir(exist_ok=True)
         self.profiler.export_chrome_trace(str(path))
 
-    with mock.patch.object(tracer, "end", end_and_export), mock.patch.object(worker, "load_operator_log", _no_log):
+    no_log = mock.patch.object(worker, "load_operator_log", lambda path: None)  # the profiler traces a CPU as well
+    with mock.patch.object(tracer, "end", end_and_export), no_log:
         worker_entry(run_dir)
-
-
-def _no_log(path: Path) -> None:
-    """Return no operator log, so that a CPU is traced by torch's profiler as well."""
 
 
 def bound_rank(run_dir: str) -> None:
@@ -59,8 +56,13 @@ def bound_rank(run_dir: str) -> None:
 
 def rank_without_host_memory(run_dir: str) -> None:
     """Run a rank that requests more memory of the host than there can be: pinned memory where there is a GPU."""
+    torch: Any = importlib.import_module("torch")
     worker: Any = importlib.import_module("harness.worker.main")
-    with mock.patch.object(worker, "build_and_train", _request_impossible):
+
+    def request(*_: Any) -> None:
+        torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    with mock.patch.object(worker, "build_and_train", request):
         worker_entry(run_dir)
 
 
@@ -75,16 +77,7 @@ def rank_without_memory_for_nccl(run_dir: str) -> None:
     del filling
 
 
-def _request_impossible(*_: Any) -> None:
-    """Request IMPOSSIBLE_BYTES of the host."""
-    torch: Any = importlib.import_module("torch")
-    torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-
-
-FAULTY_STEPS = 200  # timed steps of a run with a fault, more than any rank takes before the fault
-
 _POLL_SECONDS = 0.002
-
 _FIRST_STEP = 2  # the fault happens once the rank has reached this step
 
 
@@ -103,13 +96,13 @@ def hanging_rank(run_dir: str) -> None:
 
 def _fail_in_training(run_dir: str, fail: Callable[[], None]) -> None:
     """Run a rank, and call `fail` in another thread once the last rank of the world has reached _FIRST_STEP."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if rank == world_size - 1:
-        threading.Thread(target=_wait_and_fail, args=(Path(run_dir), rank, fail), daemon=True).start()
+    rank = int(os.environ["RANK"])
+
+    def wait_and_fail() -> None:
+        while (beat := read_heartbeat(Path(run_dir), rank)) is None or beat.step < _FIRST_STEP:
+            time.sleep(_POLL_SECONDS)
+        fail()
+
+    if rank == int(os.environ["WORLD_SIZE"]) - 1:
+        threading.Thread(target=wait_and_fail, daemon=True).start()
     worker_entry(run_dir)
-
-
-def _wait_and_fail(run_dir: Path, rank: int, fail: Callable[[], None]) -> None:
-    while (beat := read_heartbeat(run_dir, rank)) is None or beat.step < _FIRST_STEP:
-        time.sleep(_POLL_SECONDS)
-    fail()

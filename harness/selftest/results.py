@@ -24,7 +24,6 @@ from harness.util.redact import redacted
 Outcome = Literal["passed", "failed", "skipped"]
 
 FILE_NAME = "selftest.json"
-
 LOG_CHARACTERS = 4000  # the most characters of the end of a log
 
 
@@ -86,14 +85,9 @@ def run_summary(record: Record, folder: RunFolder, with_logs: bool) -> JsonObjec
         paths = sorted(folder.logs.glob("*")) if folder.logs.is_dir() else []
         ends = {path.name: path.read_text(errors="replace")[-LOG_CHARACTERS:] for path in paths}
         summary["logs"] = {name: end for name, end in ends.items() if end}
-        summary["ranks"] = [_failure(entry) for entry in record.rank_entries]
+        keys = ("rank", "status", "phase", "step", "error", "reason", "traceback")
+        summary["ranks"] = [{key: entry.get(key) for key in keys} for entry in record.rank_entries]
     return summary
-
-
-def _failure(rank_entry: JsonObject) -> JsonObject:
-    """Return where a rank was and what it raised."""
-    keys = ("rank", "status", "phase", "step", "error", "reason", "traceback")
-    return {key: rank_entry.get(key) for key in keys}
 
 
 def anonymous(value: Any) -> Any:

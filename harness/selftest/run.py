@@ -1,44 +1,34 @@
-"""One pass over the self-test's steps: those that have passed before are left out, and every other one is run."""
+"""One pass over the self-test's steps, and its lines on the terminal: what has passed before is left out."""
 
+import shutil
+import sys
+import textwrap
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+from harness import __version__
 from harness.records.schema import Record
 from harness.selftest.bench import Bench, StepFailedError, StepSkippedError
+from harness.selftest.checks import require_status
 from harness.selftest.results import Outcome, ResultsFile, SelfTestResult, run_summary
 from harness.selftest.steps import STEPS, Step
-from harness.util.text import count_text, one_line
-
-# Called with a step, its result, and whether that is an earlier command's.
-OnResult = Callable[[Step, SelfTestResult, bool], None]
+from harness.util.text import count_text, one_line, sanitize
 
 
-def run_steps(
-    bench: Bench,
-    results: ResultsFile,
-    names: Sequence[str],
-    again: bool,
-    on_start: Callable[[Step], None],
-    on_result: OnResult,
-) -> bool:
+def run_steps(bench: Bench, results: ResultsFile, names: Sequence[str], again: bool) -> bool:
     """Run the steps of these names in the order of the table, and return whether none of them failed.
 
-    Args:
-        bench: The machine and the folder of the runs.
-        results: The results so far, to which every result is added as soon as it is known.
-        names: The names of the steps.
-        again: Whether to repeat steps that have passed before.
-        on_start: The function that shows which step is running.
-        on_result: The function that shows a result.
+    Every result is shown and added to the results as soon as it is known. Steps that have passed before are repeated
+    only `again`.
     """
     chosen = [step for step in STEPS if step.name in names]
     for step in chosen:
         is_earlier = results.passed(step.name) and not again
         if not is_earlier:
-            on_start(step)
+            print_started(step)
             results.add(step.name, run_step(bench, step))
-        on_result(step, results.steps[step.name], is_earlier)
+        print_result(step, results.steps[step.name], is_earlier)
     return all(results.steps[step.name].outcome != "failed" for step in chosen)
 
 
@@ -73,7 +63,9 @@ def make_and_check(bench: Bench, step: Step, records: list[Record]) -> tuple[Out
     if left_out and not records and not problems:
         return "skipped", "; ".join(left_out)
     try:
-        detail = "" if problems else step.check(bench, records)
+        if not problems:
+            require_status(records, step.status)
+            detail = step.check(bench, records)
     except StepSkippedError as skipped:
         return "skipped", str(skipped)
     except StepFailedError as failed:
@@ -81,3 +73,49 @@ def make_and_check(bench: Bench, step: Step, records: list[Record]) -> tuple[Out
     if problems:
         return "failed", "; ".join(problems)
     return "passed", "; left out, ".join([detail, *left_out])
+
+
+_NAME_WIDTH = max(len(step.name) for step in STEPS) + 2
+_LEAD = _NAME_WIDTH + len("skipped  seconds  ")  # columns before the detail
+_MOST_CHARACTERS = 400  # of a detail; the file has all of it
+
+
+def print_header(bench: Bench) -> None:
+    """Print what is tested, and the head of the table."""
+    machine = bench.machine
+    device = "the processor" if machine.device == "cpu" else f"{machine.devices} x {machine.device_name}"
+    print(f"harness {__version__} selftest on {device}, {count_text(bench.world_size, 'rank')} a run")
+    print(f"{'step':<{_NAME_WIDTH}}outcome  seconds  detail", flush=True)
+
+
+def print_started(step: Step) -> None:
+    """Show in a terminal which step is running, until its line takes that place."""
+    if sys.stdout.isatty():
+        print(f"{step.name:<{_NAME_WIDTH}}running", end="\r", flush=True)
+
+
+def print_result(step: Step, result: SelfTestResult, is_earlier: bool) -> None:
+    """Print the line of one step."""
+    seconds = "before" if is_earlier else f"{result.seconds:.1f}"
+    detail = sanitize(result.detail)
+    if len(detail) > _MOST_CHARACTERS:
+        detail = detail[: _MOST_CHARACTERS - 3] + "..."
+    lead = f"{step.name:<{_NAME_WIDTH}}{result.outcome:<7}  {seconds:>7}  "
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    print(textwrap.fill(detail, max(width, _LEAD + 40), initial_indent=lead, subsequent_indent=" " * _LEAD), flush=True)
+
+
+def print_footer(results: ResultsFile, names: list[str]) -> None:
+    """Print the counts of all steps and where the results are."""
+    outcomes = [results.steps[name].outcome for name in names]
+    counts = ", ".join(f"{outcomes.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
+    print(f"{counts}. For a bug report, attach {results.path}")
+
+
+def list_steps() -> str:
+    """Return the names of all steps, what each shows, and what it needs."""
+    lines = []
+    for step in STEPS:
+        need = f" ({count_text(step.gpus, 'CUDA device')})" if step.gpus else ""
+        lines.append(f"  {step.name:<{_NAME_WIDTH}}{step.about}{need}")
+    return "\n".join(lines)

@@ -41,7 +41,7 @@ def problem(check: Check, *records: Record) -> str:
 @pytest.mark.parametrize(
     ("check", "passing", "words", "changes", "expected"),
     [
-        (checks.ran, record(), "12,346 tokens/s", {"status": "error", "reason": "lost"}, "ended as error, and ok is"),
+        (checks.ran, record(), "12,346 tokens/s", {}, ""),
         (checks.proven, record(), "by 5e-06 at most", {"grad_deviation": None}, "was not compared"),
         (
             checks.memory_adds_up,
@@ -75,13 +75,7 @@ def problem(check: Check, *records: Record) -> str:
             {"pipeline_bubble": 0.4},
             "far above",
         ),
-        (
-            checks.out_of_memory,
-            failed("oom", "rank 0 ran out"),
-            "rank 0 ran out",
-            {"status": "error"},
-            "oom is expected",
-        ),
+        (checks.reason, failed("oom", "rank 0 ran out"), "rank 0 ran out", {}, ""),
         (
             checks.killed,
             failed("error", "rank 1 was killed by SIGKILL; its log is empty"),
@@ -97,6 +91,12 @@ def test_a_check_passes_and_fails(
     assert words in check(Bench(Path()), [passing])
     if changes:
         assert expected in problem(check, passing.with_row(**changes))
+
+
+def test_a_run_that_ends_otherwise_is_named_with_its_reason() -> None:
+    checks.require_status([failed("oom", "rank 0 ran out")], "oom")
+    with pytest.raises(StepFailedError, match="ended as error, and ok is expected: lost"):
+        checks.require_status([record(), failed("error", "lost")], "ok")
 
 
 def test_a_hang_needs_stack_traces(tmp_path: Path) -> None:
