@@ -7,7 +7,8 @@ the others with it.
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,15 +16,13 @@ import numpy as np
 from harness.calibration.points import (
     AttentionPoint,
     CollectivePoint,
-    MatmulPoint,
     Measurements,
-    MemoryPoint,
     OverlapPoint,
 )
 from harness.config.byte_size import format_bytes
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
-from harness.cost_model.timing.kernels import KernelRates, fused_attention_flops, kernel_rates, rank_hardware
+from harness.cost_model.timing.kernels import KernelRates, kernel_rates, rank_hardware
 from harness.util.errors import UserError
 
 ITERATIONS = 30
@@ -90,7 +89,7 @@ def fit_rates(measured: Measurements) -> FittedRates:
     forward, backward = _attention(measured, kernel_seconds)
     bandwidth, latency = fit_links(measured) if measured.collectives else (None, None)
     return FittedRates(
-        peak_flops=max(2 * p.m * p.n * p.k / p.seconds for p in measured.matmuls),
+        peak_flops=max(point.operations / point.seconds for point in measured.matmuls),
         matmul_flops=matmul_flops,
         kernel_seconds=kernel_seconds,
         attention_flops=forward,
@@ -118,25 +117,25 @@ def _memory_bandwidth(measured: Measurements) -> float:
 def _matmul(measured: Measurements, memory_bandwidth: float) -> tuple[float, float]:
     """Return the FLOP/s of an endlessly large product, and the seconds of a kernel beside operations and bytes."""
     points, width = measured.matmuls, measured.width
-    terms = [(1.0, 2 * p.m * p.n * p.k) for p in points]
     moved = [width * (p.m * p.k + p.k * p.n + p.m * p.n) / memory_bandwidth for p in points]
-    start, per_flop = fit_terms(terms, [p.seconds for p in points], moved)
-    return _inverse(per_flop, max(2 * p.m * p.n * p.k / p.seconds for p in points)), start
+    start, per_flop = fit_terms([(1.0, p.operations) for p in points], [p.seconds for p in points], moved)
+    return _inverse(per_flop, max(p.operations / p.seconds for p in points)), start
 
 
-def _attention(measured: Measurements, kernel_seconds: float) -> tuple[float, float]:
-    """Return the FLOP/s of fused attention in forward and in backward, which computes 2.5 times as many products."""
-    points = measured.attentions
-    work = [fused_attention_flops(p.batch * p.seq_len, p.seq_len, p.heads, p.head_dim, 0.5) for p in points]
-    rates = []
-    for factor, kernels, seconds in (
-        (1.0, 1, [p.forward_seconds for p in points]),
-        (2.5, 2, [p.backward_seconds for p in points]),
-    ):
-        fixed = [kernels * kernel_seconds] * len(points)
-        (per_flop,) = fit_terms([(factor * flops,) for flops in work], seconds, fixed)
-        rates.append(_inverse(per_flop, max(factor * w / s for w, s in zip(work, seconds, strict=True))))
-    return rates[0], rates[1]
+def attention_passes(points: Sequence[AttentionPoint]) -> Iterator[tuple[str, list[float], list[float], int]]:
+    """Yield forward and backward of attention: the operations and seconds of every point, and the kernels of each.
+
+    Backward computes 2.5 times as many products.
+    """
+    yield "forward", [p.operations for p in points], [p.forward_seconds for p in points], 1
+    yield "backward", [2.5 * p.operations for p in points], [p.backward_seconds for p in points], 2
+
+
+def _attention(measured: Measurements, kernel_seconds: float) -> Iterator[float]:
+    """Yield the FLOP/s of fused attention in forward and in backward."""
+    for _, work, seconds, kernels in attention_passes(measured.attentions):
+        (per_flop,) = fit_terms([(flops,) for flops in work], seconds, [kernels * kernel_seconds] * len(work))
+        yield _inverse(per_flop, max(w / s for w, s in zip(work, seconds, strict=True)))
 
 
 def fit_links(measured: Measurements) -> tuple[float, float]:
@@ -195,65 +194,49 @@ class CurveError:
 def curve_errors(measured: Measurements, hardware: HardwareConfig) -> list[CurveError]:
     """Return the errors of every curve, with as many ranks on the machine as measured."""
     rates = kernel_rates(rank_hardware(hardware, measured.ranks), measured.dtype)
-    curves = [_matmuls(measured, rates), *_attentions(measured, rates), *_memories(measured.memories, rates)]
-    return [*curves, *_collectives(measured.collectives, hardware)]
+    return [*_kernel_errors(measured, rates), *_transfer_errors(measured, rates, hardware)]
 
 
-def _curve(name: str, sizes: str, best: str, pairs: Sequence[tuple[float, float]]) -> CurveError:
-    """Return the errors of (predicted, measured) seconds."""
-    errors = [abs(predicted / seconds - 1) for predicted, seconds in pairs]
-    return CurveError(name, len(pairs), sizes, best, statistics.median(errors), max(errors))
+def _kernel_errors(measured: Measurements, rates: KernelRates) -> Iterator[CurveError]:
+    """Yield the errors of what computes."""
+    products, width = sorted(measured.matmuls, key=lambda point: point.operations), measured.width
+    sizes = " to ".join(f"{p.m} x {p.k} x {p.n}" for p in (products[0], products[-1]))
+    predicted = [rates.product_seconds(p.m, p.n, p.k, width) for p in products]
+    operations, seconds = [p.operations for p in products], [p.seconds for p in products]
+    yield _curve(f"matrix products, {measured.dtype}", sizes, "FLOP/s", operations, predicted, seconds)
+    lengths = [p.seq_len for p in measured.attentions]
+    sizes = f"{min(lengths)} to {max(lengths)} tokens"
+    both_rates = (rates.attention_flops, rates.attention_backward_flops)
+    for (name, work, seconds, kernels), rate in zip(attention_passes(measured.attentions), both_rates, strict=True):
+        predicted = [flops / rate + kernels * rates.kernel_seconds for flops in work]
+        yield _curve(f"attention, {name}", sizes, "FLOP/s", work, predicted, seconds)
 
 
-def _matmuls(measured: Measurements, rates: KernelRates) -> CurveError:
-    points = sorted(measured.matmuls, key=_operations)
-    pairs = [(rates.product_seconds(p.m, p.n, p.k, measured.width), p.seconds) for p in points]
-    first, last = points[0], points[-1]
-    sizes = f"{first.m} x {first.k} x {first.n} to {last.m} x {last.k} x {last.n}"
-    best = max(_operations(p) / p.seconds for p in points)
-    return _curve(f"matrix products, {measured.dtype}", sizes, f"{best:.3g} FLOP/s", pairs)
-
-
-def _operations(point: MatmulPoint) -> float:
-    return 2.0 * point.m * point.n * point.k
-
-
-def _attentions(measured: Measurements, rates: KernelRates) -> Iterator[CurveError]:
-    points = measured.attentions
-    work = [fused_attention_flops(p.batch * p.seq_len, p.seq_len, p.heads, p.head_dim, 0.5) for p in points]
-    sizes = f"{min(p.seq_len for p in points)} to {max(p.seq_len for p in points)} tokens"
-    passes: tuple[tuple[str, float, float, int, Callable[[AttentionPoint], float]], ...] = (
-        ("attention, forward", 1.0, rates.attention_flops, 1, lambda point: point.forward_seconds),
-        ("attention, backward", 2.5, rates.attention_backward_flops, 2, lambda point: point.backward_seconds),
-    )
-    for name, factor, rate, kernels, seconds_of in passes:
-        seconds = [seconds_of(point) for point in points]
-        pairs = [(factor * w / rate + kernels * rates.kernel_seconds, s) for w, s in zip(work, seconds, strict=True)]
-        best = max(factor * w / s for w, s in zip(work, seconds, strict=True))
-        yield _curve(name, sizes, f"{best:.3g} FLOP/s", pairs)
-
-
-def _memories(points: Sequence[MemoryPoint], rates: KernelRates) -> Iterator[CurveError]:
-    for name, in_cache in (("memory", False), ("memory in caches, not fitted", True)):
-        own = [point for point in points if point.in_cache == in_cache]
-        if own:
-            pairs = [(rates.elementwise_seconds(p.bytes_moved), p.seconds) for p in own]
-            sizes = [p.bytes_moved for p in own]
-            best = max(p.bytes_moved / p.seconds for p in own)
-            text = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
-            yield _curve(name, text, f"{best:.3g} B/s", pairs)
-
-
-def _collectives(points: Sequence[CollectivePoint], hardware: HardwareConfig) -> Iterator[CurveError]:
-    for operation in dict.fromkeys(point.operation for point in points):
-        own = [point for point in points if point.operation == operation]
-        pairs = [(collective_seconds(point, hardware), point.seconds) for point in own]
-        sizes = [point.total_bytes for point in own]
-        best = max(point.total_bytes / point.seconds for point in own)
-        text = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+def _transfer_errors(measured: Measurements, rates: KernelRates, hardware: HardwareConfig) -> Iterator[CurveError]:
+    """Yield the errors of what moves bytes in a device or between ranks."""
+    curves: dict[str, list[tuple[int, float, float]]] = defaultdict(list)  # bytes, predicted and measured seconds
+    for memory in sorted(measured.memories, key=lambda point: point.in_cache):
+        name = "memory in caches, not fitted" if memory.in_cache else "memory"
+        seconds = rates.elementwise_seconds(memory.bytes_moved)
+        curves[name].append((memory.bytes_moved, seconds, memory.seconds))
+    for operation in dict.fromkeys(point.operation for point in measured.collectives):
+        own = [point for point in measured.collectives if point.operation == operation]
         ranks = " and ".join(map(str, sorted({point.ranks for point in own})))
         name = f"{operation} of {ranks} ranks" + (", not fitted" if operation == "send" else "")
-        yield _curve(name, text, f"{best:.3g} B/s", pairs)
+        curves[name] = [(point.total_bytes, collective_seconds(point, hardware), point.seconds) for point in own]
+    for name, points in curves.items():
+        moved, predicted, measured_seconds = zip(*points, strict=True)
+        sizes = f"{format_bytes(min(moved))} to {format_bytes(max(moved))}"
+        yield _curve(name, sizes, "B/s", moved, predicted, measured_seconds)
+
+
+def _curve(
+    name: str, sizes: str, unit: str, amounts: Sequence[float], predicted: Sequence[float], measured: Sequence[float]
+) -> CurveError:
+    """Return the errors of predicted seconds, beside the best rate that was measured."""
+    errors = [abs(own / seconds - 1) for own, seconds in zip(predicted, measured, strict=True)]
+    best = max(amount / seconds for amount, seconds in zip(amounts, measured, strict=True))
+    return CurveError(name, len(errors), sizes, f"{best:.3g} {unit}", statistics.median(errors), max(errors))
 
 
 def collective_seconds(point: CollectivePoint, hardware: HardwareConfig) -> float:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import Device
+from harness.cost_model.timing.kernels import fused_attention_flops
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
 from harness.util.errors import UserError
@@ -29,6 +30,11 @@ class MatmulPoint:
     k: int
     seconds: float
 
+    @property
+    def operations(self) -> float:
+        """The floating-point operations of the product."""
+        return 2.0 * self.m * self.n * self.k
+
 
 @dataclass(frozen=True)
 class AttentionPoint:
@@ -40,6 +46,11 @@ class AttentionPoint:
     head_dim: int
     forward_seconds: float
     backward_seconds: float
+
+    @property
+    def operations(self) -> float:
+        """The floating-point operations of the forward pass."""
+        return fused_attention_flops(self.batch * self.seq_len, self.seq_len, self.heads, self.head_dim, 0.5)
 
 
 @dataclass(frozen=True)
