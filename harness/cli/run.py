@@ -25,8 +25,9 @@ from harness.sweep.executors.base import Executor, SequentialExecutor
 from harness.sweep.executors.parallel import ParallelExecutor
 from harness.sweep.planned_order import PlannedOrder, order_by_plan
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
-from harness.sweep.scheduler import Scheduler, parse_stop_after
+from harness.sweep.scheduler import Scheduler
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
+from harness.sweep.stop_after import parse_stop_after
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError, os_error_text
 

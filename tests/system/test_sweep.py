@@ -26,7 +26,7 @@ from harness.hardware.device_placement import DevicePlacement
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.sweep import command_file, scheduler
+from harness.sweep import command_file, stop_after
 from harness.sweep.display import ProgressDisplay, format_duration
 from harness.sweep.executors.base import SequentialExecutor
 from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start_process
@@ -70,7 +70,7 @@ def test_cheap_runs_come_first_each_once_and_repeats_last() -> None:
     ],
 )
 def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: tuple[Any, ...]) -> None:
-    limit = scheduler.parse_stop_after(stated)
+    limit = stop_after.parse_stop_after(stated)
     assert (limit.seconds, limit.runs, limit.failures) == limits
     assert not limit.exceeded_limit() or limit.seconds == 0
     limit.started, limit.failed = 20, 3
@@ -80,7 +80,7 @@ def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: tuple[Any, ...
 @pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
 def test_a_wrong_budget_is_an_error_with_the_choices(wrong: str) -> None:
     with pytest.raises(UserError, match="choose a time such as 90m or 8h, 20runs, or 3failures"):
-        scheduler.parse_stop_after([wrong])
+        stop_after.parse_stop_after([wrong])
 
 
 def test_a_comma_in_a_list_starts_no_sweep() -> None:

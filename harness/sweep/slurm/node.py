@@ -16,7 +16,8 @@ from harness.runner.resolve import load_model_presets
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import SequentialExecutor
 from harness.sweep.queued_run import QueuedRun
-from harness.sweep.scheduler import Scheduler, StopAfter
+from harness.sweep.scheduler import Scheduler
+from harness.sweep.stop_after import StopAfter
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
 
