@@ -124,7 +124,8 @@ def charts(sections: Iterable[Section]) -> Iterator[Chart]:
 
 
 def run_table(table: pd.DataFrame, columns: dict[str, list[str]], label_columns: int = 1) -> Table:
-    """Return a table with one row per run, without empty columns and without runs for which all columns are empty."""
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
+    """Return a table with one row per run, without empty columns of figures and without runs that have no cell."""
+    named = list(columns)[: label_columns - 1]
+    columns = {header: cells for header, cells in columns.items() if header in named or any(cells)}
     rows = [cells for cells in zip(column_values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
     return Table(["run", *columns], rows, label_columns)

@@ -20,7 +20,7 @@ from harness.report.charts.growth import memory_wall
 from harness.report.charts.render import svgs
 from harness.report.claim_peers import Claim
 from harness.report.claims import STATE_CLAIM, VOLUME_CLAIM
-from harness.report.document import BulletList, Chart, Paragraph, Section, Table
+from harness.report.document import BulletList, Chart, Paragraph, Section, Table, run_table
 from harness.report.files import write_runs_parquet
 from harness.report.findings import figures, findings
 from harness.report.first_screen import first_screen
@@ -630,3 +630,10 @@ def test_a_report_without_charts_is_complete_otherwise(
 
 if __name__ == "__main__":
     GOLDEN.write_text(golden(), encoding="utf-8")
+
+
+def test_a_column_of_labels_stays_where_it_is_empty() -> None:
+    """Without it the first column of figures would be taken for labels."""
+    table = pd.DataFrame({"label": ["ddp", "tp"]})
+    shown = run_table(table, {"phase": ["", ""], "gradients": ["1", "2"], "loss": ["", ""]}, label_columns=2)
+    assert (shown.header, shown.label_columns) == (["run", "phase", "gradients"], 2)
