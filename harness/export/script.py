@@ -74,7 +74,7 @@ def script_facts(run: RecordedRun, name: str) -> dict[str, Any]:
         "has_replicas": len(data_axes(layout)) > 1,
         "clips": config.train.gradient_clipping > 0 and not (is_accelerate and layout.uses_deepspeed_zero),
         "layers_are_recomputed": recomputes,
-        "skips_synchronization": is_ddp and needs_last,
+        "skips_synchronization": is_ddp and needs_last and not layout.pp_enabled,
         "needs_last": needs_last,
         "needs_layers": recomputes or shards or layout.tp_enabled,
         "needs_ends": shards,

@@ -13,14 +13,16 @@ import argparse
 import ast
 import csv
 import difflib
+import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +80,12 @@ PLANS = (
     "strategy=zero3 model=405b cluster=8xh100",
 )
 
+SEARCHES = (  # whose pages are compared
+    "model=7b cluster=8xh100 train.seq_len=4096 train.global_batch=128",
+    "model=70b cluster=8xh100 cluster.nodes=8 train.seq_len=8192 train.global_batch=512",
+    "model=1b cluster=8xa100_40 precision=bf16_mixed",
+)
+
 RUNS = (  # thirty of two steps each; the last ones fail or are simulated
     *("strategy=single world_size=1", "strategy=ddp", "strategy=ddp precision=bf16_mixed", "strategy=ddp world_size=4"),
     *("strategy=zero1", "strategy=zero2", "strategy=zero3", "strategy=zero3 precision=bf16_mixed checkpointing=full"),
@@ -130,13 +138,13 @@ def run(root: Path, *command: str, stdin: str = "") -> str:
     return done.stdout + (done.stderr if done.returncode else "")
 
 
-def changed_lines(before: str, after: str, where: str) -> list[str]:
+def changed(where: str, before: Sequence[str], after: Sequence[str]) -> list[str]:
     """Return the lines that are gone and those that came."""
-    lines = difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm="", n=0)
-    return [f"{where}: {line}" for line in lines if line[:1] in "+-" and line[:3] not in ("+++", "---")]
+    lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
+    return [f"{where}: {line}"[:400] for line in lines if line[:1] in "+-"]
 
 
-def changed_entries(before: dict[str, object], after: dict[str, object]) -> Compared:
+def changed_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Compared:
     """Return the entries that differ."""
     keys = dict.fromkeys((*before, *after))
     lines = [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
@@ -146,7 +154,9 @@ def changed_entries(before: dict[str, object], after: dict[str, object]) -> Comp
 def reference_pages(roots: Roots, scratch: Path) -> Compared:
     """Compare the generated pages, which tests hold to the code: every command, option, key, preset and column."""
     texts = [[(root / "docs" / "reference" / page).read_text() for page in PAGES] for root in roots]
-    lines = [line for page, *sides in zip(PAGES, *texts, strict=True) for line in changed_lines(*sides, where=page)]
+    lines = [
+        line for page, *sides in zip(PAGES, *texts, strict=True) for line in changed(page, *map(str.splitlines, sides))
+    ]
     return sum(text.count("\n") for text in texts[1]), lines
 
 
@@ -174,7 +184,7 @@ def plans(roots: Roots, scratch: Path) -> Compared:
     """Compare what plans print."""
     command = (sys.executable, "-m", "harness", "plan")
     sides = [{line: run(root, *command, *line.split()) for line in PLANS} for root in roots]
-    return changed_entries(*sides)  # type: ignore[arg-type]
+    return changed_entries(*sides)
 
 
 def fresh_runs(roots: Roots, scratch: Path) -> Compared:
@@ -199,33 +209,142 @@ def read_row(path: Path) -> dict[str, str]:
     return {name: value for name, value in row.items() if value and not TIMED.search(name)}
 
 
-def reports(roots: Roots, scratch: Path) -> Compared:
-    """Compare the reports that both checkouts write of the same records: those of the older code's fresh runs.
+def peaks(roots: Roots, scratch: Path) -> Compared:
+    """Compare the peaks of the fresh runs; where one differs, the least of five runs by each checkout.
 
-    Each checkout is told that its own code made them, as a report says of records that other code made.
+    On a CPU a peak has the buffers of gloo's threads, as many as exist at once.
     """
-    texts = []
-    for name, root in zip(("reported_before", "reported_after"), roots, strict=True):
-        folder = scratch / name / "runs"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    sides = [dict(peak_rows(scratch / name)) for name in ("before", "after")]
+    differing = dict.fromkeys(key[0] for key in sides[0] if sides[0][key] != sides[1].get(key))
+    for name, root, side in zip(("before", "after"), roots, sides, strict=True):
+        for run_name in differing:
+            folder = scratch / "peaks" / name
+            if not (folder / run_name / "runs.csv").exists():
+                command = ["harness", "train.warmup_steps=1", *RUNS[int(run_name[-2:])].split(), f"name={run_name}"]
+                settings = [f"results_dir={folder}", "tracking=none", "train.steps=2", "repeats=5"]
+                run(root, sys.executable, "-m", *command, *settings)
+        side |= dict(peak_rows(scratch / "peaks" / name))
+    return changed_entries(*sides)
+
+
+def peak_rows(folder: Path) -> Iterator[tuple[tuple[str, str], float]]:
+    """Yield the least value of every column of peaks, of each comparison in a folder."""
+    for path in sorted(folder.glob("run_*/runs.csv")):
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        for name in (name for name in rows[0] if "peak" in name and name.endswith("_bytes")):
+            if values := [float(row[name]) for row in rows if row[name]]:
+                yield (path.parent.name, name), min(values)
+
+
+# Exports every run of the folders, and prints the files that this writes, or why it is refused.
+EXPORTS = """
+import contextlib, io, json, pathlib, sys, tempfile
+from harness.cli.main import main
+written = {}
+for folder in json.load(sys.stdin):
+    with tempfile.TemporaryDirectory() as target, contextlib.redirect_stderr(io.StringIO()) as err:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            main(["export", folder, "--to", target + "/to"])
+        name = pathlib.Path(folder).name
+        written[f"{name} printed"] = (out.getvalue() + err.getvalue()).replace(target, "TARGET")
+        for path in sorted(pathlib.Path(target).rglob("*.*")):
+            written[f"{name} {path.name}"] = path.read_text().replace(target, "TARGET")
+print(json.dumps(written))
+"""
+
+
+def exports(roots: Roots, scratch: Path) -> Compared:
+    """Compare what both checkouts export of the older code's fresh runs."""
+    folders = json.dumps([str(path.parent) for path in sorted((scratch / "before").glob("run_*/*/record.json"))])
+    before, after = (json.loads(run_code(root, EXPORTS, stdin=folders)) for root in roots)
+    names = dict.fromkeys((*before, *after))
+    texts = [[side.get(name, "not written").splitlines() for side in (before, after)] for name in names]
+    return len(names), [line for name, sides in zip(names, texts, strict=True) for line in changed(name, *sides)]
+
+
+def figures(roots: Roots, scratch: Path) -> Compared:
+    """Compare every figure of the reports: the rows of all tables, and of the tables behind the charts."""
+    before, after = (figures_of(files) for files in written_reports(roots, scratch))
+    return sum(map(len, after.values())), [line for key in before for line in changed(key, before[key], after[key])]
+
+
+def sentences(roots: Roots, scratch: Path) -> Compared:
+    """Compare everything else that the reports say, on their Markdown pages and on the terminal."""
+    before, after = (sentences_of(files) for files in written_reports(roots, scratch))
+    return sum(map(len, after.values())), [line for key in before for line in changed(key, before[key], after[key])]
+
+
+Files = dict[tuple[str, str], str]  # the text of each file of a report, by the comparison and the file's name
+
+
+def figures_of(files: Files) -> dict[str, list[str]]:
+    """Return the rows of all tables of figures by where they stand."""
+    found = {}
+    for (comparison, name), text in files.items():
+        if name.endswith(".html"):
+            rows = re.findall(r"<tr.*?</tr>", text, re.DOTALL)
+            found[f"{comparison} {name}"] = [" | ".join(cells(row)) for row in rows]
+        elif name.endswith((".csv", ".tex")):
+            found[f"{comparison} {name}"] = text.splitlines()
+        elif name.endswith(".md"):
+            found[f"{comparison} {name}"] = [line for line in text.splitlines() if line.startswith("|")]
+    return found
+
+
+def cells(row: str) -> list[str]:
+    """Return the texts of the cells of a row of HTML."""
+    texts = re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row, re.DOTALL)
+    return [" ".join(re.sub(r"<.*?>", "", text).split()) for text in texts]
+
+
+def sentences_of(files: Files) -> dict[str, list[str]]:
+    """Return the lines of pages and terminals that are not of a table on the page."""
+    texts = {" ".join(key): text.splitlines() for key, text in files.items() if key[1].endswith((".md", "terminal"))}
+    return {key: [line for line in lines if not line.startswith("|")] for key, lines in texts.items()}
+
+
+@functools.cache
+def written_reports(roots: Roots, scratch: Path) -> list[Files]:
+    """Return the files of the reports that both checkouts write of the same records.
+
+    These are the older code's fresh runs, the records of schema 1, and every folder of records in `records` of the
+    scratch folder, such as the published comparisons. The pages of three searches are beside them. Each checkout is
+    told that its own code made the records, as a report says of records that other code made.
+    """
+    sources = {"fresh runs": sorted((scratch / "before").glob("run_*"))}
+    sources["schema 1"] = [ROOT / "tests" / "data" / "schema_1" / "all"]
+    sources |= {path.name: [path] for path in sorted((scratch / "records").glob("*"))}
+    both = []
+    for side, root in zip(("reported_before", "reported_after"), roots, strict=True):
         versions = json.loads(run_code(root, VERSIONS))
-        for path in (scratch / "before").glob("run_*/*/record.json"):
-            shutil.copytree(path.parent, folder / path.parent.name)
-            record = json.loads(path.read_text()) | {"versions": versions}
-            (folder / path.parent.name / path.name).write_text(json.dumps(record))
-        run(root, sys.executable, "-m", "harness", "report", str(folder))
-        names = ("report.md", "runs.csv", "report.html")
-        sides = {part: (folder / part).read_text().replace(versions["code"], "CODE") for part in names}
-        texts.append(sides | {"report.html": sides["report.html"].replace("><", ">\n<")})
-    lines = [line for part in texts[0] for line in changed_lines(texts[0][part], texts[1][part], part)]
-    return sum(text.count("\n") for text in texts[1].values()), [line[:300] for line in lines]
+        shutil.rmtree(scratch / side, ignore_errors=True)
+        files: Files = {}
+        for name, folders in sources.items():
+            folder = scratch / side / name.replace(" ", "_")
+            for path in (path for source in folders for path in source.glob("*/record.json")):
+                shutil.copytree(path.parent, folder / path.parent.name)
+                record = json.loads(path.read_text()) | {"versions": versions}
+                (folder / path.parent.name / path.name).write_text(json.dumps(record))
+            command = ("harness", "report", str(folder), "--export", "csv,latex")
+            files[name, "terminal"] = run(root, sys.executable, "-m", *command)
+            for path in sorted([*folder.glob("*.*"), *folder.glob("export/*.*")]):
+                if path.suffix != ".parquet":
+                    files[name, path.name] = path.read_text()
+        for number, line in enumerate(SEARCHES):
+            page = scratch / side / f"search_{number}" / "page"
+            for suffix in (".md", ".html"):
+                arguments = (*line.split(), "--report", str(page.with_suffix(suffix)))
+                files[page.parent.name, "terminal"] = run(root, sys.executable, "-m", "harness", "plan", *arguments)
+            files |= {(page.parent.name, path.name): path.read_text() for path in sorted(page.parent.glob("*.*"))}
+        both.append({key: text.replace(versions["code"], "CODE").replace(side, "") for key, text in files.items()})
+    return both
 
 
 def planted_faults(roots: Roots, scratch: Path) -> Compared:
     """Compare the names of the planted faults and of the tests that see them."""
     sides = [dict.fromkeys(fault_names(root), "there") for root in roots]
-    return changed_entries(*sides)  # type: ignore[arg-type]
+    return changed_entries(*sides)
 
 
 def fault_names(root: Path) -> Iterator[str]:
@@ -250,7 +369,10 @@ COMPARISONS = {
     "run ids and refusals": identities,
     "plans": plans,
     "fresh runs": fresh_runs,
-    "reports": reports,
+    "peaks": peaks,
+    "exports": exports,
+    "figures of reports": figures,
+    "sentences of reports": sentences,
 }
 
 if __name__ == "__main__":
