@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from harness.util.errors import UserError
 
@@ -154,32 +156,37 @@ class AllocatorSettings:
     garbage_collection_threshold: float = 0.0  # of the memory limit; 0 collects nothing
 
 
+# The field of each setting, and how its value is read.
+SETTINGS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "expandable_segments": (
+        "expandable_segments",
+        {"True": True, "true": True, "False": False, "false": False}.__getitem__,
+    ),
+    "max_split_size_mb": ("max_split_bytes", lambda value: int(value) * MIB),
+    "max_non_split_rounding_mb": ("max_non_split_rounding_bytes", lambda value: int(value) * MIB),
+    "roundup_power2_divisions": ("roundup_power2_divisions", int),
+    "garbage_collection_threshold": ("garbage_collection_threshold", float),
+}
+
+
 def parse_allocator_settings(text: str) -> AllocatorSettings:
     """Return the settings of a value of PYTORCH_CUDA_ALLOC_CONF.
 
     Raises UserError if a setting is unknown, or if rounding differs by size, which is not modeled.
     """
-    values: dict[str, float | int | bool] = {}
+    values: dict[str, Any] = {}
     for part in (part.strip() for part in text.split(",") if part.strip()):
         name, _, value = (piece.strip() for piece in part.partition(":"))
+        if name.startswith(IGNORED):
+            continue
         try:
-            if name == "expandable_segments":
-                values[name] = {"True": True, "true": True, "False": False, "false": False}[value]
-            elif name == "max_split_size_mb":
-                values["max_split_bytes"] = int(value) * MIB
-            elif name == "max_non_split_rounding_mb":
-                values["max_non_split_rounding_bytes"] = int(value) * MIB
-            elif name == "roundup_power2_divisions":
-                values[name] = int(value)
-            elif name == "garbage_collection_threshold":
-                values[name] = float(value)
-            elif not name.startswith(IGNORED):
-                raise KeyError(name)
+            field_name, read = SETTINGS[name]
+            values[field_name] = read(value)
         except (KeyError, ValueError):
             raise UserError(
                 f"PYTORCH_CUDA_ALLOC_CONF={text}: the model of the allocator does not know {part}; leave it out"
             ) from None
-    return AllocatorSettings(**values)  # type: ignore[arg-type]
+    return AllocatorSettings(**values)
 
 
 def expand(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Block | None:

@@ -123,10 +123,6 @@ def read_value(_: FakeTensorMode, operator: Any, tensor: Tensor) -> float:
     return bool(value) if tensor.dtype == torch.bool else value
 
 
-def ranks_agree(ints: list[int]) -> None:
-    """Return at once: there are no other ranks with which a list could be compared."""
-
-
 @contextmanager
 def deepspeed_values() -> Iterator[None]:
     """Return a context in which DeepSpeed reads the listed values.
@@ -140,7 +136,7 @@ def deepspeed_values() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(OPERATORS, reads))
         for module in (partition_parameters, partitioned_param_coordinator, stage3):
-            stack.enter_context(mock.patch.object(module, "assert_ints_same_as_other_ranks", ranks_agree))
+            stack.enter_context(mock.patch.object(module, "assert_ints_same_as_other_ranks", lambda ints: None))
         configure = without_batch_check(DeepSpeedEngine._configure_tensor_parallel_states)
         stack.enter_context(mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", configure))
         yield
@@ -161,21 +157,12 @@ def agreeing_ranks(layout: Layout, device: torch.device) -> Iterator[None]:
 
     configure, partition = DeepSpeedEngine._configure_tensor_parallel_states, partition_parameters.Init._partition_param
     with (
-        mock.patch.object(utils, "assert_lst_len_same_as_other_ranks", _accept),
-        mock.patch.object(utils, "get_lst_from_rank0", _own_list),
+        mock.patch.object(utils, "assert_lst_len_same_as_other_ranks", lambda values: None),
+        mock.patch.object(utils, "get_lst_from_rank0", lambda values: values),
         mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", without_batch_check(configure)),
         mock.patch.object(partition_parameters.Init, "_partition_param", _with_filled_padding(partition)),
     ):
         yield
-
-
-def _accept(values: Sequence[int]) -> None:
-    """Accept a list as being as long as that of rank 0."""
-
-
-def _own_list(values: Sequence[int]) -> Sequence[int]:
-    """Return a list as that of rank 0."""
-    return values
 
 
 def without_batch_check(configure: Any) -> Any:

@@ -59,7 +59,8 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_paused:
             return result
         if func in self.workspaces:
-            self.observe_workspace(self.workspaces[func](args, kwargs or {}))
+            self.set_size(WORKSPACE, self.workspaces[func](args, kwargs or {}))  # which it has while it runs
+            self.set_size(WORKSPACE, None)
         self.on_operator(func, args, kwargs or {}, result)
         leaves: list[Any] = tree_leaves(result)
         for leaf in leaves:
@@ -84,20 +85,10 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count a storage from now on, unless it is counted already."""
         identity = storage._cdata
         if identity not in self.sizes:
-            self._set_size(identity, storage.nbytes())
-            weakref.finalize(storage, self._set_size, identity, None).atexit = False
+            self.set_size(identity, storage.nbytes())
+            weakref.finalize(storage, self.set_size, identity, None).atexit = False
 
-    def observe_workspace(self, size: int) -> None:
-        """Count memory that a kernel takes while it runs."""
-        self._set_size(WORKSPACE, size)
-        self._set_size(WORKSPACE, None)
-
-    def observe_resize(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage that was resized with its present size."""
-        if storage._cdata in self.sizes:
-            self._set_size(storage._cdata, storage.nbytes())
-
-    def _set_size(self, identity: int, size: int | None) -> None:
+    def set_size(self, identity: int, size: int | None) -> None:
         """Set the size of a storage, or forget one that has ended."""
         freed = self.sizes.pop(identity, 0)
         for change in (-freed, size or 0):
@@ -120,7 +111,8 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
 
     def counted_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result: torch.UntypedStorage = resize(storage, size)
-        counter.observe_resize(storage)
+        if storage._cdata in counter.sizes:
+            counter.set_size(storage._cdata, storage.nbytes())
         return result
 
     def uncounted_shape(*arguments: Any, **keywords: Any) -> Any:

@@ -166,10 +166,6 @@ class StreamRecorder:
         _, moment = self._works.get(id(work), (None, None))
         self.wait(current_stream(), moment)
 
-    def wait_after_backward(self, work: Any) -> None:
-        """Record at the end of the present backward pass that the current stream waits, as DDP does for its futures."""
-        Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
-
     def launch_batch(self, batch_isend_irecv: Any, operations: Sequence[dist.P2POp]) -> Any:
         """Launch transfers by torch's function, and record them as one kernel of the group's communicator."""
         if not self.is_recording:
@@ -193,8 +189,8 @@ class StreamRecorder:
             return wait(work, *arguments, **keywords)
 
         def recorded_future(work: Any) -> Any:
-            if self.is_recording:
-                self.wait_after_backward(work)
+            if self.is_recording:  # DDP asks for futures, for which the current stream waits at the end of backward
+                Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
             return get_future(work)
 
         with ExitStack() as stack:

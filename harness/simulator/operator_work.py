@@ -106,14 +106,9 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
         return _attention(name, args, kwargs)
     if name in _PRODUCTS:
         first, second = (args[place] for place in _PRODUCTS[name])
-        return _product(first, second)
+        *batch, m, k = first.shape
+        return Product(prod(batch), m, second.shape[-1], k, dtype_name(first), first.element_size())
     return Movement(moved_bytes(func, args, kwargs, outputs))
-
-
-def _product(first: Tensor, second: Tensor) -> Product:
-    batch = prod(first.shape[:-2])
-    m, k, n = first.shape[-2], first.shape[-1], second.shape[-1]
-    return Product(batch, m, n, k, dtype_name(first), first.element_size())
 
 
 def dtype_name(tensor: Tensor) -> str:

@@ -77,10 +77,6 @@ class PhaseLog:
         self.starts.append((len(self.counter.requests), phase))
         return self.starts[-1][0]
 
-    def phase_at(self, moment: int) -> str:
-        """Return the phase of a request."""
-        return [phase for start, phase in self.starts if start <= moment][-1]
-
 
 def simulate_rank(
     request: StepRequest,
@@ -201,7 +197,8 @@ def with_peaks(
     try:
         peaks = replay(requests, allocator, pauses, last_step_at)
     except OutOfDeviceMemoryError as error:
-        return out_of_memory_report(report, phases.phase_at(error.moment), one_line(error))
+        phase = [phase for start, phase in phases.starts if start <= error.moment][-1]
+        return out_of_memory_report(report, phase, one_line(error))
     return dataclasses.replace(
         report,
         profiled=dataclasses.replace(report.profiled, peak_without_backend_bytes=None),

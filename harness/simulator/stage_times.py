@@ -67,14 +67,12 @@ def with_stage_waits(layout: Layout, micro_batches: int, steps: Sequence[TimedSt
     stage_ranks = layout.world_size // layout.pp
     if [step.rank for step in steps] == list(range(0, layout.world_size, stage_ranks)):
         return played_together(steps, stage_ranks)
-    ratio = bubble_ratio(layout, micro_batches)
-    return [with_wait(step, ratio * seconds_of_passes(step), is_planned=True) for step in steps]
-
-
-def seconds_of_passes(step: TimedStep) -> float:
-    """Return the seconds of a step that belong to micro-batches."""
-    own = step.summary
-    return own.step_seconds - sum(own.phase_seconds.get(name, 0.0) for name in WITHOUT_PASSES)
+    ratio, planned = bubble_ratio(layout, micro_batches), []
+    for step in steps:
+        own = step.summary
+        passes = own.step_seconds - sum(own.phase_seconds.get(name, 0.0) for name in WITHOUT_PASSES)
+        planned.append(with_wait(step, ratio * passes, is_planned=True))
+    return planned
 
 
 def with_wait(step: TimedStep, seconds: float, is_planned: bool) -> TimedStep:

@@ -26,11 +26,6 @@ class Rates:
     launch_seconds: float
     overlap_slowdown: float  # in seconds of computing for each second beside communication
 
-    @property
-    def speed_beside_communication(self) -> float:
-        """The speed of a kernel that computes beside communication, in units of its own."""
-        return max(0.0, 1.0 - self.overlap_slowdown)
-
 
 @dataclass
 class Schedule:
@@ -85,7 +80,6 @@ class Player:
         self.starts, self.ends = [math.inf] * len(launches), [math.inf] * len(launches)
         self.queued_at = [math.inf] * len(launches)
         self.streams: dict[str, deque[int]] = {}
-        self.free_at: dict[str, float] = defaultdict(float)  # when each stream ended its last launch
         self.running: dict[str, int] = {}
         self.host_next, self.host_time = 0, 0.0
 
@@ -107,7 +101,8 @@ class Player:
             for number in running:
                 self.left[number] -= (then - now) * speeds[number]
                 if self.left[number] <= ROUNDING_SECONDS:
-                    self.end_kernel(number, then)
+                    self.ends[number] = then
+                    del self.running[self.launches[number].stream]
             now = then
         if self.host_next < len(self.launches) or any(self.streams.values()):
             raise RuntimeError("launches wait for each other for ever")
@@ -117,7 +112,7 @@ class Player:
     def speeds(self, running: Sequence[int]) -> Mapping[int, float]:
         """Return the speed of each launch that runs."""
         kinds = {number: kind_of(self.launches[number].work) for number in running}
-        beside = self.rates.speed_beside_communication if "communication" in kinds.values() else 1.0
+        beside = max(0.0, 1.0 - self.rates.overlap_slowdown) if "communication" in kinds.values() else 1.0
         return {number: beside if kind == "compute" else 1.0 for number, kind in kinds.items()}
 
     def launch_from_host(self) -> None:
@@ -155,8 +150,3 @@ class Player:
             else:
                 next_start = min(next_start, ready)
         return next_start
-
-    def end_kernel(self, number: int, now: float) -> None:
-        """End a kernel."""
-        self.ends[number] = now
-        del self.running[self.launches[number].stream]
