@@ -42,7 +42,7 @@ class AllocationLogger:
 
 
 class CpuAllocationLog(AllocationLogger):
-    """A logger of the counting allocator; a moment is the number of a line."""
+    """A logger of an allocator that counts requests; a moment is the number of a line."""
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -55,11 +55,11 @@ class CpuAllocationLog(AllocationLogger):
 
     def pause(self) -> int:
         """Exclude the lines from now on from the peak; return the number of the next line."""
-        return self.allocator.pause_log()
+        return self.allocator.pause_log(True)
 
     def resume(self) -> int:
         """Include the lines from now on in the peak; return the number of the next line."""
-        return self.allocator.resume_log()
+        return self.allocator.pause_log(False)
 
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""

@@ -232,7 +232,7 @@ std::int64_t end_log() {
 }
 
 // Return the lines of the log. Call end_log() first.
-const Event* read_log() {
+const Event* log_lines() {
   const std::lock_guard<std::mutex> guard(blocks().mutex);
   return blocks().log.data();
 }

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from harness.measure.allocation_logger import AllocationLogger, CpuAllocationLog, CudaAllocationLog, PeakStepLog
-from harness.measure.native_allocator import Allocator
+from harness.measure.native_allocator import Allocator, LimitedAllocator
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ class MemoryLimit:
 
     budget_bytes: int | None = None
     device: torch.device = CPU
-    allocator: Allocator | None = None  # for a CPU; not used on CUDA
+    allocator: LimitedAllocator | None = None  # for a CPU; not used on CUDA
 
     def enforce(self) -> None:
         """Make requests that would exceed the budget raise torch.OutOfMemoryError from now on.
@@ -56,7 +56,7 @@ class MemoryLimit:
         elif self.allocator is None:
             raise RuntimeError("cluster.memory_budget cannot be enforced: the counting allocator is not loaded")
         else:
-            self.allocator.set_limit(limit_bytes)
+            self.allocator.set_limit(limit_bytes or 0)
 
 
 NO_LIMIT = MemoryLimit()
@@ -79,12 +79,12 @@ class DeviceMemory:
     """The memory of this process on its device. None means unknown, as all is on a CPU without the allocator."""
 
     device: torch.device
-    allocator: Allocator | None = None  # for a CPU; not used on CUDA
+    allocator: Allocator | None = None  # for a CPU, or a simulated device; torch counts by itself on CUDA
     limit: MemoryLimit = NO_LIMIT
 
     @property
     def _cuda(self) -> bool:
-        return self.device.type == "cuda"
+        return self.device.type == "cuda" and self.allocator is None
 
     def reset_peak(self) -> None:
         """Start a new peak from the bytes allocated now."""
@@ -173,7 +173,7 @@ class DeviceMemory:
 
     def track_peak_step(self) -> PeakStepLog:
         """Return a log of the step with the highest peak; it logs nothing on CUDA, where that would slow the steps."""
-        return PeakStepLog(None if self._cuda else self.allocator)
+        return PeakStepLog(self.allocator)
 
     @property
     def counts_requests(self) -> bool:

@@ -3,9 +3,9 @@
 import ctypes
 import os
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from filelock import FileLock
@@ -14,57 +14,39 @@ from harness.util.native_build import file_digest, make_extension_folder, requir
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
 
+# A line has the address, the bytes (negative if freed), and 1 if another thread than the one that loaded the allocator
+# requested the block, else 0.
+LogLines = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
-@dataclass(frozen=True)
-class Allocator:
-    """The counting allocator of this process. It counts bytes as torch requested them, since load_allocator()."""
 
-    library: ctypes.CDLL
+class Allocator(Protocol):
+    """An allocator that counts bytes as tensors request them, and can log every request."""
 
-    def live_bytes(self) -> int:
-        """Return the bytes allocated now."""
-        return int(self.library.live_bytes())
+    live_bytes: Callable[[], int]  # those allocated now
+    peak_bytes: Callable[[], int]  # the most allocated at once since reset_peak()
+    reset_peak: Callable[[], object]  # start a new peak from the bytes allocated now
+    begin_log: Callable[[], object]  # log what is allocated and freed; the first lines are the blocks that are live now
+    log_length: Callable[[], int]  # the number of lines logged so far, which serves as the log's clock
+    pause_log: Callable[[bool], int]  # exclude the lines from now on from the log's peak, or include them; their number
+    end_log: Callable[[], int]  # stop logging; the most bytes that were live at once after a line outside pauses
 
-    def peak_bytes(self) -> int:
-        """Return the most bytes allocated at once since reset_peak()."""
-        return self.library.peak_bytes()  # type: ignore[no-any-return]
+    def read_log(self) -> LogLines:
+        """Return the log, after end_log()."""
+        ...
 
-    def reset_peak(self) -> None:
-        """Start a new peak from the bytes allocated now."""
-        self.library.reset_peak()
 
-    def set_limit(self, limit_bytes: int | None) -> None:
-        """Make requests that would exceed this many live bytes raise torch.OutOfMemoryError; None is no limit."""
-        self.library.set_limit(limit_bytes or 0)
+class LimitedAllocator(Allocator, Protocol):
+    """The counting allocator of this process, since load_allocator()."""
 
-    def begin_log(self) -> None:
-        """Log every allocation and free from now on; the log starts with the blocks that are live now."""
-        self.library.begin_log()
+    set_limit: Callable[[int], object]  # requests beyond so many live bytes raise torch.OutOfMemoryError; 0 is no limit
 
-    def log_length(self) -> int:
-        """Return the number of lines logged so far, which serves as the log's clock."""
-        return self.library.log_length()  # type: ignore[no-any-return]
 
-    def pause_log(self) -> int:
-        """Exclude the lines from now on from the log's peak; return the number of the next line."""
-        return self.library.pause_log(1)  # type: ignore[no-any-return]
+class AllocatorLibrary(ctypes.CDLL):
+    """The library, whose functions are those of a LimitedAllocator."""
 
-    def resume_log(self) -> int:
-        """Include the lines from now on in the log's peak; return the number of the next line."""
-        return self.library.pause_log(0)  # type: ignore[no-any-return]
-
-    def end_log(self) -> int:
-        """Stop logging; return the most bytes that were live at once after a line outside pauses."""
-        return self.library.end_log()  # type: ignore[no-any-return]
-
-    def read_log(self) -> "np.ndarray[tuple[int, int], np.dtype[np.int64]]":
-        """Return the log, after end_log().
-
-        Its shape is (lines, 3): the address, the bytes (negative if freed), and 1 if another thread than the one that
-        loaded the allocator requested the block, else 0.
-        """
-        pointer = ctypes.cast(self.library.read_log(), ctypes.POINTER(ctypes.c_int64))
-        lines = self.log_length()
+    def read_log(self) -> LogLines:
+        """Return the log, after end_log()."""
+        lines, pointer = self.log_length(), ctypes.cast(self.log_lines(), ctypes.POINTER(ctypes.c_int64))
         return np.ctypeslib.as_array(pointer, (lines, 3)).copy() if lines else np.zeros((0, 3), np.int64)
 
 
@@ -73,24 +55,23 @@ def build_allocator(cache: Path) -> Path:
     return build_torch_library("the counting allocator", _SOURCE, cache, ["-O2"])
 
 
-def load_allocator(path: Path) -> Allocator:
+def load_allocator(path: Path) -> LimitedAllocator:
     """Make torch take this process's CPU memory from the allocator. Earlier tensors are not counted: call this first.
 
     Raise RuntimeError if another allocator of higher priority is registered.
     """
     import torch  # noqa: F401  loads the library that the allocator plugs into
 
-    library = ctypes.CDLL(str(path))
+    library: Any = AllocatorLibrary(str(path))
     library.install.restype = ctypes.c_int
     for count in (library.live_bytes, library.peak_bytes, library.log_length, library.pause_log, library.end_log):
         count.restype = ctypes.c_int64
-    library.reset_peak.restype = library.begin_log.restype = library.set_limit.restype = None
     library.set_limit.argtypes = [ctypes.c_int64]
-    library.pause_log.argtypes = [ctypes.c_int]
-    library.read_log.restype = ctypes.c_void_p
+    library.log_lines.restype = ctypes.c_void_p
     if library.install() != 1:
         raise RuntimeError(f"{path.name} is not torch's CPU allocator: another one has a higher priority")
-    return Allocator(library)
+    allocator: LimitedAllocator = library
+    return allocator
 
 
 _COMPILER_FLAGS = ("-std=c++20", "-fPIC", "-shared", "-Wall")  # torch's headers need C++20

@@ -24,7 +24,6 @@ class Block:
     pool: Pool
     requested_bytes: int = 0
     is_allocated: bool = False
-    is_pending: bool = False  # freed, while another stream may still use it
     is_mapped: bool = True  # False for address space of an expandable segment without memory
     is_expandable: bool = False
     previous: Block | None = None
@@ -36,11 +35,6 @@ class Block:
         """The bytes to which a free block can grow without moving."""
         after = self.next
         return self.size + (after.size if after is not None and not after.is_mapped else 0)
-
-    @property
-    def is_available(self) -> bool:
-        """Whether the block can be allocated or merged."""
-        return not self.is_allocated and not self.is_pending
 
     @property
     def is_split(self) -> bool:
@@ -58,7 +52,7 @@ class Block:
 
     def merge(self, neighbor: Block | None) -> None:
         """Take over a neighbor that is in the pool, if it is as this block, which is not (try_merge_blocks)."""
-        if neighbor is None or not neighbor.is_available or neighbor.is_mapped != self.is_mapped:
+        if neighbor is None or neighbor.is_allocated or neighbor.is_mapped != self.is_mapped:
             return
         self.pool.remove(neighbor)
         if neighbor is self.previous:
@@ -210,10 +204,10 @@ def _find_address_space(device: DeviceReservation, pool: Pool, size: int, stream
         block = pool.blocks[address]
         if block.stream != stream:
             break
-        if block.previous is not None and block.previous.is_available:
+        if block.previous is not None and not block.previous.is_allocated:
             block = block.previous
         bytes_after, other = 0, block
-        while other is not None and other.is_available and bytes_after < size:
+        while other is not None and not other.is_allocated and bytes_after < size:
             bytes_after += other.size
             other = other.next  # type: ignore[assignment]
         if bytes_after >= size:

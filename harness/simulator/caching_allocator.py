@@ -1,11 +1,14 @@
 """A model of CUDA's caching allocator: which segments it reserves for the blocks that a program allocates and frees.
 
 It follows torch's c10/cuda/CUDACachingAllocator.cpp (torch 2.11 to 2.13), whose functions the methods name. Left out
-are private pools of CUDA graphs, peer access, and the memory that other processes and CUDA's context take.
+are private pools of CUDA graphs, peer access, blocks that wait for other streams, and the memory that other processes
+and CUDA's context take.
 """
 
+import sys
 from bisect import bisect_left
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import chain
 
 from harness.config.byte_size import format_bytes
 from harness.simulator import allocator_blocks
@@ -17,6 +20,7 @@ from harness.simulator.allocator_blocks import (
     DeviceReservation,
     Pool,
 )
+from harness.simulator.fake_memory import Request
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 SMALL_BYTES = 2**20  # kSmallSize: the largest block of the small pool
@@ -27,16 +31,7 @@ LARGE_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
 class OutOfDeviceMemoryError(Exception):
     """The device has no memory left for a block, even after all cached segments were given back."""
 
-    moment = 0  # the number of the request that could not be served
-
-
-@dataclass
-class AllocatorPeaks:
-    """The highest readings of an allocator, in bytes, as torch.cuda.memory_stats names them."""
-
-    allocated_bytes: int = 0
-    reserved_bytes: int = 0
-    requested_bytes: int = 0
+    moment = sys.maxsize  # the number of the request that could not be served, or the end
 
 
 class CachingAllocator:
@@ -51,7 +46,7 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = 0
         self._peak_allocated_bytes = self._peak_requested_bytes = 0
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
-        self._active: dict[int, Block] = {}  # allocated and pending blocks by address
+        self._active: dict[int, Block] = {}  # allocated blocks by address
 
     @property
     def reserved_bytes(self) -> int:
@@ -59,9 +54,13 @@ class CachingAllocator:
         return self.device.reserved_bytes
 
     @property
-    def peaks(self) -> AllocatorPeaks:
-        """The highest readings since the last reset."""
-        return AllocatorPeaks(self._peak_allocated_bytes, self.device.peak_bytes, self._peak_requested_bytes)
+    def peaks(self) -> dict[str, int]:
+        """The highest readings since the last reset, by the names of a rank's report."""
+        return {
+            "peak_allocated_bytes": self._peak_allocated_bytes,
+            "peak_requested_bytes": self._peak_requested_bytes,
+            "peak_reserved_bytes": self.device.peak_bytes,
+        }
 
     def allocate(self, size: int, stream: int = 0) -> int:
         """Allocate a block of so many bytes for a stream and return its address (malloc).
@@ -93,25 +92,18 @@ class CachingAllocator:
         self._peak_requested_bytes = max(self._peak_requested_bytes, self.requested_bytes)
         return block.address
 
-    def free(self, address: int, is_pending: bool = False) -> None:
-        """Free a block; if another stream may still use it, it can be reused only after complete_free."""
-        block = self._active[address]
-        block.is_allocated, block.is_pending = False, is_pending
+    def free(self, address: int) -> None:
+        """Free a block, merge it with free neighbors, and put it into its pool (free_block)."""
+        block = self._active.pop(address)
+        block.is_allocated = False
         self.allocated_bytes -= block.size
         self.requested_bytes -= block.requested_bytes
-        if not is_pending:
-            self._cache(block)
-
-    def complete_free(self, address: int) -> None:
-        """Make a freed block reusable after the streams that used it are done."""
-        block = self._active[address]
-        block.is_pending = False
-        self._cache(block)
+        block.merge(block.previous)
+        block.merge(block.next)
+        block.pool.insert(block)
 
     def empty_cache(self) -> None:
         """Give back segments and pages in which nothing is allocated (release_cached_blocks)."""
-        for address in [address for address, block in self._active.items() if block.is_pending]:
-            self.complete_free(address)
         for pool in (self._large, self._small):
             for _, _, address in tuple(pool.free):
                 block = pool.blocks.get(address)
@@ -163,13 +155,6 @@ class CachingAllocator:
         if block.pool.is_small or self.settings.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and remaining > SMALL_BYTES
-
-    def _cache(self, block: Block) -> None:
-        """Put a block among the free ones, merged with free neighbors (free_block)."""
-        del self._active[block.address]
-        block.merge(block.previous)
-        block.merge(block.next)
-        block.pool.insert(block)
 
     def _reserve(self, pool: Pool, size: int, stream: int) -> Block | None:
         """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
@@ -234,3 +219,24 @@ class CachingAllocator:
                 self._release(pool.blocks[address])
                 del ages[address]
                 has_freed = True
+
+
+def replay(requests: Iterable[Request], allocator: CachingAllocator, pauses: Iterable[range], peaks_from: int) -> None:
+    """Let an allocator serve requests, with peaks from the number `peaks_from` on.
+
+    What a measurement allocated in pauses, which are numbers of requests, is left out. Raises OutOfDeviceMemoryError,
+    with the number of the request, if memory runs out.
+    """
+    paused = set(chain.from_iterable(pauses))
+    addresses: dict[int, int] = {}
+    for number, request in enumerate(requests):
+        if number == peaks_from:
+            allocator.reset_peaks()
+        if request.bytes < 0 and request.identity in addresses:
+            allocator.free(addresses.pop(request.identity))
+        elif request.bytes > 0 and number not in paused:
+            try:
+                addresses[request.identity] = allocator.allocate(request.bytes, request.stream)
+            except OutOfDeviceMemoryError as error:
+                error.moment = number
+                raise

@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import torch
@@ -12,37 +12,28 @@ import torch
 _numbers = itertools.count()
 
 
-class StreamObserver(Protocol):
-    """An observer of streams, which can say what a stream was given until a moment and what waits for that."""
+Moment = dict[str, int]  # the last launch on each of some streams
 
-    def moment(self, stream: str) -> dict[str, int]:
+
+class StreamObserver:
+    """An observer of streams that notices nothing; others say what a stream was given, and notice what waits for it."""
+
+    def moment(self, stream: str) -> Moment | None:
         """Return what a stream was given until now."""
-        ...
+        return None
 
-    def wait(self, stream: str, moment: dict[str, int] | None) -> None:
+    def wait(self, stream: str, moment: Moment | None) -> None:
         """Notice that a stream waits for a moment, None being one that was not observed."""
-        ...
 
-    def wait_on_host(self, moment: dict[str, int] | None) -> None:
+    def wait_on_host(self, moment: Moment | None) -> None:
         """Notice that the host waits for a moment."""
-        ...
 
 
-_observers: list[StreamObserver] = []
-
-
-@contextmanager
-def observe_streams(observer: StreamObserver) -> Iterator[None]:
-    """Return a context in which an observer is told of the waits of streams."""
-    _observers.append(observer)
-    try:
-        yield
-    finally:
-        _observers.remove(observer)
+observer = StreamObserver()
 
 
 class SimulatedStream:
-    """A stream in the place of torch.cuda.Stream, whose work is done at once; its waits are told to observers.
+    """A stream in the place of torch.cuda.Stream, whose work is done at once; its waits are told to the observer.
 
     Blocks of memory belong to the stream that is current when they are allocated, so that streams are told apart.
     """
@@ -54,7 +45,7 @@ class SimulatedStream:
 
     @property
     def name(self) -> str:
-        """The name by which observers know the stream."""
+        """The name by which the observer knows the stream."""
         return stream_name(self.number)
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
@@ -63,8 +54,7 @@ class SimulatedStream:
 
     def wait_event(self, event: "SimulatedEvent") -> None:
         """Return at once."""
-        for observer in _observers:
-            observer.wait(self.name, event.moment)
+        observer.wait(self.name, event.moment)
 
     def record_event(self, event: "SimulatedEvent | None" = None) -> "SimulatedEvent":
         """Return the event, or a new one."""
@@ -90,12 +80,11 @@ class SimulatedEvent:
     """An event in the place of torch.cuda.Event, which is always complete and took no time."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        self.moment: dict[str, int] | None = None  # what an observer says that its stream was given before it
+        self.moment: Moment | None = None  # what the observer says that its stream was given before it
 
     def record(self, stream: SimulatedStream | None = None) -> "SimulatedEvent":
         """Return the event, as torch's generic events do."""
-        for observer in _observers:
-            self.moment = observer.moment((stream or current_stream()).name)
+        self.moment = observer.moment((stream or current_stream()).name)
         return self
 
     def wait(self, stream: SimulatedStream | None = None) -> None:
@@ -104,8 +93,7 @@ class SimulatedEvent:
 
     def synchronize(self) -> None:
         """Return at once."""
-        for observer in _observers:
-            observer.wait_on_host(self.moment)
+        observer.wait_on_host(self.moment)
 
     def query(self) -> bool:
         """Return that all work is done."""
@@ -117,7 +105,7 @@ class SimulatedEvent:
 
 
 def stream_name(number: int) -> str:
-    """Return the name by which observers know a stream."""
+    """Return the name by which the observer knows a stream."""
     return f"stream {number}"
 
 
@@ -182,8 +170,6 @@ def cuda_api(compute_capability: int = 9) -> Iterator[None]:
 
     torch's rules for attention are those of sm80 and later.
     """
-    capability = {"get_device_capability": lambda device=None: (compute_capability, 0)}
-    with ExitStack() as stack:
-        for name, stand_in in (STAND_INS | capability).items():
-            stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+    capability: dict[str, Any] = {"get_device_capability": lambda device=None: (compute_capability, 0)}
+    with mock.patch.multiple(torch.cuda, **STAND_INS, **capability):
         yield

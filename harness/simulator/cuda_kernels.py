@@ -4,7 +4,6 @@ A CPU build decomposes them into plain operators for every device but a CPU, bec
 reach the operators of these kernels, whose results torch's own meta functions describe.
 """
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.backends.cuda import SDPAParams
 from torch.library import Library
 from torch.nn.attention import SDPBackend, bias
 
@@ -26,18 +26,6 @@ MAX_FLASH_HEAD_DIM = 256
 GEMM_ALIGNMENT_BYTES = 16  # minimum_gemm_alignment of tensor cores from sm80 on: 128 bits
 
 
-@dataclasses.dataclass(frozen=True)
-class AttentionCall:
-    """The arguments of scaled_dot_product_attention on which torch's choice of a kernel depends."""
-
-    query: Tensor  # (batch, heads, queries, head_dim)
-    key: Tensor
-    value: Tensor
-    has_mask: bool
-    is_causal: bool
-    enable_gqa: bool
-
-
 # The rules below are those of torch 2.13's select_sdp_backend (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)
 # for dense tensors on devices from sm80 on. Each function names the constraints that it stands for; those that are
 # templates or inline functions are in the installed include/ATen/native/transformers/sdp_utils_cpp.h. Left out are
@@ -45,27 +33,27 @@ class AttentionCall:
 # different devices.
 
 
-def can_use_flash(call: AttentionCall) -> bool:
+def can_use_flash(params: SDPAParams) -> bool:
     """Return what can_use_flash_attention returns.
 
     Its constraints are check_runtime_disabled_flash, check_tensor_shapes, check_for_attn_mask,
     check_head_dim_size_flash, check_flash_causal_non_square_seqlens, check_dtypes_flash_attention,
     check_batch_size_and_num_heads_dense<true> (it supports grouped heads), and the two on lengths and strides.
     """
-    head_dims = {call.query.shape[-1], call.key.shape[-1], call.value.shape[-1]}
+    head_dims = {params.query.shape[-1], params.key.shape[-1], params.value.shape[-1]}
     return (
         _settings.flash_sdp_enabled()
-        and _has_dense_layout(call)
-        and not call.has_mask
+        and _has_dense_layout(params)
+        and params.attn_mask is None
         and len(head_dims) == 1
         and max(head_dims) <= MAX_FLASH_HEAD_DIM
-        and not (call.is_causal and call.query.shape[-2] != call.key.shape[-2])
-        and _has_dtype(call, HALF_WIDTHS)
-        and _has_matching_heads(call, supports_groups=True)
+        and not (params.is_causal and params.query.shape[-2] != params.key.shape[-2])
+        and _has_dtype(params, HALF_WIDTHS)
+        and _has_matching_heads(params, supports_groups=True)
     )
 
 
-def can_use_cudnn(call: AttentionCall) -> bool:
+def can_use_cudnn(params: SDPAParams) -> bool:
     """Return what can_use_cudnn_attention returns, for cuDNN from version 9 on and head dimensions up to 128.
 
     Its constraints are check_runtime_disabled_cudnn, check_tensor_shapes, check_dtypes_low_precision,
@@ -73,62 +61,63 @@ def can_use_cudnn(call: AttentionCall) -> bool:
     """
     return (
         _settings.cudnn_sdp_enabled()
-        and _has_dense_layout(call)
-        and call.query.shape[-1] <= 128
-        and call.query.shape[-1] % 8 == call.value.shape[-1] % 8 == 0
-        and _has_dtype(call, HALF_WIDTHS)
-        and _has_matching_heads(call, supports_groups=True)
+        and _has_dense_layout(params)
+        and params.query.shape[-1] <= 128
+        and params.query.shape[-1] % 8 == params.value.shape[-1] % 8 == 0
+        and _has_dtype(params, HALF_WIDTHS)
+        and _has_matching_heads(params, supports_groups=True)
     )
 
 
-def can_use_efficient(call: AttentionCall) -> bool:
+def can_use_efficient(params: SDPAParams) -> bool:
     """Return what can_use_mem_efficient_attention returns.
 
     Its constraints are check_runtime_disabled_mem_efficient, check_tensor_shapes, check_head_dim_size_mem_efficient,
     check_batch_size_and_num_heads_dense<false> (it supports no grouped heads up to torch 2.13), the two on lengths and
     strides, and the dtypes of sm80.
     """
-    alignment = GEMM_ALIGNMENT_BYTES // call.query.element_size()
+    alignment = GEMM_ALIGNMENT_BYTES // params.query.element_size()
     return (
         _settings.mem_efficient_sdp_enabled()
-        and _has_dense_layout(call)
-        and call.query.shape[-1] == call.key.shape[-1]
-        and call.query.shape[-1] % alignment == call.value.shape[-1] % alignment == 0
-        and _has_dtype(call, (*HALF_WIDTHS, torch.float32))
-        and _has_matching_heads(call, supports_groups=False)
+        and _has_dense_layout(params)
+        and params.query.shape[-1] == params.key.shape[-1]
+        and params.query.shape[-1] % alignment == params.value.shape[-1] % alignment == 0
+        and _has_dtype(params, (*HALF_WIDTHS, torch.float32))
+        and _has_matching_heads(params, supports_groups=False)
     )
 
 
-def _has_dense_layout(call: AttentionCall) -> bool:
+def _has_dense_layout(params: SDPAParams) -> bool:
     """Return whether check_tensor_shapes, check_nonzero_sequence_lengths and check_last_dim_stride_equals_1 pass."""
-    tensors = (call.query, call.key, call.value)
+    tensors = (params.query, params.key, params.value)
     return all(tensor.dim() == 4 and tensor.shape[-2] > 0 and tensor.stride(-1) == 1 for tensor in tensors)
 
 
-def _has_dtype(call: AttentionCall, dtypes: tuple[torch.dtype, ...]) -> bool:
+def _has_dtype(params: SDPAParams, dtypes: tuple[torch.dtype, ...]) -> bool:
     """Return whether check_tensor_dtype passes."""
-    return call.query.dtype == call.key.dtype == call.value.dtype and call.query.dtype in dtypes
+    return params.query.dtype == params.key.dtype == params.value.dtype and params.query.dtype in dtypes
 
 
-def _has_matching_heads(call: AttentionCall, supports_groups: bool) -> bool:
+def _has_matching_heads(params: SDPAParams, supports_groups: bool) -> bool:
     """Return whether check_batch_size_and_num_heads_dense passes."""
-    if not call.query.shape[0] == call.key.shape[0] == call.value.shape[0]:
+    if not params.query.shape[0] == params.key.shape[0] == params.value.shape[0]:
         return False
-    queries, keys, values = (tensor.shape[1] for tensor in (call.query, call.key, call.value))
-    if call.enable_gqa and supports_groups:
+    queries, keys, values = (tensor.shape[1] for tensor in (params.query, params.key, params.value))
+    if params.enable_gqa and supports_groups:
         return keys == values and queries % keys == 0
     return queries == keys == values
 
 
-_RULES: dict[SDPBackend, Callable[[AttentionCall], bool]] = {
-    SDPBackend.FLASH_ATTENTION: can_use_flash,
-    SDPBackend.CUDNN_ATTENTION: can_use_cudnn,
-    SDPBackend.EFFICIENT_ATTENTION: can_use_efficient,
-    SDPBackend.MATH: lambda _: _settings.math_sdp_enabled(),
+# By kernel, its rules and the operator that scaled_dot_product_attention calls for it.
+_KERNELS: dict[SDPBackend, tuple[Callable[[SDPAParams], bool], Any]] = {
+    SDPBackend.FLASH_ATTENTION: (can_use_flash, _aten._scaled_dot_product_flash_attention.default),
+    SDPBackend.CUDNN_ATTENTION: (can_use_cudnn, _aten._scaled_dot_product_cudnn_attention.default),
+    SDPBackend.EFFICIENT_ATTENTION: (can_use_efficient, _aten._scaled_dot_product_efficient_attention.default),
+    SDPBackend.MATH: (lambda _: _settings.math_sdp_enabled(), _aten._scaled_dot_product_attention_math.default),
 }
 
 
-def choose_kernel(call: AttentionCall) -> SDPBackend:
+def choose_kernel(params: SDPAParams) -> SDPBackend:
     """Return the first kernel in torch's present order of preference whose rules the call satisfies.
 
     Raise RuntimeError if there is none, as torch does.
@@ -136,7 +125,7 @@ def choose_kernel(call: AttentionCall) -> SDPBackend:
     order: list[int] = torch._C._get_sdp_priority_order()
     for number in order:
         kernel = SDPBackend(number)  # type: ignore[no-untyped-call]
-        if kernel in _RULES and _RULES[kernel](call):
+        if kernel in _KERNELS and _KERNELS[kernel][0](params):
             return kernel
     raise RuntimeError("No available kernel. Aborting execution.")
 
@@ -157,24 +146,13 @@ def cuda_attention(
     The calls are those of scaled_dot_product_attention (aten/src/ATen/native/transformers/attention.cpp), without its
     padding of head dimensions that are no multiple of 8 for flash.
     """
-    kernel = choose_kernel(AttentionCall(query, key, value, attn_mask is not None, is_causal, enable_gqa))
+    common = {"query": query, "key": key, "value": value, "dropout_p": dropout_p, "is_causal": is_causal}
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
-    if kernel == SDPBackend.FLASH_ATTENTION:
-        result = _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, return_debug_mask=False, scale=scale
-        )
-    elif kernel == SDPBackend.CUDNN_ATTENTION:
-        result = _aten._scaled_dot_product_cudnn_attention(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, return_debug_mask=False, scale=scale
-        )
-    elif kernel == SDPBackend.EFFICIENT_ATTENTION:
-        result = _aten._scaled_dot_product_efficient_attention(
-            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
-        )
-    else:
-        result = _aten._scaled_dot_product_attention_math(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+    masks = {"attn_mask": attn_mask, "attn_bias": attn_mask}  # operators have one or the other, or none
+    values = common | masks | {"compute_log_sumexp": needs_grad, "scale": scale, "enable_gqa": enable_gqa}
+    _, operator = _KERNELS[choose_kernel(SDPAParams(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa))]
+    names = {argument.name for argument in operator._schema.arguments}
+    result = operator(**{name: argument for name, argument in values.items() if name in names})
     output: Tensor = result[0]
     return output
 
@@ -194,16 +172,10 @@ def cuda_kernels() -> Iterator[None]:
     for name in ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward"):
         library.impl(name, _never_runs, "CUDA")
     with (
-        mock.patch.object(bias, "can_use_flash_attention", lambda params: can_use_flash(_call_of(params))),
-        mock.patch.object(bias, "can_use_efficient_attention", lambda params: can_use_efficient(_call_of(params))),
+        mock.patch.object(bias, "can_use_flash_attention", can_use_flash),
+        mock.patch.object(bias, "can_use_efficient_attention", can_use_efficient),
     ):
         try:
             yield
         finally:
             library._destroy()
-
-
-def _call_of(params: Any) -> AttentionCall:
-    """Return the arguments that torch's SDPAParams holds."""
-    has_mask = params.attn_mask is not None
-    return AttentionCall(params.query, params.key, params.value, has_mask, params.is_causal, params.enable_gqa)

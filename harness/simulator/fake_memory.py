@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed.fsdp  # defines the operators of fully_shard
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from harness.measure.native_allocator import LogLines
 from harness.simulator import cuda_api
 
 WORKSPACE = -1  # stands for the identity of a kernel's own memory, which is no storage's
@@ -32,16 +34,20 @@ class Request(NamedTuple):
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts the storages of results on a device, from the operator that makes them to their end.
 
-    What a kernel allocates for itself is counted only where harness.simulator.fake_memory tells it.
+    It is an Allocator whose addresses are the identities of storages. What a kernel allocates for itself is counted
+    only where harness.simulator.fake_memory tells it.
     """
 
     def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device_type = device_type
         self.sizes: dict[int, int] = {}  # of live storages, by identity
-        self.live_bytes = self.peak_bytes = 0
+        self._live_bytes = self._peak_bytes = 0  # bytes
         self.is_paused = False
         self.requests: list[Request] = []
+        self.initial_sizes: list[tuple[int, int]] = []  # of the storages that were live when the log began
+        self.log_begin = self.log_peak = 0  # the number of the log's first request, and its peak
+        self.is_log_paused = False
         self.workspaces = CPU_WORKSPACES if device_type == "cpu" else {}
         self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
 
@@ -59,7 +65,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_paused:
             return result
         if func in self.workspaces:
-            self.set_size(WORKSPACE, self.workspaces[func](args, kwargs or {}))  # which it has while it runs
+            self.set_size(WORKSPACE, self.workspaces[func](*args, **(kwargs or {})))  # which it has while it runs
             self.set_size(WORKSPACE, None)
         self.on_operator(func, args, kwargs or {}, result)
         leaves: list[Any] = tree_leaves(result)
@@ -68,9 +74,44 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.observe(leaf.untyped_storage())
         return result
 
+    def live_bytes(self) -> int:
+        """Return the bytes of the storages that live now."""
+        return self._live_bytes
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that lived at once since reset_peak()."""
+        return self._peak_bytes
+
     def reset_peak(self) -> None:
         """Start a new peak from the bytes that are live now."""
-        self.peak_bytes = self.live_bytes
+        self._peak_bytes = self._live_bytes
+
+    def begin_log(self) -> None:
+        """Log every request from now on; the first lines are the storages that are live now."""
+        self.initial_sizes, self.log_begin, self.log_peak = (
+            list(self.sizes.items()),
+            len(self.requests),
+            self._live_bytes,
+        )
+
+    def log_length(self) -> int:
+        """Return the number of lines logged so far."""
+        return len(self.initial_sizes) + len(self.requests) - self.log_begin
+
+    def pause_log(self, is_log_paused: bool) -> int:
+        """Exclude the lines from now on from the log's peak, or include them; return their number."""
+        self.is_log_paused = is_log_paused
+        return self.log_length()
+
+    def end_log(self) -> int:
+        """Return the most bytes that were live at once after a line outside pauses."""
+        return self.log_peak
+
+    def read_log(self) -> LogLines:
+        """Return the identity and the bytes of every line."""
+        requests = [request[:2] for request in self.requests[self.log_begin :]]
+        lines = [(identity, size, 0) for identity, size in (*self.initial_sizes, *requests)]
+        return np.array(lines, np.int64).reshape(-1, 3)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -94,8 +135,10 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for change in (-freed, size or 0):
             if change:
                 self.requests.append(Request(identity, change, cuda_api.current_stream_number()))
-        self.live_bytes += (size or 0) - freed
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self._live_bytes += (size or 0) - freed
+        self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+        if not self.is_log_paused:
+            self.log_peak = max(self.log_peak, self._live_bytes)
         if size is not None:
             self.sizes[identity] = size
 
@@ -121,14 +164,14 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", counted_resize),
-        mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: counter.live_bytes),
+        mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: counter.live_bytes()),
         mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
         counter,
     ):
         yield counter
 
 
-def chunk_cat_bytes(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> int:
+def chunk_cat_bytes(tensors: Sequence[Tensor], dim: int, num_chunks: int, **_: Any) -> int:
     """Return the bytes of the padded copies of tensors whose rows do not divide evenly (aten's _pad_chunk)."""
     return sum(
         math.ceil(tensor.shape[dim] / num_chunks) * num_chunks * (tensor.nbytes // max(1, tensor.shape[dim]))
@@ -137,18 +180,12 @@ def chunk_cat_bytes(tensors: Sequence[Tensor], dim: int, num_chunks: int) -> int
     )
 
 
-def _chunk_cat_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
-    names = ("tensors", "dim", "num_chunks")
-    values = dict(zip(names, arguments, strict=False)) | {name: keywords[name] for name in names if name in keywords}
-    return chunk_cat_bytes(**values)
-
-
-def conversion_bytes(operands: Sequence[Tensor]) -> int:
+def conversion_bytes(*operands: Any, **_: Any) -> int:
     """Return the bytes of the copies in the common dtype that elementwise operators make of other operands.
 
     It is aten's TensorIterator that converts them, on a CPU only; scalars are converted without memory.
     """
-    tensors = [operand for operand in operands if operand.dim()]
+    tensors = [operand for operand in operands if isinstance(operand, Tensor) and operand.dim()]
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) < 2:
         return 0
@@ -156,26 +193,22 @@ def conversion_bytes(operands: Sequence[Tensor]) -> int:
     return sum(tensor.numel() * common.itemsize for tensor in tensors if tensor.dtype != common)
 
 
-def _elementwise_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
-    return conversion_bytes([argument for argument in arguments if isinstance(argument, Tensor)])
-
-
-def _foreach_call_bytes(arguments: Sequence[Any], keywords: dict[str, Any]) -> int:
-    pairs = zip(arguments[0], arguments[1], strict=True)
-    return max(map(conversion_bytes, pairs), default=0)
+def conversion_bytes_of_pairs(first: Sequence[Tensor], second: Sequence[Tensor], **_: Any) -> int:
+    """Return the bytes of an operator over lists, which converts one pair after another."""
+    return max(map(conversion_bytes, first, second), default=0)
 
 
 _aten = torch.ops.aten
 
-# By operator, the bytes that a call with these arguments and keywords takes beside its results.
-CPU_WORKSPACES: dict[Any, Callable[[Sequence[Any], dict[str, Any]], int]] = {
-    torch.ops.fsdp.chunk_cat.default: _chunk_cat_call_bytes,
-    _aten._foreach_add_.List: _foreach_call_bytes,
+# By operator, the bytes that a call with its arguments takes beside its results.
+CPU_WORKSPACES: dict[Any, Callable[..., int]] = {
+    torch.ops.fsdp.chunk_cat.default: chunk_cat_bytes,
+    _aten._foreach_add_.List: conversion_bytes_of_pairs,
     **dict.fromkeys(
         (
             *(_aten.add.Tensor, _aten.add_.Tensor, _aten.sub.Tensor, _aten.sub_.Tensor),
             *(_aten.mul.Tensor, _aten.mul_.Tensor, _aten.div.Tensor, _aten.div_.Tensor),
         ),
-        _elementwise_call_bytes,
+        conversion_bytes,
     ),
 }

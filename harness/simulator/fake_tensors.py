@@ -7,7 +7,6 @@ import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ import torch
 from torch import nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
     FakeTensor,
     FakeTensorMode,
     in_kernel_invocation_manager,
@@ -25,9 +23,7 @@ from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.engines.torch.loss_scaler import LossScaler
 from harness.models import hf_library, init_weights
-from harness.models.dropout_rng import rank_local_rng
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
 _READ_VALUES: tuple[tuple[Any, str], ...] = (
@@ -50,21 +46,35 @@ def _wait_tensor(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tens
     return tensor
 
 
-# What the harness's own code reads on the host, and the value that it gets: neither changes what is allocated or sent.
-_READ_SCALARS = {
-    LossScaler.update_and_check.__code__: 1.0,  # the gradient norm, which is finite, so that no step is skipped
-    rank_local_rng.__wrapped__.__code__: 1,  # type: ignore[attr-defined]  # the seed of dropout's masks
+# By module and function, the value that is read on the host: none changes what is allocated or sent. Gradients are
+# finite, so that no step is skipped.
+READ_VALUES: dict[tuple[str, str], float] = {
+    ("harness.engines.torch.loss_scaler", "update_and_check"): 1,  # the gradient norm
+    ("harness.models.dropout_rng", "rank_local_rng"): 1,  # the seed of dropout's masks
+    # Whether a norm or a gradient is not finite, on this rank or on any.
+    ("deepspeed.runtime.utils", "is_invalid_grad_norm"): 0,
+    ("deepspeed.runtime.zero.stage_1_and_2", "update_offload_overflow_tracker"): 0,
+    ("deepspeed.runtime.zero.stage_1_and_2", "has_overflow"): 0,
+    ("deepspeed.runtime.zero.stage3", "has_overflow"): 0,
+    # The norm of a gradient under offload, and of all of them.
+    ("deepspeed.runtime.zero.stage_1_and_2", "complete_grad_norm_calculation_for_cpu_offload"): 1,
+    ("deepspeed.runtime.zero.stage3", "complete_grad_norm_calculation_for_cpu_offload"): 1,
+    # Whether BF16_Optimizer clips its gradients, which it does in place.
+    ("deepspeed.runtime.utils", "clip_tensors_by_global_norm"): 1,
 }
 
+_NOT_READERS = ("torch.", "harness.simulator.", "harness.measure.")  # modules that read on behalf of a caller
 
-def _read_scalar(_: FakeTensorMode, operator: Any, __: torch.Tensor) -> float:
-    """Return the value that one of the functions above gets. Raise torch's own error in any other."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in _READ_SCALARS:
-            return _READ_SCALARS[frame.f_code]
+
+def _read_scalar(_: FakeTensorMode, operator: Any, tensor: torch.Tensor) -> float:
+    """Return the value that stands for a fake scalar. Raise NotImplementedError if none is listed for its reader."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_READERS):
         frame = frame.f_back
-    raise DataDependentOutputException(operator)
+    reader = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+    if reader not in READ_VALUES:
+        raise NotImplementedError(f"{reader[1]} in {reader[0]} reads a value, which a simulation has not")
+    return bool(READ_VALUES[reader]) if tensor.dtype == torch.bool else READ_VALUES[reader]
 
 
 # The operators that fake tensors lack, or whose results have a storage of their own that a device's do not have.

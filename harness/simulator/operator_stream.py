@@ -8,7 +8,7 @@ another, on whichever streams they are. Sends and receives have the streams of h
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -23,6 +23,7 @@ from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, 
 from harness.measure.communication import group_of_call
 from harness.records.rank_report import OUTSIDE_PHASES
 from harness.simulator import cuda_api
+from harness.simulator.cuda_api import Moment, StreamObserver
 from harness.simulator.kernel_work import Collective, HostWork, TransferPart, Transfers, Work
 from harness.simulator.operator_work import WorkCache
 
@@ -30,8 +31,6 @@ Stream = str  # "stream 0" is the default stream; others are those of communicat
 
 PAIR = "pair"  # the first word of a stream for single transfers between two ranks
 HOST = "host"  # the place of what the host does or waits for itself
-
-Moment = dict[Stream, int]  # the last launch on each of some streams
 
 
 class Launch(NamedTuple):
@@ -45,7 +44,7 @@ class Launch(NamedTuple):
     after: tuple[int, ...] = ()  # the launches on other streams that it waits for
 
 
-class StreamRecorder:
+class StreamRecorder(StreamObserver):
     """A recorder of one rank's launches, which is told of operators, of events and of waits."""
 
     def __init__(self, layout: Layout, rank: int, device_type: str) -> None:
@@ -193,13 +192,13 @@ class StreamRecorder:
                 Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
             return get_future(work)
 
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch.object(FakeWork, "wait", recorded_wait))
-            stack.enter_context(mock.patch.object(FakeWork, "get_future", recorded_future))
-            for module in (dist, distributed_c10d):
-                stand_in = lambda operations: self.launch_batch(batch, operations)  # noqa: E731
-                stack.enter_context(mock.patch.object(module, "batch_isend_irecv", stand_in))
-            stack.enter_context(cuda_api.observe_streams(self))
+        stand_in = lambda operations: self.launch_batch(batch, operations)  # noqa: E731
+        with (
+            mock.patch.multiple(FakeWork, wait=recorded_wait, get_future=recorded_future),
+            mock.patch.object(dist, "batch_isend_irecv", stand_in),
+            mock.patch.object(distributed_c10d, "batch_isend_irecv", stand_in),
+            mock.patch.object(cuda_api, "observer", self),
+        ):
             yield
 
 

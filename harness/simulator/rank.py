@@ -6,7 +6,7 @@ import socket
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,12 +15,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from harness.config.strategy import AXES
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.data.corpus import Corpus
-from harness.engines.base import Engine, load_engine
+from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
+from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
 from harness.measure.step_profiler import StepListener
 from harness.models import init_weights
@@ -29,7 +30,7 @@ from harness.probe import Probe, ShardSource
 from harness.records.rank_report import RankReport
 from harness.records.training_report import TensorFingerprint
 from harness.simulator.allocator_blocks import parse_allocator_settings
-from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
+from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError, replay
 from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
 from harness.simulator.ddp_reducer import ddp_reducer
@@ -38,7 +39,6 @@ from harness.simulator.fake_memory import StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.process import StepRequest
 from harness.simulator.process_group import accelerate_process, fake_process_group, pipeline_stages
-from harness.simulator.simulated_memory import SimulatedMemory, replay
 from harness.simulator.step_timing import TimedStep, profile_timed_step, time_step
 from harness.util.text import one_line
 from harness.worker.batches import Batches
@@ -61,21 +61,6 @@ class ShapeFingerprinter(Fingerprinter):
             TensorFingerprint(shard.name, tuple(shapes.get(shard.name, shard.shape)), shard.box, None, None)
             for shard in shards
         ]
-
-
-@dataclass
-class PhaseLog:
-    """The moments, by the number of the next request for memory, at which a rank's phases begin."""
-
-    report_progress: Progress
-    counter: StorageCounter
-    starts: list[tuple[int, str]] = field(default_factory=list)
-
-    def begin(self, phase: str, step: int = 0) -> int:
-        """Begin a phase and return the moment."""
-        self.report_progress(phase, step)
-        self.starts.append((len(self.counter.requests), phase))
-        return self.starts[-1][0]
 
 
 def simulate_rank(
@@ -138,80 +123,72 @@ def simulate_steps_of_rank(
         stack.enter_context(fake_tensors())
         clear_sharding_caches(device)
         counter = stack.enter_context(count_storages(request.device))
-        phases = PhaseLog(report_progress, counter)
-        phases.begin(BUILDING)
+        starts: dict[str, int] = {}  # by phase, the number of its first request for memory
+
+        def begin(phase: str, step: int = 0) -> None:
+            report_progress(phase, step)
+            starts[phase] = len(counter.requests)
+
+        begin(BUILDING)
         engine = load_engine(layout.engine).build(config, layout, mesh, device, probe)
-        start_peak_bytes = counter.peak_bytes
+        start_peak_bytes = counter.peak_bytes()
         batches = Batches(RANDOM_TOKENS, config, layout, rank, device)
-        phases.begin(WARM_UP)
+        begin(WARM_UP)
         engine.step(batches(0))
-        memory = SimulatedMemory(device, counter=counter)
+        memory = DeviceMemory(device, counter)  # type: ignore[arg-type]  # it has methods where a library has functions
         fingerprinter = ShapeFingerprinter(config.model, config.train.seed, device)
-        last_step_at = phases.begin(PROFILED, 1)
+        begin(PROFILED, 1)
         with profile_timed_step(request, engine, probe, memory, fingerprinter, counter) as (listener, recorder):
             engine.step(batches(1))
-        report = report_of_steps(report, engine, listener)
+        try:
+            peaks = peaks_of_step(request, counter, listener, starts[PROFILED])
+        except OutOfDeviceMemoryError as error:
+            phase = [phase for phase, start in starts.items() if start <= error.moment][-1]
+            name, reason = type(error).__name__, one_line(error)
+            return dataclasses.replace(report, status="oom", phase=phase, error=name, reason=reason)
         timed_step = time_step(request, recorder.launches)
         if timed_step is not None:
-            report = dataclasses.replace(report, simulated_time=timed_step.summary)
             on_timed_step(timed_step)
-        report = dataclasses.replace(report, start_peak_bytes=start_peak_bytes)
-        return with_peaks(request, report, phases, last_step_at, listener)
+        profiled = listener.result(None)
+        is_cuda = request.device == "cuda"
+        return dataclasses.replace(
+            report,
+            status="ok",
+            profiled=dataclasses.replace(profiled, peak_without_backend_bytes=None) if is_cuda else profiled,
+            first_gradients=listener.gradient_fingerprints.fingerprints,
+            devices=engine.devices,
+            simulated_time=timed_step.summary if timed_step is not None else None,
+            start_peak_bytes=start_peak_bytes,
+            **peaks,
+            **state_fields(engine, profiled.gradient_bytes_by_device),
+        )
 
 
-def report_of_steps(report: RankReport, engine: Engine, listener: StepListener) -> RankReport:
-    """Return the report with what a step did, and with the state that the engine holds after it."""
-    profiled = listener.result(None)
-    return dataclasses.replace(
-        report,
-        status="ok",
-        profiled=profiled,
-        first_gradients=listener.gradient_fingerprints.fingerprints,
-        devices=engine.devices,
-        **state_fields(engine, profiled.gradient_bytes_by_device),
-    )
-
-
-def with_peaks(
-    request: StepRequest, report: RankReport, phases: PhaseLog, last_step_at: int, listener: StepListener
-) -> RankReport:
-    """Return the report with the peaks of the last step, or as one that ran out of memory in any of its phases.
+def peaks_of_step(
+    request: StepRequest, counter: StorageCounter, listener: StepListener, last_step_at: int
+) -> dict[str, Any]:
+    """Return the peaks of the last step by the names of the report. Raise OutOfDeviceMemoryError if memory runs out.
 
     On CUDA they are those of the caching allocator, which has what a process leaves of the device, and of that no more
     than the budget; a CPU has the bytes that tensors request.
     """
-    requested = report.profiled.peak_allocated_bytes or 0
     budget = request.config.cluster.memory_budget_bytes
     if request.device == "cpu":
-        is_full = budget is not None and requested > budget
-        failure = f"tensors of {requested} bytes are more than the {budget} that the rank may use"
-        report = dataclasses.replace(report, peak_allocated_bytes=requested, peak_requested_bytes=requested)
-        return out_of_memory_report(report, PROFILED, failure) if is_full else report
+        requested = listener.recorder.peak_allocated_bytes or 0
+        if budget is not None and requested > budget:
+            failure = f"tensors of {requested} bytes are more than the {budget} that the rank may use"
+            raise OutOfDeviceMemoryError(failure)
+        return {"peak_allocated_bytes": requested, "peak_requested_bytes": requested}
     settings = parse_allocator_settings(
         os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
     )
     device_bytes = request.device_bytes
     capacity = 2**62 if device_bytes is None else device_bytes - PROCESS_BYTES["cuda"]
     allocator = CachingAllocator(capacity, settings, budget)
-    requests, pauses = phases.counter.requests, listener.recorder.annotations.pauses
-    try:
-        peaks = replay(requests, allocator, pauses, last_step_at)
-    except OutOfDeviceMemoryError as error:
-        phase = [phase for start, phase in phases.starts if start <= error.moment][-1]
-        return out_of_memory_report(report, phase, one_line(error))
-    return dataclasses.replace(
-        report,
-        profiled=dataclasses.replace(report.profiled, peak_without_backend_bytes=None),
-        peak_allocated_bytes=peaks.allocated_bytes,
-        peak_requested_bytes=peaks.requested_bytes,
-        peak_reserved_bytes=peaks.reserved_bytes,
-    )
-
-
-def out_of_memory_report(report: RankReport, phase: str, reason: str) -> RankReport:
-    """Return the report of a rank that ran out of memory in a phase."""
-    identity = {name: getattr(report, name) for name in ("rank", "host", "pid", "cores", "device_name")}
-    return RankReport(**identity, status="oom", phase=phase, error="OutOfDeviceMemoryError", reason=reason)
+    first = counter.log_begin - len(counter.initial_sizes)  # the number of the request in the log's first line
+    pauses = (range(first + pause.start, first + pause.end) for pause in listener.recorder.annotations.pauses)
+    replay(counter.requests, allocator, pauses, last_step_at)
+    return allocator.peaks
 
 
 def clear_sharding_caches(device: torch.device) -> None:

@@ -20,7 +20,7 @@ from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.simulator.ddp_reducer import communication_hook, completed
-from harness.simulator.deepspeed_process import agreeing_ranks
+from harness.simulator.deepspeed_process import filled_parts
 from harness.simulator.process_group import fake_process_group, pipeline_stages
 from harness.worker.batches import Batches
 from harness.worker.main import report_rank
@@ -49,7 +49,7 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
             own_tokens(spec.config.model.vocab_size, layout, rank),
             communication_hook(keep_bucket),
             lone_stages(),
-            agreeing_ranks(layout, device),
+            filled_parts(layout, device),
             fake_process_group(rank, layout.world_size),
         ):
             stack.enter_context(context)

@@ -17,9 +17,10 @@ from harness.config.schema import RunConfig
 from harness.layout.layout import Layout, resolve_layout
 from harness.metrics.columns import communication_bytes
 from harness.records.rank_report import RankReport
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from tests.support.commands import compose
 from tests.support.random_runs import read_table
+from tests.support.simulated_steps import simulate_steps
 
 CACHE = Path("~/.cache/harness").expanduser()
 

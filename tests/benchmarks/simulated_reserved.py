@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from harness.layout.layout import resolve_layout
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config
 from tests.support.published import fms
+from tests.support.simulated_steps import simulate_steps
 
 CACHE = Path("~/.cache/harness").expanduser()
 

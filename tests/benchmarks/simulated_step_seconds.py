@@ -25,10 +25,11 @@ from harness.engines.base import load_engine
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron
 from tests.support.published.step_times import row_hardware, step_seconds
+from tests.support.simulated_steps import simulate_steps
 
 CACHE = Path("~/.cache/harness").expanduser()
 

@@ -33,12 +33,13 @@ from harness.records.schema import Record
 from harness.report.claims import claims
 from harness.runner.config_columns import config_columns
 from harness.runner.resolve import resolve_run_config
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults
 from tests.support.commands import Harness, assert_not_proven, compose_config
 from tests.support.models import model_named
+from tests.support.simulated_steps import simulate_steps
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 320}
 

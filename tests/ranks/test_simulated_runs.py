@@ -16,9 +16,10 @@ from harness.report.sources import sources
 from harness.report.view import view
 from harness.runner.plan import make_plan
 from harness.runner.simulation import machine_of_run, simulated_ranks
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from harness.util.errors import UserError
 from tests.support.commands import Harness, compose_config
+from tests.support.simulated_steps import simulate_steps
 
 CACHE = Path("~/.cache/harness")
 
@@ -99,7 +100,7 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
     """Return what is wrong with rank 0 under a fault: its error, what is not proven, or a peak beyond the plan's."""
     config = compose_config(*overrides, *FOUR_LAYERS)
     layout = resolve_layout(config.strategy, 4)
-    module = ("tests.support.simulated_faults", fault) if fault else ("harness.simulator",)
+    module = ("tests.support.simulated_faults", fault) if fault else ("tests.support.simulated_steps",)
     (report,) = simulate_steps([StepRequest(config, layout)], CACHE, module)
     if report.status != "ok":
         return [report.reason]

@@ -1,9 +1,6 @@
 """The time of a simulated step: near the planner's, of parts that add up, and changed by faults in waits and groups."""
 
-import dataclasses
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +9,9 @@ import pytest
 from harness.config.stack import load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
-from harness.simulator.process import StepRequest, build_device_guard
+from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config, read_rows, run_harness
+from tests.support.simulated_steps import answer
 
 CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
 
@@ -36,11 +34,8 @@ PIPELINE = [
 @pytest.fixture(scope="module")
 def times() -> Times:
     """Return the simulated times of a sharded rank on two nodes, and of both stages of a pipeline, by fault."""
-    requests = [dataclasses.asdict(entry) for entry in (HYBRID, *PIPELINE)]
-    tasks = json.dumps({"guard": str(build_device_guard(CACHE)), "requests": requests})
-    command = [sys.executable, "-m", "tests.support.simulated_time_faults"]
-    printed = subprocess.run(command, input=tasks, capture_output=True, text=True, check=True).stdout
-    result: Times = json.loads(printed)
+    module = ("tests.support.simulated_time_faults",)
+    result: Times = json.loads(answer((HYBRID, *PIPELINE), CACHE, module))
     return result
 
 

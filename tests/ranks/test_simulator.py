@@ -23,8 +23,9 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
 from harness.records.rank_report import RankReport
-from harness.simulator.process import StepRequest, simulate_steps
+from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config
+from tests.support.simulated_steps import simulate_steps
 
 CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
 

@@ -1,6 +1,6 @@
 """The simulator's process with a fault planted in the code of an engine for CUDA.
 
-`python -m tests.support.simulated_faults FAULT` reads requests from standard input as `python -m harness.simulator`
+`python -m tests.support.simulated_faults FAULT` reads requests as `python -m tests.support.simulated_steps`
 does. A fault patches the engine before it is built.
 """
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from harness.simulator.__main__ import simulate_requests
+from tests.support.simulated_steps import main
 
 
 def tensor_on_the_host() -> None:
@@ -89,6 +89,4 @@ FAULTS: dict[str, Callable[[], None]] = {
 
 
 if __name__ == "__main__":
-    simulate_requests(FAULTS[sys.argv[1]])
-    sys.stdout.flush()
-    os._exit(0)
+    main(FAULTS[sys.argv[1]])

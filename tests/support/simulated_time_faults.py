@@ -1,12 +1,10 @@
 """The time of a simulated step with a fault planted in what it waits for or in which group it communicates.
 
-`python -m tests.support.simulated_time_faults` reads requests as `python -m harness.simulator` does, and prints the
-simulated times of all ranks without a fault, and of the first one with each of FAULTS. Ranks of one layout are timed
-together.
+`python -m tests.support.simulated_time_faults` reads requests as tests.support.simulated_steps does, and prints the
+simulated times of all ranks without a fault, and of the first one with each of FAULTS.
 """
 
 import functools
-import itertools
 import json
 import os
 import sys
@@ -15,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
-from harness.simulator.process import load_device_guard
+from tests.support.simulated_steps import requested_layouts
 
 
 @contextmanager
@@ -59,20 +57,15 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 
 def main() -> None:
-    values = json.load(sys.stdin)
-    load_device_guard(values["guard"])
-    from harness.config.from_dict import from_dict
+    layouts = list(requested_layouts())
     from harness.simulator.layout_ranks import simulate_ranks_of_layout
-    from harness.simulator.process import StepRequest
 
-    requests = [from_dict(StepRequest, request) for request in values["requests"]]
     times: dict[str, list[Any]] = {}
     for name, fault in FAULTS.items():
         times[name] = []
-        planted_in = requests if name == "none" else requests[:1]
-        for _, group in itertools.groupby(planted_in, key=lambda request: (request.config, request.layout)):
+        for layout in layouts if name == "none" else [layouts[0][:1]]:
             with fault():
-                reports = simulate_ranks_of_layout(list(group))
+                reports = simulate_ranks_of_layout(layout)
             times[name] += [report.to_json().get("simulated_time") or report.traceback for report in reports]
     print(json.dumps(times))
 

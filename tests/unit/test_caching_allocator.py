@@ -78,17 +78,6 @@ def test_streams_share_no_blocks() -> None:
     assert allocator.reserved_bytes == 60 * MIB
 
 
-def test_a_pending_block_is_not_reused_before_other_streams_are_done() -> None:
-    allocator = allocator_of()
-    sent = allocator.allocate(30 * MIB)
-    allocator.free(sent, is_pending=True)
-    assert allocator.allocated_bytes == 0
-    other = allocator.allocate(30 * MIB)
-    assert other != sent
-    allocator.complete_free(sent)
-    assert allocator.allocate(30 * MIB) == sent
-
-
 def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     allocator = allocator_of(capacity_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB))
@@ -155,7 +144,7 @@ def check(allocator: CachingAllocator) -> None:
         if block.next is not None:
             assert block.next.previous is block
             assert block.next.address == block.address + block.size
-            both_free = block.is_available and block.next.is_available
+            both_free = not block.is_allocated and not block.next.is_allocated
             assert not (both_free and block.is_mapped == block.next.is_mapped), "free neighbors stay apart"
     for pool in (allocator._small, allocator._large):
         assert pool.free == sorted((b.stream, b.size, b.address) for b in pool.blocks.values() if b.is_mapped)
@@ -189,11 +178,7 @@ def test_blocks_fill_their_segments_after_any_sequence(settings: str) -> None:
                 live = live[1::2]
         elif choice < 0.9 and live:
             address = live.pop(source.randrange(len(live)))
-            allocator.free(address, is_pending=source.random() < 0.2)
-        elif choice < 0.98:
-            pending = [address for address, block in allocator._active.items() if block.is_pending]
-            for address in pending[:1]:
-                allocator.complete_free(address)
+            allocator.free(address)
         elif choice > 0.995:
             allocator.empty_cache()
         if number % 25 == 0:
@@ -203,4 +188,5 @@ def test_blocks_fill_their_segments_after_any_sequence(settings: str) -> None:
     allocator.empty_cache()
     check(allocator)
     assert allocator.reserved_bytes == allocator.allocated_bytes == 0
-    assert allocator.peaks.reserved_bytes >= allocator.peaks.allocated_bytes >= allocator.peaks.requested_bytes
+    peaks = allocator.peaks
+    assert peaks["peak_reserved_bytes"] >= peaks["peak_allocated_bytes"] >= peaks["peak_requested_bytes"]

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.backends.cuda import SDPAParams
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.measure.kernels import attention_backend_priority
-from harness.simulator.cuda_kernels import AttentionCall, choose_kernel
+from harness.simulator.cuda_kernels import choose_kernel
 from harness.simulator.fake_memory import count_storages
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.process import load_device_guard
@@ -23,13 +24,14 @@ def call(
     head_dim: int = 64,
     has_mask: bool = False,
     enable_gqa: bool = True,
-) -> AttentionCall:
+) -> SDPAParams:
     query, key = (
         torch.empty(2, number, length, head_dim, dtype=dtype, device="meta")
         for number, length in zip(heads, lengths, strict=True)
     )
     is_causal = not has_mask and lengths[0] == lengths[1]
-    return AttentionCall(query, key, key, has_mask, is_causal, enable_gqa)
+    mask = torch.empty(lengths, device="meta") if has_mask else None
+    return SDPAParams(query, key, key, mask, 0.0, is_causal, enable_gqa)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +50,7 @@ def call(
         (call(torch.float64), MATH),
     ],
 )
-def test_the_kernel_is_the_one_that_torch_would_choose(attention: AttentionCall, kernel: SDPBackend) -> None:
+def test_the_kernel_is_the_one_that_torch_would_choose(attention: SDPAParams, kernel: SDPBackend) -> None:
     with attention_backend_priority():
         assert choose_kernel(attention) == kernel
 
@@ -90,9 +92,9 @@ def test_a_storage_that_a_tensor_was_set_to_ends_with_it() -> None:
         first, second = torch.empty(1000), torch.empty(0)
         second.set_(first.untyped_storage(), 0, (10,), (1,))
         del first
-        assert counter.live_bytes == 4000
+        assert counter.live_bytes() == 4000
         del second
-        assert counter.live_bytes == 0
+        assert counter.live_bytes() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -104,7 +106,7 @@ def test_a_cpu_converts_operands_in_memory_of_its_own(dtype: torch.dtype) -> Non
     real = max((event.cpu_memory_usage for event in profiled.events()), default=0)
     with fake_tensors(), count_storages("cpu") as counter:
         fake_total, fake_summand = torch.zeros(1000, 10), torch.zeros(1000, 10, dtype=dtype)
-        before = counter.live_bytes
+        before = counter.live_bytes()
         counter.reset_peak()
         fake_total.add_(fake_summand)
-        assert counter.peak_bytes - before == real == (0 if dtype == torch.float32 else 40_000)
+        assert counter.peak_bytes() - before == real == (0 if dtype == torch.float32 else 40_000)

@@ -1,0 +1,62 @@
+"""Single steps of simulated ranks, without a run's folder: `python -m tests.support.simulated_steps` reads requests.
+
+Requests are JSON on standard input, and reports are printed. torch may be imported only once the guard is loaded.
+"""
+
+import dataclasses
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from harness.config.from_dict import from_dict
+from harness.records.rank_report import RankReport
+from harness.simulator.process import StepRequest, build_device_guard, load_device_guard
+
+
+def simulate_steps(
+    requests: Sequence[StepRequest], cache: Path, module: Sequence[str] = (__name__,)
+) -> list[RankReport]:
+    """Return the report of every requested step, in order; one that failed has the status `error` and a traceback.
+
+    One process, which runs `module` with its arguments, simulates all of them, one after another. Native code is built
+    in the folder `cache`. Raise RuntimeError if the process itself fails.
+    """
+    return [RankReport.from_json(values) for values in json.loads(answer(requests, cache, module))]
+
+
+def answer(requests: Sequence[StepRequest], cache: Path, module: Sequence[str]) -> str:
+    """Return what a module prints that is given requests. Raise RuntimeError if it fails."""
+    values = {"guard": str(build_device_guard(cache)), "requests": [dataclasses.asdict(entry) for entry in requests]}
+    command = [sys.executable, "-m", *module]
+    result = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"the simulator ended with exit code {result.returncode}: {result.stderr[-2000:]}")
+    return result.stdout
+
+
+def requested_layouts() -> Iterator[list[StepRequest]]:
+    """Load the guard, and yield the requests of standard input, those of one layout together."""
+    values = json.load(sys.stdin)
+    load_device_guard(values["guard"])
+    requests = [from_dict(StepRequest, request) for request in values["requests"]]
+    for _, group in itertools.groupby(requests, key=lambda request: (request.config, request.layout)):
+        yield list(group)
+
+
+def main(prepare: Callable[[], None] = lambda: None) -> None:
+    """Simulate every request and print a report for each; `prepare` is called as soon as torch may be imported."""
+    layouts = list(requested_layouts())
+    from harness.simulator.layout_ranks import simulate_ranks_of_layout
+
+    prepare()
+    print(json.dumps([report.to_json() for layout in layouts for report in simulate_ranks_of_layout(layout)]))
+    sys.stdout.flush()
+    os._exit(0)  # torch's thread for the simulated device cannot be ended in order
+
+
+if __name__ == "__main__":
+    main()
