@@ -6,7 +6,7 @@ from itertools import islice
 from harness.report import summary_sentences
 from harness.report.answers import answers, times_text
 from harness.report.claim_peers import Claim
-from harness.report.claims import STATE_CLAIM, VOLUME_CLAIM, claims
+from harness.report.claims import claims
 from harness.report.document import BulletList, Paragraph, Part, Section, bullets, section
 from harness.report.reported import Reported, ReportedGroup, reported_groups, share_text
 from harness.report.summary_sentences import checkpointing_sentences, pipeline_texts
@@ -78,17 +78,17 @@ def figures(line: Reported, base: Reported, own_claims: Sequence[Claim]) -> Iter
         yield speed.replace(f" of {base.label}", "").replace(f" from {base.label}", "")
     sent, base_sent = line.row.get("communication_bytes"), base.row.get("communication_bytes")
     if sent is not None and base_sent:
-        yield f"{format_ratios([sent / base_sent])[0]} × its bytes sent{_paper_text(own_claims, VOLUME_CLAIM)}"
-    state = next((claim for claim in own_claims if claim.claim.startswith(STATE_CLAIM)), None)
+        yield f"{format_ratios([sent / base_sent])[0]} × its bytes sent{_paper_text(own_claims, 'bytes sent')}"
+    state = next((claim for claim in own_claims if claim.subject == "model state"), None)
     if state is not None:
-        yield f"{1 / state.measured:.2f} × its model state{_paper_text(own_claims, STATE_CLAIM)}"
+        yield f"{1 / state.measured:.2f} × its model state{_paper_text(own_claims, 'model state')}"
 
 
-def _paper_text(own_claims: Sequence[Claim], beginning: str) -> str:
+def _paper_text(own_claims: Sequence[Claim], subject: str) -> str:
     """Return what the paper expects of the figure before it, and why they differ; empty where there is no claim."""
-    claim = next((claim for claim in own_claims if claim.claim.startswith(beginning)), None)
+    claim = next((claim for claim in own_claims if claim.subject == subject), None)
     if claim is None:
         return ""
-    expected = 1 / claim.expected if beginning == STATE_CLAIM else claim.expected
+    expected = 1 / claim.expected if subject == "model state" else claim.expected
     reason = f", different: {claim.reason}" if claim.reason and not claim.agrees else ""
     return f" (by the paper's formula {expected:.2f} ×{'' if claim.agrees else reason or ', different'})"

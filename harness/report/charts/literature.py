@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from harness.report.charts import bar_marks, marks
@@ -25,7 +24,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
     values: list[Datum] = [
         {
             "strategy": strategies.get(sanitize(claim.label), ""),
-            "label": f"{sanitize(claim.label)}: {_short(claim)}",
+            "label": f"{sanitize(claim.label)}: {claim.subject}",
             "position": position,
             "expected": claim.expected,
             "measured": claim.measured,
@@ -54,21 +53,6 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
 def _apart(claim: Claim) -> float:
     ratio = claim.measured / claim.expected
     return max(ratio, 1 / ratio)
-
-
-_SUBJECTS = {
-    "bytes sent a step over DDP's": "bytes sent",
-    "operations that ran": "recomputation",
-    "most passes in flight": "in flight",
-    "activations: tensor parallel alone": "sequence parallel",
-    "activations: without checkpointing": "checkpointing",
-}
-
-
-def _short(claim: Claim) -> str:
-    """Return what a claim is about, without how it is counted."""
-    known = (subject for beginning, subject in _SUBJECTS.items() if claim.claim.startswith(beginning))
-    return sanitize(next(known, re.split(r"[:,]", claim.claim, maxsplit=1)[0]))
 
 
 def _layers(view: View, values: Sequence[Datum], title: str) -> list[alt.Chart]:
