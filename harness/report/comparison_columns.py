@@ -29,7 +29,7 @@ _DROP_NAMES = 100  # columns of names are left out after every number that may b
 
 
 @dataclass(frozen=True)
-class _Heading:
+class Term:
     """A word of a header, its abbreviation for the terminal, and the legend's explanation of the abbreviation."""
 
     full: str
@@ -39,31 +39,31 @@ class _Heading:
 
 _DEVIATION = "largest relative difference from the reference"
 
-TOKENS = _Heading("tokens/s", "tok/s", "tokens per second")
+TOKENS = Term("tokens/s", "tok/s", "tokens per second")
 
-PEAK = _Heading("peak memory", "peak", "peak memory of the fullest rank")
+PEAK = Term("peak memory", "peak", "peak memory of the fullest rank")
 
-SENT = _Heading("communication", "comm.", "bytes that one rank sends per step")
+SENT = Term("communication", "comm.", "bytes that one rank sends per step")
 
-LOSS = _Heading("loss deviation", "loss dev.", _DEVIATION)
+LOSS = Term("loss deviation", "loss dev.", _DEVIATION)
 
-GRADIENT = _Heading("gradient deviation", "grad dev.", _DEVIATION)
+GRADIENT = Term("gradient deviation", "grad dev.", _DEVIATION)
 
-_CHECKPOINTING = _Heading("checkpointing", "ckpt", "activation checkpointing (sel selective, attn attention)")
+_CHECKPOINTING = Term("checkpointing", "ckpt", "activation checkpointing (sel selective, attn attention)")
 
-_STATE = _Heading("model state", "state", "parameters, gradients and optimizer state")
+_STATE = Term("model state", "state", "parameters, gradients and optimizer state")
 
-_ACTIVATIONS = _Heading("activations", "activ.", "activation memory")
+_ACTIVATIONS = Term("activations", "activ.", "activation memory")
 
-_BUBBLE = _Heading("bubble", "bubble", "idle over working time of a pipeline, measured and in theory")
+_BUBBLE = Term("bubble", "bubble", "idle over working time of a pipeline, measured and in theory")
 
-_MFU = _Heading("MFU", "MFU", "model FLOPs utilization")
+_MFU = Term("MFU", "MFU", "model FLOPs utilization")
 
 HEADINGS = (_CHECKPOINTING, TOKENS, _MFU, _BUBBLE, PEAK, _STATE, _ACTIVATIONS, SENT, LOSS, GRADIENT)
 
 
 @dataclass(frozen=True)
-class Column:
+class ShownColumn:
     """A column ready to show, with a text for each row; a cell may be a Disturbed."""
 
     header: tuple[str, str]  # its two lines, which are name and unit as a rule
@@ -79,7 +79,7 @@ class Column:
         return " ".join(part for part in self.header if part)
 
 
-def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
+def comparison_columns(table: pd.DataFrame, short: bool) -> list[ShownColumn]:
     """Return the columns of the main table, without columns of numbers that are empty throughout.
 
     Eight come first, with those that vary beside them: strategy, ranks, speed, its ratio, peak memory, its ratio,
@@ -93,18 +93,18 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
     communication = byte_unit(column_values(table, "communication_bytes"))
     compared = bool(baseline_name(table))
 
-    def number(key: str, title: tuple[str, str], unit: Unit, drop: int = 0) -> Column:
-        return Column(title, format_numbers(column_values(table, key), unit), drop=drop, key=key)
+    def number(key: str, title: tuple[str, str], unit: Unit, drop: int = 0) -> ShownColumn:
+        return ShownColumn(title, format_numbers(column_values(table, key), unit), drop=drop, key=key)
 
-    def timed(key: str, title: tuple[str, str], cells: list[str], drop: int = 0) -> Column:
-        return Column(title, disturbed_cells(table, cells), drop=drop, key=key)
+    def timed(key: str, title: tuple[str, str], cells: list[str], drop: int = 0) -> ShownColumn:
+        return ShownColumn(title, disturbed_cells(table, cells), drop=drop, key=key)
 
-    def header(heading: _Heading, unit: str = "") -> tuple[str, str]:
+    def header(heading: Term, unit: str = "") -> tuple[str, str]:
         return heading.short if short else heading.full, unit
 
-    def ratio(key: str, heading: _Heading, drop: int) -> Column:
+    def ratio(key: str, heading: Term, drop: int) -> ShownColumn:
         cells = format_ratios(column_values(table, f"{key}_ratio")) if compared else [""] * len(table)
-        return Column(("×", header(heading)[0]), cells, drop=drop)
+        return ShownColumn(("×", header(heading)[0]), cells, drop=drop)
 
     def texts(name: str, form: Callable[[Sequence[float | None]], list[str]]) -> list[str]:
         return form(column_values(table, name))
@@ -120,20 +120,22 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
         number("peak_allocated_bytes", header(PEAK, memory.name), memory),
         ratio("peak_allocated_bytes", PEAK, 13),
         number("communication_bytes", header(SENT, communication.name), communication, 12),
-        Column(("status", ""), _statuses(table), number=False),
+        ShownColumn(("status", ""), _statuses(table), number=False),
     ]
     rate = header(TOKENS, "/device" if short else "per device")
     counts = column_values(table, "grad_accumulation")
     micro_batches = ["" if count is None or len({*counts} - {None}) < 2 else f"{count:.0f}" for count in counts]
     extra = [
-        Column(("micro-batches", "per step"), micro_batches, key="grad_accumulation"),
-        Column(("timed", "runs"), [str(runs or "") for runs in column_values(table, "timed_runs")], key="timed_runs"),
+        ShownColumn(("micro-batches", "per step"), micro_batches, key="grad_accumulation"),
+        ShownColumn(
+            ("timed", "runs"), [str(runs or "") for runs in column_values(table, "timed_runs")], key="timed_runs"
+        ),
         timed("tokens_per_second_per_device", rate, numbers("tokens_per_second_per_device", ONE)),
         timed("mfu", header(_MFU, "%"), texts("mfu", format_percents)),
         timed("step_seconds", ("step", "ms"), numbers("step_seconds", MILLISECONDS)),
         timed("estimated_step_seconds", ("estimated", "step ms"), numbers("estimated_step_seconds", MILLISECONDS)),
         timed("pipeline_bubble", ("", header(_BUBBLE)[0]), texts("pipeline_bubble", format_fractions)),
-        Column(
+        ShownColumn(
             header(_BUBBLE, "theory" if short else "in theory"),
             texts("pipeline_bubble_theory", format_fractions),
             key="pipeline_bubble_theory",
@@ -141,8 +143,8 @@ def comparison_columns(table: pd.DataFrame, short: bool) -> list[Column]:
         number("state_bytes", header(_STATE, memory.name), memory),
         number("activation_bytes", header(_ACTIVATIONS, memory.name), memory),
         ratio("communication_bytes", SENT, 0),
-        Column(two_lines(header(LOSS)[0]), texts("loss_deviation", format_deviations), key="loss_deviation"),
-        Column(two_lines(header(GRADIENT)[0]), texts("grad_deviation", format_deviations), key="grad_deviation"),
+        ShownColumn(two_lines(header(LOSS)[0]), texts("loss_deviation", format_deviations), key="loss_deviation"),
+        ShownColumn(two_lines(header(GRADIENT)[0]), texts("grad_deviation", format_deviations), key="grad_deviation"),
     ]
     columns = [*main, *(replace(column, is_extra=True) for column in extra)]
     return _names(table, short) + [column for column in columns if any(column.cells)]
@@ -178,7 +180,7 @@ def disturbed_cells(table: pd.DataFrame, cells: Sequence[str]) -> list[str]:
     return [Disturbed(cell) if cell and is_ignored else cell for cell, is_ignored in zip(cells, ignored, strict=True)]
 
 
-def abbreviations(columns: Sequence[Column]) -> str:
+def abbreviations(columns: Sequence[ShownColumn]) -> str:
     """Return a legend of the abbreviations and terms in the headers of these columns; empty if there are none."""
     titles = [column.title for column in columns]
     meanings: dict[str, list[str]] = {}
@@ -194,17 +196,17 @@ def two_lines(title: str) -> tuple[str, str]:
     return first, second
 
 
-def _names(table: pd.DataFrame, short: bool) -> list[Column]:
+def _names(table: pd.DataFrame, short: bool) -> list[ShownColumn]:
     """Return the columns that distinguish the rows; the number of ranks is shown even where all have the same."""
-    columns = [Column(("strategy", ""), sanitized_texts(column_values(table, "strategy")), number=False)]
+    columns = [ShownColumn(("strategy", ""), sanitized_texts(column_values(table, "strategy")), number=False)]
     if len(distinct_values(table, "checkpointing")) > 1:
         kinds = [str(value or "") for value in column_values(table, "checkpointing")]
         cells = [sanitize(_SHORT_KINDS.get(kind, kind) if short else kind) for kind in kinds]
         title = _CHECKPOINTING.short if short else _CHECKPOINTING.full
-        columns.append(Column((title, ""), cells, number=False))
+        columns.append(ShownColumn((title, ""), cells, number=False))
     names = ["world_size", *(name for name in varying_columns(table) if name != "world_size")]
     return columns + [
-        Column(
+        ShownColumn(
             (column_title(name, short), ""),
             sanitized_texts(column_values(table, name)),
             number=False,

@@ -1,28 +1,41 @@
-"""Two folders of results side by side: the differences between them, and the ratio of the figures of each run."""
+"""Two folders of results in the terminal: side by side with the ratio of each figure, or against a baseline."""
 
+import dataclasses
+import json
+import math
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
-from harness.report.comparison_columns import GRADIENT, LOSS, PEAK, SENT, TOKENS, UNSETTLED_MARK, Column, abbreviations
+from harness.report.comparison_columns import (
+    GRADIENT,
+    LOSS,
+    PEAK,
+    SENT,
+    TOKENS,
+    UNSETTLED_MARK,
+    ShownColumn,
+    abbreviations,
+)
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
-from harness.report.frame import column_values, records_frame
+from harness.report.regressions import BaselineCheck, Change, Figure
 from harness.report.speeds import MINIMUM_RUNS, Speed, are_alike, speed_of
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
     ONE,
     byte_unit,
     bytes_text,
+    flop_unit,
     format_deviations,
     format_numbers,
     format_ratios,
     outcome_text,
     pluralize,
 )
-from harness.report.view import merge_repeats
 from harness.util.text import sanitize
 
 EXACT = 0.01  # the relative tolerance of figures that a machine's load does not change
@@ -51,7 +64,7 @@ def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Se
     _print_changes("Versions", changes(map(origin, first), map(origin, second)), out)
     _print_changes("Environment", changes(map(environment, first), map(environment, second)), out)
     _print_changes("Configuration shared by all runs", configuration, out)
-    _print_pairs(pairs(merge_repeats(first), merge_repeats(second), configuration), out)
+    _print_pairs(pairs(first, second, configuration), out)
 
 
 def print_names(names: tuple[str, str], sides: tuple[Sequence[Record], Sequence[Record]], out: Console) -> None:
@@ -73,9 +86,7 @@ def _print_changes(title: str, differences: Changes, out: Console) -> None:
 
 
 def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
-    records = [record for record in (first or second for first, second in lines) if record]
-    labels = column_values(records_frame(records), "label")
-    matched = [(label, first, second) for label, (first, second) in zip(labels, lines, strict=True) if first and second]
+    matched = [(label, first, second) for label, first, second in lines if first and second]
     if matched:
         names, rows = [label for label, *_ in matched], [(first.row, second.row) for _, first, second in matched]
         speeds = [(speed_of(first.runs), speed_of(second.runs)) for _, first, second in matched]
@@ -88,47 +99,47 @@ def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
         notes += [*_legend(names, rows, speeds), *_notes(names, rows)]
     else:
         notes = ["no run of A has the same configuration as a run of B"]
-    for side, position in (("A", 0), ("B", 1)):
-        unmatched = [(label, pair[position]) for label, pair in zip(labels, lines, strict=True) if None in pair]
+    for side, name in (("A", "first"), ("B", "second")):
+        unmatched = [(pair.label, getattr(pair, name)) for pair in lines if None in pair]
         texts = [f"{label} {_status(line.row)}" for label, line in unmatched if line]
         notes += [f"only in {side}: {', '.join(texts)}"] if texts else []
     for note in notes:
         out.print(Text(sanitize(note)))
 
 
-def _columns(names: Sequence[str], rows: Rows, by_side: Speeds) -> list[Column]:
+def _columns(names: Sequence[str], rows: Rows, by_side: Speeds) -> list[ShownColumn]:
     """Return the columns of both values and of B over A, without those that are empty throughout."""
     statuses = [(_status(first), _status(second)) for first, second in rows]
     marks = [UNSETTLED_MARK if _is_within_variation(*sides) else "" for sides in by_side]
     speed, peak, sent = "tokens_per_second", "peak_allocated_bytes", "communication_bytes"
     speeds = format_ratios([_ratio(speed, first, second) for first, second in rows])
     columns = [
-        Column(("run", ""), [sanitize(name) for name in names], number=False),
-        Column(
+        ShownColumn(("run", ""), [sanitize(name) for name in names], number=False),
+        ShownColumn(
             ("status", ""),
             [before if before == after else f"{before} → {after}" for before, after in statuses],
             number=False,
         ),
         *_both(speed, TOKENS.short, rows, drop=7),
-        Column(("×", TOKENS.short), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
+        ShownColumn(("×", TOKENS.short), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
         *_both(peak, PEAK.short, rows, drop=5),
-        Column(("×", PEAK.short), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
+        ShownColumn(("×", PEAK.short), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
         *_both(sent, SENT.short, rows, drop=1),
-        Column(("×", SENT.short), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
-        Column((LOSS.short, "A → B"), _deviations("loss_deviation", rows), drop=3),
-        Column((GRADIENT.short, "A → B"), _deviations("grad_deviation", rows), drop=4),
+        ShownColumn(("×", SENT.short), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
+        ShownColumn((LOSS.short, "A → B"), _deviations("loss_deviation", rows), drop=3),
+        ShownColumn((GRADIENT.short, "A → B"), _deviations("grad_deviation", rows), drop=4),
     ]
     return [column for column in columns if any(column.cells)]
 
 
-def _both(key: str, name: str, rows: Rows, drop: int) -> list[Column]:
+def _both(key: str, name: str, rows: Rows, drop: int) -> list[ShownColumn]:
     """Return the columns of A's and B's values in one unit. Where width is short, A's is left out first."""
     numbers = [row.get(key) for side in zip(*rows, strict=True) for row in side]
     unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
     texts, header = format_numbers(numbers, unit), f"{name} {unit.name}".strip()
     return [
-        Column((header, "A"), texts[: len(rows)], drop=drop),
-        Column((header, "B"), texts[len(rows) :], drop=drop + 1),
+        ShownColumn((header, "A"), texts[: len(rows)], drop=drop),
+        ShownColumn((header, "B"), texts[len(rows) :], drop=drop + 1),
     ]
 
 
@@ -196,3 +207,89 @@ def _notes(names: Sequence[str], rows: Rows) -> Iterator[str]:
                 yield f"{side}: {name} {outcome_text(row)}"
             if row.get("noise_warning"):
                 yield f"{side}: {name} noise warning: {row['noise_warning']}"
+
+
+def print_regressions(comparison: BaselineCheck, out: Console) -> None:
+    """Print one line for each change, worst first, then what was compared, and whether the baseline is held."""
+    for key, (before, after) in comparison.configuration.items():
+        out.print(Text(sanitize(f"configuration of all runs: {key} {before} → {after}")), soft_wrap=True)
+    if comparison.changes:
+        columns, _ = fit_width(_change_columns(comparison), out.width)
+        out.print(rich_table(columns))
+    for note in _change_notes(comparison):
+        out.print(Text(sanitize(note)), soft_wrap=True)
+
+
+def _change_columns(comparison: BaselineCheck) -> list[ShownColumn]:
+    changes, limit = comparison.changes, _percent(comparison.limit)
+    verdicts = [f"within {limit}" if change.verdict == "within limit" else change.verdict for change in changes]
+    texts = [[_figure_text(change.column, figure) for figure in (change.before, change.after)] for change in changes]
+    return [
+        ShownColumn(("verdict", ""), verdicts, number=False),
+        ShownColumn(("run", ""), [sanitize(change.run) for change in changes], number=False),
+        ShownColumn(("figure", ""), [_title(change.column) for change in changes], number=False),
+        ShownColumn(("change", ""), [_growth_text(change) for change in changes]),
+        ShownColumn(("A", ""), [before for before, _ in texts], number=False),
+        ShownColumn(("B", ""), [after for _, after in texts], number=False),
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:g} %"
+
+
+def _title(name: str) -> str:
+    return column(name).title if name in COLUMN_TYPES else name
+
+
+def _figure_text(name: str, figure: Figure) -> str:
+    value = figure.value
+    if value is None or isinstance(value, str):
+        return sanitize("unknown" if value is None else value)
+    if figure.range:
+        return f"{value:,.0f} [{figure.range[0]:,.0f}, {figure.range[1]:,.0f}], n = {figure.runs}"
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    unit = flop_unit([value])
+    return f"{format_numbers([value], unit)[0]} {unit.name}s"
+
+
+def _growth_text(change: Change) -> str:
+    """Return the change relative to the baseline in percent, with enough decimals to show a small one."""
+    if math.isinf(change.growth):
+        return ""
+    share = -change.growth if change.after.range else change.growth
+    decimals = 1 if abs(share) >= 0.0005 else 4
+    return f"{100 * share:+.{decimals}f} %"
+
+
+def _change_notes(comparison: BaselineCheck) -> Iterator[str]:
+    """Yield what was compared and what was not, new configurations, and whether the baseline is held."""
+    limit = _percent(comparison.limit)
+    are_ok = f"{pluralize(comparison.compared, 'configuration')} that {'is' if comparison.compared == 1 else 'are'} ok"
+    yield (
+        f"compared {are_ok} in A: memory, bytes sent and FLOPs as exact figures,"
+        f" and the speeds of {comparison.judged_speeds}"
+    )
+    for reason, labels in comparison.unjudged_speeds.items():
+        names = "all" if len(labels) == comparison.compared else ", ".join(labels)
+        yield f"speeds not judged for {names}: {reason}"
+    if comparison.new:
+        yield f"new in B and not judged: {', '.join(comparison.new)}"
+    regressed = len({change.run for change in comparison.regressed})
+    if regressed:
+        yield f"REGRESSED: {regressed} of {pluralize(comparison.compared, 'configuration')} by more than {limit}"
+    else:
+        yield f"HOLDS: no configuration regressed by more than {limit}"
+
+
+def regressions_json(comparison: BaselineCheck) -> str:
+    """Return the comparison as JSON; a growth of null has no number, as where a run is missing."""
+    changes = [
+        dataclasses.asdict(change)
+        | {"before": change.before._asdict(), "after": change.after._asdict()}
+        | {"growth": None if math.isinf(change.growth) else change.growth}
+        for change in comparison.changes
+    ]
+    values = dataclasses.asdict(comparison) | {"changes": changes, "holds": not comparison.regressed}
+    return json.dumps(values, indent=2)

@@ -6,7 +6,9 @@ from typing import Any, NamedTuple
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record
+from harness.report.frame import column_values, records_frame
 from harness.report.labels import flattened
+from harness.report.view import merge_repeats
 
 # A run is defined by these parts of its configuration. All others may differ between two folders and leave runs to
 # compare, if they differ for all of them.
@@ -30,6 +32,7 @@ Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
 class Pair(NamedTuple):
     """The lines of both folders with the same configuration; a folder without such a line has None."""
 
+    label: str  # unique among the pairs
     first: Record | None
     second: Record | None
 
@@ -103,7 +106,7 @@ def _join(values: Sequence[str] | None) -> str:
 
 
 def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
-    """Return the pairs of lines with the same configuration, followed by the lines without a pair.
+    """Return the pairs of lines with the same configuration, followed by the lines without a pair; repeats are a line.
 
     Configuration keys that changed for all runs are ignored. A table of runs has no configurations: if either side is
     one, the runs are compared by the columns that both sides know.
@@ -111,20 +114,24 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
     If a folder has several such lines, those of the same run are a pair; of others, for instance made by different
     versions, the latest of both.
     """
+    first, second = merge_repeats(first), merge_repeats(second)
     sides: list[dict[str, list[Record]]] = [{}, {}]
     ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
     columns = _known_columns(first, second) if any(map(is_table, (first, second))) else None
     for side, lines in zip(sides, (first, second), strict=True):
         for line in lines:
             side.setdefault(_run_key(line, ignored, columns), []).append(line)
-    matched, unmatched = [], []
+    matched: list[tuple[Record | None, Record | None]] = []
+    unmatched: list[tuple[Record | None, Record | None]] = []
     for key in dict.fromkeys((*sides[0], *sides[1])):
         first_lines, second_lines = sides[0].get(key, []), sides[1].get(key, [])
         matched += _same_runs(first_lines, second_lines)
         if first_lines and second_lines:
-            matched.append(Pair(first_lines.pop(), second_lines.pop()))
-        unmatched += [Pair(line, None) for line in first_lines] + [Pair(None, line) for line in second_lines]
-    return matched + unmatched
+            matched.append((first_lines.pop(), second_lines.pop()))
+        unmatched += [(line, None) for line in first_lines] + [(None, line) for line in second_lines]
+    found = matched + unmatched
+    labels = column_values(records_frame([known for pair in found if (known := pair[0] or pair[1])]), "label")
+    return [Pair(label, *pair) for label, pair in zip(labels, found, strict=True)]
 
 
 def _known_columns(*sides: Sequence[Record]) -> list[str]:
@@ -136,14 +143,14 @@ def _known_columns(*sides: Sequence[Record]) -> list[str]:
     ]
 
 
-def _same_runs(first_lines: list[Record], second_lines: list[Record]) -> list[Pair]:
+def _same_runs(first_lines: list[Record], second_lines: list[Record]) -> list[tuple[Record, Record]]:
     """Remove the lines of the same run from both lists, and return them as pairs; an id has the hash of its run."""
     by_id = {line.run_id: line for line in second_lines}
     matched = [(line, by_id[line.run_id]) for line in first_lines if line.run_id in by_id]
     for first, second in matched:
         first_lines.remove(first)
         second_lines.remove(second)
-    return [Pair(first, second) for first, second in matched]
+    return matched
 
 
 def _run_key(line: Record, ignored: set[str], columns: Sequence[str] | None) -> str:

@@ -13,10 +13,8 @@ from typing import Literal, NamedTuple
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record
 from harness.report.folder_changes import Changes, Pair, configuration_changes, pairs
-from harness.report.frame import column_values, records_frame
 from harness.report.speeds import MINIMUM_RUNS, Speed, leads, speed_of
 from harness.report.text import outcome_text
-from harness.report.view import merge_repeats
 
 # The columns that may not grow.
 EXACT_COLUMNS = (
@@ -58,7 +56,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BaselineCheck:
     """The outcome of a comparison with a baseline."""
 
     limit: float  # the growth that is tolerated, relative
@@ -77,7 +75,7 @@ class Comparison:
 
 def compare(
     baseline: Sequence[Record], current: Sequence[Record], limit: float, across_versions: bool = False
-) -> Comparison:
+) -> BaselineCheck:
     """Return what changed from the baseline.
 
     Args:
@@ -88,18 +86,17 @@ def compare(
     """
     configuration = configuration_changes(baseline, current)
     only_in_one = {key: values for key, values in configuration.items() if "-" in values}  # keys of other versions
-    lines = pairs(merge_repeats(baseline), merge_repeats(current), only_in_one)
-    labels = column_values(records_frame([line for pair in lines if (line := pair.first or pair.second)]), "label")
+    lines = pairs(baseline, current, only_in_one)
     changes: list[Change] = []
     unjudged: dict[str, list[str]] = {}
     compared = judged = 0
-    new = [label for label, pair in zip(labels, lines, strict=True) if pair.first is None]
-    for label, pair in zip(labels, lines, strict=True):
+    new = [pair.label for pair in lines if pair.first is None]
+    for pair in lines:
+        label = pair.label
         if pair.first is None or pair.first.status != "ok":
             continue
         compared += 1
-        failure = _failure(label, pair)
-        changes += [failure] if failure else []
+        changes += _failure(pair)
         if pair.second is None or pair.second.status != "ok":
             continue
         changes += _exact_changes(label, pair.first, pair.second, limit)
@@ -112,21 +109,21 @@ def compare(
             unjudged.setdefault(reason or _FEW_RUNS, []).append(label)
     changes.sort(key=lambda change: (_ORDER.index(change.verdict), -change.growth))
     changed = {key: values for key, values in configuration.items() if key not in only_in_one}
-    return Comparison(limit, compared, changes, judged, unjudged, changed, new)
+    return BaselineCheck(limit, compared, changes, judged, unjudged, changed, new)
 
 
-def _failure(label: str, pair: Pair) -> Change | None:
-    """Return the change of a configuration of which fewer runs end ok than in the baseline, or none."""
-    first, second = pair
+def _failure(pair: Pair) -> Iterator[Change]:
+    """Yield the change of a configuration of which fewer runs end ok than in the baseline."""
+    label, first, second = pair
     if first is None or (second and second.status == "ok" and _ok_share(second) >= _ok_share(first)):
-        return None
+        return
     if second is None:
         after = "missing"
     elif second.status == "ok":
         after = f"ok in {second.row['runs_alike']} of {second.row['runs']} runs"
     else:
         after = outcome_text(second.row)
-    return Change(label, "status", Figure("ok"), Figure(after), math.inf, "regressed")
+    yield Change(label, "status", Figure("ok"), Figure(after), math.inf, "regressed")
 
 
 def _ok_share(line: Record) -> float:

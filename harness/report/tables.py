@@ -17,7 +17,7 @@ from harness.report.comparison_columns import (
     DISTURBED_MARK,
     STALE_MARK,
     UNSETTLED_MARK,
-    Column,
+    ShownColumn,
     abbreviations,
     comparison_columns,
     sanitized_texts,
@@ -81,7 +81,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         console.print(Text(note))
 
 
-def _legend(columns: Sequence[Column]) -> list[str]:
+def _legend(columns: Sequence[ShownColumn]) -> list[str]:
     """Return what the abbreviations and marks in these columns mean."""
     cells = [cell for column in columns if column.number for cell in column.cells]
     meanings = {
@@ -158,7 +158,7 @@ def _by_value(label: str, runs: Sequence[Record], value_of: Callable[[Row], Any]
     ]
 
 
-def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list[Column]]:
+def fit_width(columns: Sequence[ShownColumn], width: int) -> tuple[list[ShownColumn], list[ShownColumn]]:
     """Return the columns that fit a width, and those left out. Texts are shortened, numbers never are.
 
     Texts of a column stay distinct as long as there is a column to leave out instead.
@@ -166,7 +166,7 @@ def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list
     fitted = [_shorten(column, _LONGEST_TEXT) for column in columns]
     if _width(fitted) > width:
         fitted = [fitted[0], *(_shorten(column, _SHORTER_TEXT) for column in fitted[1:])]
-    left_out: list[Column] = []
+    left_out: list[ShownColumn] = []
     while _width(fitted) > width and any(column.drop for column in fitted):
         least = min((column for column in fitted if column.drop), key=lambda column: column.drop)
         left_out.append(least)
@@ -176,7 +176,7 @@ def fit_width(columns: Sequence[Column], width: int) -> tuple[list[Column], list
     return fitted, left_out
 
 
-def _shorten(column: Column, limit: int, may_merge: bool = False) -> Column:
+def _shorten(column: ShownColumn, limit: int, may_merge: bool = False) -> ShownColumn:
     cells = [cell if isinstance(cell, Disturbed) else _cut(cell, limit) for cell in column.cells]
     merges = len(set(cells)) < len(set(column.cells))
     return column if column.number or (merges and not may_merge) else replace(column, cells=cells)
@@ -186,12 +186,12 @@ def _cut(text: str, width: int) -> str:
     return text if cell_len(text) <= width else set_cell_size(text, width - 1) + "…"
 
 
-def _width(columns: Sequence[Column]) -> int:
+def _width(columns: Sequence[ShownColumn]) -> int:
     widest = [max(cell_len(text) for text in (*column.header, *column.cells)) for column in columns]
     return sum(widest) + _GAP * (len(columns) - 1)
 
 
-def rich_table(columns: Sequence[Column]) -> RichTable:
+def rich_table(columns: Sequence[ShownColumn]) -> RichTable:
     """Return the columns as a table that rich prints; figures to ignore are dim and struck through."""
     table = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
@@ -209,7 +209,7 @@ def _style(cell: str) -> str:
     return "dim strike" if isinstance(cell, Disturbed) else _COLORS.get(cell.split(" ")[0], "")
 
 
-def _hanging(column: Column) -> list[str]:
+def _hanging(column: ShownColumn) -> list[str]:
     """Return a column's cells, padded so that numbers are aligned and marks hang to their right."""
     if not column.number:
         return column.cells
@@ -249,7 +249,7 @@ def _print_document(parts: Sequence[Part], console: Console) -> None:
     for table in (part for part in parts if isinstance(part, Table)):
         cells = list(zip(*table.rows, strict=True))
         columns = [
-            Column((sanitize(title), ""), sanitized_texts(cells[position]), position >= table.label_columns)
+            ShownColumn((sanitize(title), ""), sanitized_texts(cells[position]), position >= table.label_columns)
             for position, title in enumerate(table.header)
         ]
         fitted, _ = fit_width(columns, console.width)
