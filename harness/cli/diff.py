@@ -9,8 +9,7 @@ from harness.cli.report import prepare_output, read_comparison
 from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record
-from harness.report.diff import print_comparison, print_names
-from harness.report.diff import print_regressions, regressions_json
+from harness.report.diff import print_comparison, print_names, print_regressions, regressions_json
 from harness.report.regressions import compare
 from harness.report.tables import terminal
 from harness.util.errors import UserError, run_command

@@ -6,11 +6,12 @@ from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import losses, memory
+from harness.report.columns import ShownColumn, from_frame, run_table
 from harness.report.comparability import group_by, is_measured
-from harness.report.document import BulletList, Paragraph, Section, Table, bullets, run_table, section
+from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
 from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_by_staleness
 from harness.report.overview import recorded_versions
-from harness.report.text import MILLISECONDS, Unit, byte_unit, format_deviations, format_numbers, outcome_text
+from harness.report.text import outcome_text
 from harness.report.view import View
 
 
@@ -73,20 +74,24 @@ def unreadable(view: View) -> list[Section]:
 def predicted_section(view: View) -> list[Section]:
     """Return the section on predictions: predicted and measured values in columns of their own, and the error."""
     table = view.line_medians
-    columns: dict[str, list[str]] = {}
-    pairs = {"predicted_peak_bytes": "peak_allocated_bytes", "predicted_step_seconds": "step_seconds"}
-    for predicted_name, measured_name in pairs.items():
+    columns = []
+    for kind, predicted_name, measured_name in (
+        ("bytes", "predicted_peak_bytes", "peak_allocated_bytes"),
+        ("ms", "predicted_step_seconds", "step_seconds"),
+    ):
         predicted, measured = (
             [value if is_measured(line.row) else None for value, line in zip(values, view.lines, strict=True)]
             for values in (column_values(table, predicted_name), column_values(table, measured_name))
         )
         if any(value is not None for value in predicted):
             quantity = column(measured_name).title
-            unit: Unit = byte_unit([*predicted, *measured]) if measured_name.endswith("_bytes") else MILLISECONDS
             errors = [p / m - 1 if p is not None and m else None for p, m in zip(predicted, measured, strict=True)]
-            columns[f"predicted {quantity} {unit.name}"] = format_numbers(predicted, unit)
-            columns[f"measured {quantity} {unit.name}"] = format_numbers(measured, unit)
-            columns[f"error of the {quantity} %"] = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
+            error_texts = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
+            columns += [
+                ShownColumn(f"predicted {quantity} {{unit}}", predicted, kind),
+                ShownColumn(f"measured {quantity} {{unit}}", measured, kind),
+                ShownColumn(f"error of the {quantity} %", error_texts),
+            ]
     if not columns:
         return []
     words = "The error is the difference of the prediction from the measurement, relative to the measurement."
@@ -117,34 +122,36 @@ def proof_section(view: View) -> list[Section]:
     """Return the section on proofs: the layout, and deviations from the reference beside their noise floors."""
     table = view.table
     proofs = [record.proof for record in view.records]
-    columns = {
-        "layout": [str(proof.get("layout") or "") for proof in proofs],
-        "loss deviation": format_deviations(column_values(table, "loss_deviation")),
-        "loss floor": format_deviations(column_values(table, "loss_floor")),
-        "loss bound": format_deviations([proof.get("loss_bound") for proof in proofs]),
-        "gradient deviation": format_deviations(column_values(table, "grad_deviation")),
-        "gradient floor": format_deviations(column_values(table, "grad_floor")),
-        "gradient bound": format_deviations([proof.get("gradient_bound") for proof in proofs]),
-        "update deviation": format_deviations(column_values(table, "update_deviation")),
-        "update floor": format_deviations(column_values(table, "update_floor")),
-        "steps proven": [_proven_steps(record) for record in view.records],
-    }
-    columns["layers compared"] = [compared_layers(record) for record in view.records]
     skipped = column_values(table, "skipped_steps")
-    if any(skipped):
-        columns["skipped steps"] = ["" if count is None else str(count) for count in skipped]
-    columns = {header: cells for header, cells in columns.items() if any(cells)}
-    if not columns:
+    layouts = [str(proof.get("layout") or "") for proof in proofs]
+    layers = [compared_layers(record) for record in view.records]
+    columns = [
+        ShownColumn("layout", layouts, number=not any(layouts)),
+        from_frame(table, "loss_deviation"),
+        from_frame(table, "loss_floor"),
+        ShownColumn("loss bound", [proof.get("loss_bound") for proof in proofs], "deviation"),
+        from_frame(table, "grad_deviation"),
+        from_frame(table, "grad_floor"),
+        ShownColumn("gradient bound", [proof.get("gradient_bound") for proof in proofs], "deviation"),
+        from_frame(table, "update_deviation"),
+        from_frame(table, "update_floor"),
+        ShownColumn("steps proven", [_proven_steps(record) for record in view.records]),
+        ShownColumn("layers compared", layers),
+        ShownColumn("skipped steps", skipped if any(skipped) else [None] * len(skipped)),
+    ]
+    proof_table = run_table(table, columns)
+    if proof_table is None:
         return []
+    has_deviations = any("deviation" in column.header and column.is_known for column in columns)
     return section(
         "Proof",
         *losses.losses(view),
-        run_table(table, columns, label_columns=1 + ("layout" in columns)),
+        proof_table,
         Paragraph(
             "Layout: whether the local and global sizes of parameters, gradients and optimizer state are those that the"
             " layout prescribes."
-            + (_FLOORS if any("deviation" in header for header in columns) else " No training was compared.")
+            + (_FLOORS if has_deviations else " No training was compared.")
             + (" Skipped steps made no update because a gradient overflowed." if any(skipped) else "")
-            + (_CHAIN if "layers compared" in columns else "")
+            + (_CHAIN if any(layers) else "")
         ),
     )

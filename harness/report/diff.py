@@ -11,23 +11,13 @@ from rich.text import Text
 
 from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
-from harness.report.comparison_columns import (
-    GRADIENT,
-    LOSS,
-    PEAK,
-    SENT,
-    TOKENS,
-    UNSETTLED_MARK,
-    ShownColumn,
-    abbreviations,
-)
+from harness.report.columns import ShownColumn, write
+from harness.report.comparison_columns import UNSETTLED_MARK, WORDS, abbreviations
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
 from harness.report.regressions import BaselineCheck, Change, Figure
 from harness.report.speeds import MINIMUM_RUNS, Speed, are_alike, speed_of
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
-    ONE,
-    byte_unit,
     bytes_text,
     flop_unit,
     format_deviations,
@@ -107,40 +97,40 @@ def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
         out.print(Text(sanitize(note)))
 
 
+# The figures of the table: column, word of its header, kind, and when A's column and that of the ratio are left out.
+_FIGURES = (
+    ("tokens_per_second", "tokens", "number", 7, 0),
+    ("peak_allocated_bytes", "peak", "bytes", 5, 10),
+    ("communication_bytes", "sent", "sent", 1, 9),
+)
+
+
 def _columns(names: Sequence[str], rows: Rows, by_side: Speeds) -> list[ShownColumn]:
-    """Return the columns of both values and of B over A, without those that are empty throughout."""
+    """Return the columns of both values and of B over A, without those that are empty throughout.
+
+    Where width is short, A's value is left out before B's.
+    """
     statuses = [(_status(first), _status(second)) for first, second in rows]
-    marks = [UNSETTLED_MARK if _is_within_variation(*sides) else "" for sides in by_side]
-    speed, peak, sent = "tokens_per_second", "peak_allocated_bytes", "communication_bytes"
-    speeds = format_ratios([_ratio(speed, first, second) for first, second in rows])
+    changed = [before if before == after else f"{before} → {after}" for before, after in statuses]
     columns = [
-        ShownColumn(("run", ""), [sanitize(name) for name in names], number=False),
-        ShownColumn(
-            ("status", ""),
-            [before if before == after else f"{before} → {after}" for before, after in statuses],
-            number=False,
-        ),
-        *_both(speed, TOKENS.short, rows, drop=7),
-        ShownColumn(("×", TOKENS.short), [ratio + mark for ratio, mark in zip(speeds, marks, strict=True)]),
-        *_both(peak, PEAK.short, rows, drop=5),
-        ShownColumn(("×", PEAK.short), format_ratios([_ratio(peak, first, second) for first, second in rows]), drop=10),
-        *_both(sent, SENT.short, rows, drop=1),
-        ShownColumn(("×", SENT.short), format_ratios([_ratio(sent, first, second) for first, second in rows]), drop=9),
-        ShownColumn((LOSS.short, "A → B"), _deviations("loss_deviation", rows), drop=3),
-        ShownColumn((GRADIENT.short, "A → B"), _deviations("grad_deviation", rows), drop=4),
+        ShownColumn("run", [sanitize(name) for name in names], number=False),
+        ShownColumn("status", changed, number=False),
     ]
-    return [column for column in columns if any(column.cells)]
-
-
-def _both(key: str, name: str, rows: Rows, drop: int) -> list[ShownColumn]:
-    """Return the columns of A's and B's values in one unit. Where width is short, A's is left out first."""
-    numbers = [row.get(key) for side in zip(*rows, strict=True) for row in side]
-    unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
-    texts, header = format_numbers(numbers, unit), f"{name} {unit.name}".strip()
-    return [
-        ShownColumn((header, "A"), texts[: len(rows)], drop=drop),
-        ShownColumn((header, "B"), texts[len(rows) :], drop=drop + 1),
-    ]
+    for key, word, kind, drop, drop_ratio in _FIGURES:
+        title, values = WORDS[word].short, [row.get(key) for side in zip(*rows, strict=True) for row in side]
+        (both,) = write([ShownColumn(f"{title} {{unit}}", values, kind)])
+        ratios = format_ratios([_ratio(key, first, second) for first, second in rows])
+        if kind == "number":
+            marks = [UNSETTLED_MARK * _is_within_variation(*sides) for sides in by_side]
+            ratios = [ratio + mark for ratio, mark in zip(ratios, marks, strict=True)]
+        columns += [
+            ShownColumn(f"{both.title}\nA", both.cells[: len(rows)], drop=drop),
+            ShownColumn(f"{both.title}\nB", both.cells[len(rows) :], drop=drop + 1),
+            ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
+        ]
+    for key, word, drop in (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4)):
+        columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", _deviations(key, rows), drop=drop))
+    return [column for column in columns if column.is_known]
 
 
 def _ratio(key: str, first: Row, second: Row) -> float | None:
@@ -221,25 +211,25 @@ def print_regressions(comparison: BaselineCheck, out: Console) -> None:
 
 
 def _change_columns(comparison: BaselineCheck) -> list[ShownColumn]:
-    changes, limit = comparison.changes, _percent(comparison.limit)
-    verdicts = [f"within {limit}" if change.verdict == "within limit" else change.verdict for change in changes]
-    texts = [[_figure_text(change.column, figure) for figure in (change.before, change.after)] for change in changes]
-    return [
-        ShownColumn(("verdict", ""), verdicts, number=False),
-        ShownColumn(("run", ""), [sanitize(change.run) for change in changes], number=False),
-        ShownColumn(("figure", ""), [_title(change.column) for change in changes], number=False),
-        ShownColumn(("change", ""), [_growth_text(change) for change in changes]),
-        ShownColumn(("A", ""), [before for before, _ in texts], number=False),
-        ShownColumn(("B", ""), [after for _, after in texts], number=False),
+    limit = _percent(comparison.limit)
+    cells = [
+        (
+            f"within {limit}" if change.verdict == "within limit" else change.verdict,
+            sanitize(change.run),
+            column(change.column).title if change.column in COLUMN_TYPES else change.column,
+            _growth_text(change),
+            _figure_text(change.column, change.before),
+            _figure_text(change.column, change.after),
+        )
+        for change in comparison.changes
     ]
+    headers = ("verdict", "run", "figure", "change", "A", "B")
+    columns = zip(headers, zip(*cells, strict=True), strict=True)
+    return [ShownColumn(header, texts, number=header == "change") for header, texts in columns]
 
 
 def _percent(share: float) -> str:
     return f"{100 * share:g} %"
-
-
-def _title(name: str) -> str:
-    return column(name).title if name in COLUMN_TYPES else name
 
 
 def _figure_text(name: str, figure: Figure) -> str:

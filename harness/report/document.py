@@ -8,10 +8,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import pandas as pd
-
-from harness.report.frame import column_values
-
 VegaLite = dict[str, Any]  # a specification, as JSON
 
 
@@ -62,6 +58,7 @@ class Table:
     strategies: Sequence[str] = ()  # of each row, if the page can hide rows by strategy
     extra: Collection[int] = ()  # the positions of columns that the page shows on demand
     keys: Sequence[str] = ()  # the column of runs.csv that each column shows, "" for none
+    unit: str = ""  # of its sizes in bytes, which share one
 
 
 @dataclass(frozen=True)
@@ -121,11 +118,3 @@ def charts(sections: Iterable[Section]) -> Iterator[Chart]:
     for section in sections:
         yield from (part for part in section.parts if isinstance(part, Chart))
         yield from charts(section.inner)
-
-
-def run_table(table: pd.DataFrame, columns: dict[str, list[str]], label_columns: int = 1) -> Table:
-    """Return a table with one row per run, without empty columns of figures and without runs that have no cell."""
-    named = list(columns)[: label_columns - 1]
-    columns = {header: cells for header, cells in columns.items() if header in named or any(cells)}
-    rows = [cells for cells in zip(column_values(table, "label"), *columns.values(), strict=True) if any(cells[1:])]
-    return Table(["run", *columns], rows, label_columns)

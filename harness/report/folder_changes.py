@@ -118,8 +118,8 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
     sides: list[dict[str, list[Record]]] = [{}, {}]
     ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
     columns = _known_columns(first, second) if any(map(is_table, (first, second))) else None
-    for side, lines in zip(sides, (first, second), strict=True):
-        for line in lines:
+    for side, of_side in zip(sides, (first, second), strict=True):
+        for line in of_side:
             side.setdefault(_run_key(line, ignored, columns), []).append(line)
     matched: list[tuple[Record | None, Record | None]] = []
     unmatched: list[tuple[Record | None, Record | None]] = []
@@ -129,9 +129,9 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
         if first_lines and second_lines:
             matched.append((first_lines.pop(), second_lines.pop()))
         unmatched += [(line, None) for line in first_lines] + [(None, line) for line in second_lines]
-    found = matched + unmatched
-    labels = column_values(records_frame([known for pair in found if (known := pair[0] or pair[1])]), "label")
-    return [Pair(label, *pair) for label, pair in zip(labels, found, strict=True)]
+    lines = [first or second for first, second in matched + unmatched]
+    labels = column_values(records_frame([line for line in lines if line]), "label")
+    return [Pair(label, *pair) for label, pair in zip(labels, matched + unmatched, strict=True)]
 
 
 def _known_columns(*sides: Sequence[Record]) -> list[str]:

@@ -3,10 +3,11 @@
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
-from harness.report.document import BulletList, Paragraph, Section, run_table, section
+from harness.report.columns import ShownColumn, from_frame, run_table
+from harness.report.document import BulletList, Paragraph, Section, section
 from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, labelled
 from harness.report.labels import PEAK_TITLES
-from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios
+from harness.report.text import bytes_text
 from harness.report.view import View
 
 # The sentences on memory of the host, for the columns that are shown only where one of them has a value.
@@ -37,24 +38,22 @@ _LARGEST = 3  # blocks of a run that are listed
 def memory(view: View) -> list[Section]:
     """Return the section on memory: the maximum over ranks and repeats of each kind, and over the baseline's."""
     table = view.line_medians
-    on_host = {name: column(name).title for name in _HOST_NOTES if any(column_values(table, name))}
-    names = (*MEMORY_COLUMNS, *on_host, *_OTHER_MEMORY)
-    unit = byte_unit([value for name in names for value in column_values(table, name)])
+    on_host = [name for name in _HOST_NOTES if any(column_values(table, name))]
     compared = baseline_name(table)
-    columns: dict[str, list[str]] = {}
+    columns = []
     for name in MEMORY_COLUMNS:
-        header = column(name).title
-        columns[header] = format_numbers(column_values(table, name), unit)
+        columns.append(from_frame(table, name))
         if compared:
-            columns[f"× {header}"] = format_ratios(column_values(table, f"{name}_ratio"))
-    columns["smallest peak of any rank"] = format_numbers([_least_peak(line) for line in view.lines], unit)
-    for name, header in (on_host | _OTHER_MEMORY).items():
-        columns[header] = format_numbers(column_values(table, name), unit)
-    if not any(map(any, columns.values())):
+            columns.append(from_frame(table, f"{name}_ratio", f"× {column(name).title}", "ratio"))
+    columns.append(ShownColumn("smallest peak of any rank", [_least_peak(line) for line in view.lines], "bytes"))
+    columns += [from_frame(table, name) for name in on_host]
+    columns += [from_frame(table, name, header) for name, header in _OTHER_MEMORY.items()]
+    sizes = run_table(table, columns)
+    if sizes is None:
         return []
     return section(
-        f"Memory ({unit.name})",
-        run_table(table, columns),
+        f"Memory ({sizes.unit})",
+        sizes,
         Paragraph(
             "Each column is the maximum over ranks and repeats. Parameters and optimizer state are measured between"
             " steps, gradients and activations at their maximum during a step; these maxima may occur at different"
@@ -84,23 +83,21 @@ def peak(view: View) -> list[Section]:
     It has a column for each part and lists the largest blocks that are neither model state nor activations.
     """
     runs, table = view.peak_runs, view.peak_runs.table
-    names = {f"at_peak_{part}_bytes": header for part, header in PEAK_TITLES.items()}
-    names = {name: header for name, header in names.items() if any(column_values(table, name))}
-    if not names:
+    columns = [from_frame(table, f"at_peak_{part}_bytes", title) for part, title in PEAK_TITLES.items()]
+    columns = [column for column in columns if any(column.cells)]
+    phases = ShownColumn("phase", column_values(table, "peak_phase"), number=False)
+    parts = run_table(table, [phases, *columns, from_frame(table, "peak_allocated_bytes")]) if columns else None
+    if parts is None:
         return []
-    unit = byte_unit([value for name in (*names, "peak_allocated_bytes") for value in column_values(table, name)])
-    columns = {header: format_numbers(column_values(table, name), unit) for name, header in names.items()}
-    columns[column("peak_allocated_bytes").title] = format_numbers(column_values(table, "peak_allocated_bytes"), unit)
-    columns = {"phase": [phase or "" for phase in column_values(table, "peak_phase")], **columns}
     largest = [(label, _largest(record)) for label, record in labelled(table, runs.records)]
     blocks = [
         Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
         BulletList([(label, text) for label, text in largest if text]),
     ]
     return section(
-        f"Breakdown of peak memory ({unit.name})",
+        f"Breakdown of peak memory ({parts.unit})",
         memory_charts.peak(view),
-        run_table(table, columns, label_columns=2),
+        parts,
         Paragraph(
             "All memory of the rank with the highest peak of all repeats at the time of that peak, by its use; the"
             " parts add up to the peak, and are empty where the profiled step had another peak than the timed ones. The"

@@ -1,6 +1,7 @@
 """The report's sections on the whole comparison: its table and its pivots."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -8,15 +9,13 @@ import pandas as pd
 from harness.records.columns import column as registered
 from harness.records.schema import Record
 from harness.report.charts import front, speed
+from harness.report.columns import ShownColumn, from_frame, table_of, write
 from harness.report.comparability import EQUAL_BYTES
-from harness.report.comparison_columns import comparison_columns, disturbed_cells, speed_texts
+from harness.report.comparison_columns import comparison_columns, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.frame import baseline_name, column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import VARYING, column_title, value_text
-from harness.report.text import ONE, byte_unit, format_numbers
 from harness.report.view import View
-
-_PIVOT_FIGURES = ("peak_allocated_bytes", "tokens_per_second")  # of lines that are ok
 
 
 def recorded_versions(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -34,16 +33,16 @@ def comparison(view: View) -> list[Section]:
     table = view.line_medians
     columns = comparison_columns(table, short=False)
     winners = best(view)
-    cells = [
-        [Best(cell) if position in winners.get(column.key, ()) else cell for position, cell in enumerate(column.cells)]
+    columns = [
+        replace(
+            column,
+            cells=[Best(cell) if row in winners.get(column.key, ()) else cell for row, cell in enumerate(column.cells)],
+        )
         for column in columns
     ]
     baseline = baseline_name(table)
-    main = Table(
-        [column.title for column in columns],
-        list(zip(*cells, strict=True)),
-        label_columns=next((position for position, column in enumerate(columns) if column.number), len(columns)),
-        caption="; ".join(shared_settings(table)),
+    main = replace(
+        table_of(columns, caption="; ".join(shared_settings(table))),
         strategies=[str(strategy or "") for strategy in column_values(table, "strategy")],
         extra=[position for position, column in enumerate(columns) if column.is_extra],
         keys=[column.key for column in columns],
@@ -141,21 +140,19 @@ def _grids(table: pd.DataFrame, names: Sequence[str], values: Sequence[Any]) -> 
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
     cell_keys = list(zip(names, values, column_values(table, "status"), strict=True))
-    for key in _PIVOT_FIGURES:
-        title = registered(key).title.capitalize()
-        numbers = column_values(table, key)
-        unit = byte_unit(numbers) if key.endswith("_bytes") else ONE
+    title = registered("peak_allocated_bytes").title.capitalize()
+    peaks = from_frame(table, "peak_allocated_bytes", f"{title} ({{unit}})")
+    speeds = ShownColumn(registered("tokens_per_second").title.capitalize(), speed_texts(table), is_timed=True)
+    for figures in (peaks, speeds):
+        (written,) = write([figures], column_values(table, "is_ignored"))
         cells: dict[tuple[str, Any], list[str]] = {}
-        texts = format_numbers(numbers, unit)
-        if key == "tokens_per_second":
-            texts = disturbed_cells(table, speed_texts(table))
-        for (name, value, status), number in zip(cell_keys, texts, strict=True):
+        for (name, value, status), number in zip(cell_keys, written.cells, strict=True):
             cells.setdefault((name, value), []).append(number if status == "ok" else status)
-        if any(number is not None for number in numbers):
+        if figures.is_known:
             rows = [[name, *(_join(cells.get((name, head), ())) for head in heads)] for name in dict.fromkeys(names)]
             header = ["strategy", *("unknown" if head is None else str(head) for head in heads)]
-            caption = f"{title} ({unit.name})" if unit.name else title
-            yield Table(header, rows, caption=caption, strategies=[name.split(" ")[0] for name in dict.fromkeys(names)])
+            strategies = [name.split(" ")[0] for name in dict.fromkeys(names)]
+            yield Table(header, rows, caption=written.header, strategies=strategies)
 
 
 def _join(cells: Sequence[str]) -> str:

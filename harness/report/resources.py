@@ -1,28 +1,16 @@
 """The report's sections on pipelines, the time of a step, and operations."""
 
-from collections.abc import Sequence
-
 import pandas as pd
 
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import times as time_charts
 from harness.report.charts import traffic
-from harness.report.comparison_columns import disturbed_cells
-from harness.report.document import Disturbed, Paragraph, Section, Table, run_table, section
+from harness.report.columns import ShownColumn, from_frame, run_table, table_of
+from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import baseline_name, column_values, labelled
 from harness.report.labels import STEP_TITLES
-from harness.report.text import (
-    MILLISECONDS,
-    ONE,
-    byte_unit,
-    bytes_text,
-    flop_unit,
-    format_fractions,
-    format_numbers,
-    format_percents,
-    format_ratios,
-)
+from harness.report.text import byte_unit, bytes_text, format_numbers
 from harness.report.view import View
 
 _HOW_TO_READ = (
@@ -48,46 +36,44 @@ def pipeline_section(view: View) -> list[Section]:
         return []
     labels, formulas, ignored, ranks = zip(*entries, strict=True)
 
-    def timed(cells: Sequence[str]) -> list[str]:
-        return [Disturbed(cell) if is_ignored else cell for cell, is_ignored in zip(cells, ignored, strict=True)]
+    def of_ranks(header: str, key: str, kind: str = "text", is_timed: bool = False) -> ShownColumn:
+        return ShownColumn(header, [rank[key] for rank in ranks], kind, is_timed=is_timed)
 
-    activation_bytes = [rank["activation_bytes"] for rank in ranks]
-    memory = byte_unit(activation_bytes)
-    columns = {
-        "run": list(labels),
-        "rank": [str(rank["rank"]) for rank in ranks],
-        "stages": [", ".join(map(str, rank["stages"])) for rank in ranks],
-        "layers": [", ".join(map(str, rank["layers"])) for rank in ranks],
-        "working ms": timed(format_numbers([rank["working_seconds"] for rank in ranks], MILLISECONDS)),
-        "idle ms": timed(format_numbers([rank["idle_seconds"] for rank in ranks], MILLISECONDS)),
-        "bubble": timed(format_fractions([rank["bubble"] for rank in ranks])),
-        column("pipeline_bubble_theory").title: format_fractions(formulas),
-        column("max_in_flight_micro_batches").title: [str(rank["in_flight"]) for rank in ranks],
-        f"activations {memory.name}": format_numbers(activation_bytes, memory),
-    }
-    rows = list(zip(*columns.values(), strict=True))
-    return section("Pipelines", Table(list(columns), rows), *map(Paragraph, _HOW_TO_READ))
+    columns = [
+        ShownColumn("run", labels, number=False),
+        of_ranks("rank", "rank"),
+        ShownColumn("stages", [", ".join(map(str, rank["stages"])) for rank in ranks]),
+        ShownColumn("layers", [", ".join(map(str, rank["layers"])) for rank in ranks]),
+        of_ranks("working ms", "working_seconds", "ms", is_timed=True),
+        of_ranks("idle ms", "idle_seconds", "ms", is_timed=True),
+        of_ranks("bubble", "bubble", "fraction", is_timed=True),
+        ShownColumn(column("pipeline_bubble_theory").title, formulas, "fraction"),
+        of_ranks(column("max_in_flight_micro_batches").title, "in_flight"),
+        of_ranks("activations {unit}", "activation_bytes", "bytes"),
+    ]
+    return section("Pipelines", table_of(columns, ignored), *map(Paragraph, _HOW_TO_READ))
 
 
 def time(view: View) -> list[Section]:
     """Return the section on step time, with a column for each part of the median step; the parts add up to it."""
     table = view.median_runs.table
-    columns = {header: format_numbers(column_values(table, name), MILLISECONDS) for name, header in STEP_TITLES.items()}
-    columns = {header: cells for header, cells in columns.items() if any(cell not in ("", "0.00") for cell in cells)}
+    columns = [from_frame(table, name, header, is_timed=True) for name, header in STEP_TITLES.items()]
+    columns = [column for column in columns if any(column.cells)]
     if not columns:
         return []
-    columns[column("step_seconds").title] = format_numbers(column_values(table, "step_seconds"), MILLISECONDS)
-    columns["95th percentile"] = format_numbers(column_values(table, "step_seconds_p95"), MILLISECONDS)
-    columns["spread %"] = format_percents(column_values(table, "step_seconds_iqr_ratio"))
-    overlapped = "overlapped_communication_seconds"
-    columns[column(overlapped).title] = format_numbers(column_values(table, overlapped), MILLISECONDS)
-    columns[f"{column('cpu_seconds').title} s"] = format_numbers(column_values(table, "cpu_seconds"), ONE)
-    columns["energy per token J"] = format_numbers(column_values(table, "joules_per_token"), ONE)
+    columns += [
+        from_frame(table, "step_seconds", is_timed=True),
+        from_frame(table, "step_seconds_p95", "95th percentile", is_timed=True),
+        from_frame(table, "step_seconds_iqr_ratio", "spread %", is_timed=True),
+        from_frame(table, "overlapped_communication_seconds", is_timed=True),
+        from_frame(table, "cpu_seconds", f"{column('cpu_seconds').title} s", "number", is_timed=True),
+        from_frame(table, "joules_per_token", "energy per token J", "number", is_timed=True),
+    ]
     return section(
         "Breakdown of step time (ms)",
         time_charts.step(view),
         time_charts.exposed_communication(view),
-        run_table(table, {header: disturbed_cells(table, cells) for header, cells in columns.items()}),
+        run_table(table, columns),
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
             " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
@@ -141,16 +127,14 @@ def operations(view: View) -> list[Section]:
     if not any(model):
         return []
     ratios = [b / a if a and b else None for a, b in zip(model, executed, strict=True)]
-    rates = column_values(table, "model_flops_per_second_per_device")
-    unit, rate = flop_unit([*model, *executed]), flop_unit(rates)
-    columns = {
-        f"model {unit.name} per step": format_numbers(model, unit),
-        f"executed {unit.name} per step": format_numbers(executed, unit),
-        "executed / model": format_ratios(ratios),
-        f"model {rate.name}/s per device": disturbed_cells(table, format_numbers(rates, rate)),
-        "MFU %": disturbed_cells(table, format_percents(column_values(table, "mfu"))),
-        "HFU %": disturbed_cells(table, format_percents(column_values(table, "hfu"))),
-    }
+    columns = [
+        ShownColumn("model {unit} per step", model, "flops"),
+        ShownColumn("executed {unit} per step", executed, "flops"),
+        ShownColumn("executed / model", ratios, "ratio"),
+        from_frame(table, "model_flops_per_second_per_device", "model {unit}/s per device", "flop rate", is_timed=True),
+        from_frame(table, "mfu", "MFU %", is_timed=True),
+        from_frame(table, "hfu", "HFU %", is_timed=True),
+    ]
     return section(
         "Floating-point operations",
         run_table(table, columns),
@@ -185,26 +169,24 @@ def _communication(view: View) -> list[Section]:
     """Return bytes and calls with a column for each mesh axis and operation."""
     table = view.median_runs.table
     entries = [_by_kind(record) for record in view.median_runs.records]
-    kinds = sorted({kind for entry in entries for kind in entry})
-    unit = byte_unit(
-        [*column_values(table, "communication_bytes"), *(v for entry in entries for v, _ in entry.values())]
-    )
-    columns: dict[str, list[str]] = {}
-    for axis, operation in kinds:
+    totals = column_values(table, "communication_bytes")
+    unit = byte_unit([*totals, *(size for entry in entries for size, _ in entry.values())])
+    columns = []
+    for axis, operation in sorted({kind for entry in entries for kind in entry}):
         sent = [entry.get((axis, operation), (None, 0)) for entry in entries]
         numbers = format_numbers([size for size, _ in sent], unit)
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
-        columns[f"{operation} on {axis}"] = cells
-    columns["total"] = format_numbers(column_values(table, "communication_bytes"), unit)
+        columns.append(ShownColumn(f"{operation} on {axis}", cells))
+    columns.append(ShownColumn("total", format_numbers(totals, unit)))
     compared = baseline_name(table)
-    columns["× total"] = (
-        format_ratios(column_values(table, "communication_bytes_ratio")) if compared else [""] * len(table)
-    )
-    if not any(map(any, columns.values())):
+    if compared:
+        columns.append(from_frame(table, "communication_bytes_ratio", "× total", "ratio"))
+    sizes = run_table(table, columns)
+    if sizes is None:
         return []
     return section(
         f"Communication ({unit.name} per step)",
-        run_table(table, columns),
+        sizes,
         Paragraph(
             "The bytes that the rank that sends most must send in one step under ring algorithms, counted from the"
             " collectives that ran, by operation and mesh axis; the number of calls is in parentheses."
@@ -232,22 +214,21 @@ def _formula(view: View) -> list[Section]:
     ]
     if not entries:
         return []
-    unit = byte_unit([entry[key] for _, entry in entries for key in ("bytes", "formula_bytes")])
-    ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for _, entry in entries]
-    columns = {
-        "run": [label for label, _ in entries],
-        "mesh axis": [entry["axis"] for _, entry in entries],
-        "not in the formula": [
-            ", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for _, entry in entries
-        ],
-        f"sent {unit.name}": format_numbers([entry["bytes"] for _, entry in entries], unit),
-        f"formula {unit.name}": format_numbers([entry["formula_bytes"] for _, entry in entries], unit),
-        "sent / formula": format_ratios(ratios),
-    }
+    labels, sent = [label for label, _ in entries], [entry for _, entry in entries]
+    outside = [", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for entry in sent]
+    ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for entry in sent]
+    columns = [
+        ShownColumn("run", labels, number=False),
+        ShownColumn("mesh axis", [entry["axis"] for entry in sent], number=False),
+        ShownColumn("not in the formula", outside, number=False),
+        ShownColumn("sent {unit}", [entry["bytes"] for entry in sent], "bytes"),
+        ShownColumn("formula {unit}", [entry["formula_bytes"] for entry in sent], "bytes"),
+        ShownColumn("sent / formula", ratios, "ratio"),
+    ]
     return section(
         "Bytes sent compared with the formula",
         traffic.traffic(view),
-        Table(list(columns), list(zip(*columns.values(), strict=True)), label_columns=3),
+        table_of(columns),
         Paragraph(
             "The formula is the volume that the papers give, for this layout, model and number of micro-batches. It"
             " does not include scalars such as gradient norms, losses and overflow flags, which are listed under the"

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from harness.records.schema import Record, Row
 from harness.report.caveats import MOST_LABELS, by_kind, labels_text
+from harness.report.columns import ShownColumn
 from harness.report.comparison_columns import (
     DISTURBED_MARK,
     STALE_MARK,
     UNSETTLED_MARK,
-    ShownColumn,
     abbreviations,
     comparison_columns,
     sanitized_texts,
@@ -187,7 +187,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _width(columns: Sequence[ShownColumn]) -> int:
-    widest = [max(cell_len(text) for text in (*column.header, *column.cells)) for column in columns]
+    widest = [max(cell_len(text) for text in (*column.header.split("\n"), *column.cells)) for column in columns]
     return sum(widest) + _GAP * (len(columns) - 1)
 
 
@@ -195,8 +195,9 @@ def rich_table(columns: Sequence[ShownColumn]) -> RichTable:
     """Return the columns as a table that rich prints; figures to ignore are dim and struck through."""
     table = RichTable(box=None, padding=(0, _GAP, 0, 0), pad_edge=False, header_style="bold")
     for column in columns:
-        header = Text("\n".join(part for part in column.header if part))
-        table.add_column(header, justify="right" if column.number else "left", no_wrap=True, vertical="bottom")
+        table.add_column(
+            Text(column.header.strip()), justify="right" if column.number else "left", no_wrap=True, vertical="bottom"
+        )
     hanging = zip(*(_hanging(column) for column in columns), strict=True)
     for cells, shown in zip(zip(*(column.cells for column in columns), strict=True), hanging, strict=True):
         table.add_row(
@@ -212,7 +213,7 @@ def _style(cell: str) -> str:
 def _hanging(column: ShownColumn) -> list[str]:
     """Return a column's cells, padded so that numbers are aligned and marks hang to their right."""
     if not column.number:
-        return column.cells
+        return list(column.cells)
     marked = any(cell.endswith(UNSETTLED_MARK) for cell in column.cells)
     cells = [cell + " " if marked and not cell.endswith(UNSETTLED_MARK) else cell for cell in column.cells]
     width = _width([column])
@@ -249,7 +250,7 @@ def _print_document(parts: Sequence[Part], console: Console) -> None:
     for table in (part for part in parts if isinstance(part, Table)):
         cells = list(zip(*table.rows, strict=True))
         columns = [
-            ShownColumn((sanitize(title), ""), sanitized_texts(cells[position]), position >= table.label_columns)
+            ShownColumn(sanitize(title), sanitized_texts(cells[position]), number=position >= table.label_columns)
             for position, title in enumerate(table.header)
         ]
         fitted, _ = fit_width(columns, console.width)

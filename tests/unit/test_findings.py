@@ -19,7 +19,8 @@ from harness.report.charts import render
 from harness.report.charts.growth import memory_wall
 from harness.report.charts.render import svgs
 from harness.report.claim_peers import Claim
-from harness.report.document import BulletList, Chart, Paragraph, Section, Table, run_table
+from harness.report.columns import ShownColumn, run_table
+from harness.report.document import BulletList, Chart, Paragraph, Section, Table
 from harness.report.files import write_runs_parquet
 from harness.report.findings import figures, findings
 from harness.report.first_screen import first_screen
@@ -634,5 +635,10 @@ if __name__ == "__main__":
 def test_a_column_of_labels_stays_where_it_is_empty() -> None:
     """Without it the first column of figures would be taken for labels."""
     table = pd.DataFrame({"label": ["ddp", "tp"]})
-    shown = run_table(table, {"phase": ["", ""], "gradients": ["1", "2"], "loss": ["", ""]}, label_columns=2)
-    assert (shown.header, shown.label_columns) == (["run", "phase", "gradients"], 2)
+    columns = [
+        ShownColumn("phase", ["", ""], number=False),
+        ShownColumn("gradients", ["1", "2"]),
+        ShownColumn("loss", ["", ""]),
+    ]
+    shown = run_table(table, columns)
+    assert shown and (shown.header, shown.label_columns) == (["run", "phase", "gradients"], 2)

@@ -1,0 +1,135 @@
+"""The columns of tables: declared as values of a kind, and written as texts in one unit for all values of that kind."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import compress
+from typing import Any
+
+import pandas as pd
+
+from harness.records.columns import column as registered
+from harness.report.document import Disturbed, Table
+from harness.report.frame import column_values
+from harness.report.text import (
+    MILLISECONDS,
+    ONE,
+    Unit,
+    byte_unit,
+    flop_unit,
+    format_deviations,
+    format_fractions,
+    format_numbers,
+    format_percents,
+    format_ratios,
+)
+
+# The kinds whose numbers share a unit throughout a table, and the kinds that have none.
+_UNITS: dict[str, Callable[[Sequence[float | None]], Unit]] = {
+    "bytes": byte_unit,
+    "sent": byte_unit,
+    "flops": flop_unit,
+    "flop rate": flop_unit,
+    "ms": lambda _: MILLISECONDS,
+    "number": lambda _: ONE,
+}
+_FORMS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
+    "ratio": format_ratios,
+    "percent": format_percents,
+    "fraction": format_fractions,
+    "deviation": format_deviations,
+    "text": lambda values: [_text(value) for value in values],
+}
+_KIND_OF_UNIT = {"bytes": "bytes", "seconds": "ms", "fraction": "percent", "relative": "deviation", "": "text"}
+
+
+@dataclass(frozen=True)
+class ShownColumn:
+    """A column of a table; before it is written its cells are values, then texts, of which some may be Disturbed."""
+
+    header: str  # one or two lines; {unit} stands for the unit of the column's kind
+    cells: Sequence[Any]
+    kind: str = "text"
+    number: bool = True
+    drop: int = 0  # the order in which columns are left out where width is short; a column with 0 is always shown
+    key: str = ""  # the column of runs.csv, if it is one
+    is_extra: bool = False  # whether it is shown on demand only
+    is_timed: bool = False  # whether its figures are to be ignored where a run was disturbed
+
+    @property
+    def title(self) -> str:
+        """The header on one line."""
+        return self.header.strip().replace("\n", " ")
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any cell has a value."""
+        return any(cell not in (None, "") for cell in self.cells)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value  # which may be Disturbed
+    return "" if value is None else str(value)
+
+
+def from_frame(table: pd.DataFrame, name: str, header: str = "", kind: str = "", is_timed: bool = False) -> ShownColumn:
+    """Return a column of a frame; its title and its kind are those of the registry, if they are not given."""
+    if not kind:
+        kind = "bytes" if name.endswith("_bytes") else _KIND_OF_UNIT[registered(name).unit]
+    return ShownColumn(header or registered(name).title, column_values(table, name), kind, is_timed=is_timed)
+
+
+def write(columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = ()) -> list[ShownColumn]:
+    """Return the columns as texts. Figures of the rows that are to be ignored are Disturbed in the columns of times."""
+    units = units_of(columns)
+    written = []
+    for column in columns:
+        unit = units.get(column.kind, ONE)
+        cells = format_numbers(column.cells, unit) if column.kind in _UNITS else _FORMS[column.kind](column.cells)
+        if column.is_timed:
+            cells = [Disturbed(cell) if cell and skip else cell for cell, skip in zip(cells, ignored, strict=True)]
+        header = column.header.replace("{unit}", unit.name)
+        written.append(replace(column, header=header, cells=cells, kind="text", is_timed=False))
+    return written
+
+
+def units_of(columns: Sequence[ShownColumn]) -> dict[str, Unit]:
+    """Return the unit of each kind, which all its columns share."""
+    return {
+        kind: unit_of([value for column in columns if column.kind == kind for value in column.cells])
+        for kind, unit_of in _UNITS.items()
+    }
+
+
+def table_of(columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = (), caption: str = "") -> Table:
+    """Return the columns as a table, those of text first.
+
+    Args:
+        columns: The columns, written or not.
+        ignored: For each row, whether its times are to be ignored.
+        caption: What stands above the table.
+    """
+    unit = units_of(columns)["bytes"].name
+    columns = write(columns, ignored)
+    rows = list(zip(*(column.cells for column in columns), strict=True))
+    label_columns = next((position for position, column in enumerate(columns) if column.number), len(columns))
+    return Table([column.title for column in columns], rows, label_columns, caption, unit=unit)
+
+
+def run_table(table: pd.DataFrame, columns: Sequence[ShownColumn]) -> Table | None:
+    """Return a table with one row per run of a frame, see `labelled_table`."""
+    return labelled_table(column_values(table, "label"), columns, column_values(table, "is_ignored"))
+
+
+def labelled_table(
+    labels: Sequence[str], columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = (), caption: str = ""
+) -> Table | None:
+    """Return a table with one row per run, without empty columns of figures and without runs that have no cell.
+
+    Return None where no run has a cell.
+    """
+    shown = [column for column in columns if column.is_known or not column.number]
+    is_known = [any(cell not in (None, "") for cell in cells) for cells in zip(*(c.cells for c in shown), strict=True)]
+    shown = [ShownColumn("run", labels, number=False), *shown]
+    shown = [replace(column, cells=list(compress(column.cells, is_known))) for column in shown]
+    return table_of(shown, list(compress(ignored, is_known)), caption) if any(is_known) else None
