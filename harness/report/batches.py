@@ -11,7 +11,8 @@ from harness.report.charts.series import BATCH_COLUMNS
 from harness.report.comparability import curve_columns, curve_key
 from harness.report.document import Section, Table, bullets, section
 from harness.report.labels import configuration_name
-from harness.report.text import byte_unit, bytes_text, format_numbers, format_ratios, percent_text
+from harness.report.sentences import sentence
+from harness.report.text import byte_unit, format_numbers, format_ratios
 from harness.report.view import View
 
 # Runs of one curve differ in the micro-batch alone, and in the batch and accumulation that follow from it.
@@ -83,17 +84,13 @@ def _sentences(curves: dict[Key, Points], names: dict[Key, str]) -> Iterator[str
     """Yield how many bytes each sequence adds, and how much checkpointing saves of that and at the largest batch."""
     for key, points in curves.items():
         slope = _slope(points)
-        text = f"{names[key]}: each further sequence in the micro-batch adds {bytes_text(slope)}"
         plain = curves.get((*key[:_CHECKPOINTING], "none", *key[_CHECKPOINTING + 1 :]), {})
-        shared = sorted(points.keys() & plain.keys())
+        shared = points.keys() & plain.keys()
+        before = largest = saved = None
         if key[_CHECKPOINTING] != "none" and shared and slope > 0:
-            before, largest = _slope(plain), shared[-1]
+            before, largest = _slope(plain), max(shared)
             saved = 1 - points[largest][0] / plain[largest][0]
-            text += (
-                f", {percent_text(slope / before)} of the {bytes_text(before)} without checkpointing; at micro-batch"
-                f" {largest}, checkpointing saves {percent_text(saved)}"
-            )
-        yield text + "."
+        yield sentence("batch_slope", name=names[key], slope=slope, before=before, largest=largest, saved=saved)
 
 
 def _slope(points: Points) -> float:

@@ -1,130 +1,95 @@
 """The limitations of a folder's figures, derived from the records themselves."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from harness.records.schema import Record, Row
 from harness.report.comparability import is_measured
 from harness.report.document import Section, bullets, section
 from harness.report.frame import column_values, compared_layers, labelled, labels_by_kernel, labels_by_staleness
+from harness.report.sentences import sentence
 from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
-from harness.report.text import pluralize, span_text
+from harness.report.text import span_text
 from harness.report.view import View
 
 
 def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
-    return section("What the data cannot say", bullets(sentence for kind in _KINDS for sentence in kind(view)))
+    return section("What the data cannot say", bullets(text for kind in _KINDS for text in kind(view)))
+
+
+def _concerned(view: View, kind: str, is_concerned: Callable[[Record], Any]) -> Iterator[str]:
+    """Yield the sentence of a kind on the lines that it concerns, if there are any."""
+    labels = [label for label, line in labelled(view.line_medians, view.lines) if is_concerned(line)]
+    yield from _on_labels(view, kind, labels)
+
+
+def _on_labels(view: View, kind: str, labels: Sequence[str]) -> Iterator[str]:
+    if labels:
+        yield sentence(kind, labels=labels, total=len(view.lines))
 
 
 def _device(view: View) -> Iterator[str]:
     ok = _ok_records(view)
-    if any(record.row.get("measured_on") == "cpu" for record in ok):
-        yield (
-            "How fast the same layouts are on GPUs: here ranks share one memory and its bandwidth, and messages never"
-            " leave the machine. A GPU's kernels and allocator also add memory that a CPU does not have."
-        )
+    on_cpu = [record for record in ok if record.row.get("measured_on") == "cpu"]
+    if on_cpu:
+        yield sentence("of_cpu")
     threads = {
-        int(record.environment["threads"]): record.row["world_size"] == 1
-        for record in ok
-        if str(record.environment.get("threads") or "").isdigit() and record.row.get("measured_on") == "cpu"
+        count: record.row["world_size"] == 1 for record in on_cpu if (count := record.environment.get("threads"))
     }
     if len(threads) > 1 and threads[max(threads)]:
-        yield (
-            f"What more ranks than one bring: a single rank computed with {max(threads)} threads, and others with"
-            f" {min(threads)}, so that all configurations had the same cores."
-        )
+        yield sentence("of_one_rank", most=max(threads), least=min(threads))
     crowded = [record for record in ok if is_crowded(record) and record.row.get("step_seconds") is not None]
     if crowded:
-        most = max(record.row["world_size"] for record in crowded)
+        ranks = max(record.row["world_size"] for record in crowded)
         cores = min(record.environment["cores"] for record in crowded)
-        yield (
-            f"How speed scales with devices: up to {most} ranks shared {pluralize(cores, 'core')}, so that their"
-            " tokens/s are those of work divided among these cores, and are neither ranked nor drawn."
-        )
+        yield sentence("of_shared_cores", ranks=ranks, cores=cores)
     if any(record.row.get("launch") == "virtual" for record in ok):
-        yield (
-            "How fast the worlds of launch=virtual are: one rank of each ran alone. Its memory and its computing were"
-            " measured, nothing was sent, and estimated_step_seconds adds the communication that the cost model"
-            " predicts. Its values were compared with nothing."
-        )
-
-
-def _simulated(view: View) -> Iterator[str]:
-    """Yield what a simulation leaves out."""
-    simulated = [line for line in view.lines if line.status == "ok" and line.row.get("launch") == "simulated"]
-    if simulated:
-        yield (
-            "Whether these train right and how fast they are: the code of the ranks that simulate.rank chose ran on"
-            " tensors without memory or values, and their times are those of a model of the device. Maxima over ranks"
-            " and the proof of the layout are of these ranks. What kernels allocate for themselves, NCCL's buffers and"
-            f" the CUDA context are left out: {_labels(view, simulated)}."
-        )
+        yield sentence("of_virtual_worlds")
+    yield from _concerned(
+        view, "of_simulations", lambda line: line.status == "ok" and line.row.get("launch") == "simulated"
+    )
 
 
 def _speeds(view: View) -> Iterator[str]:
     """Yield which speeds are not compared, and why: the first screen says what would rank them."""
+    total, table = len(view.lines), view.line_medians
     by_reason: dict[str, list[str]] = {}
-    for label, standing in labelled(view.line_medians, view.ranking.standings):
+    for label, standing in labelled(table, view.ranking.standings):
         if standing.speed is not None and not standing.speed.is_ranked:
             by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
     disturbed = by_reason.pop("disturbed", [])
-    by_reason.pop("simulated", [])  # _simulated says what is known of them
-    by_reason.pop(CROWDED, [])  # and _device of these
+    for other in ("simulated", CROWDED):  # see _device
+        by_reason.pop(other, None)
     if by_reason:
-        reasons = "; ".join(f"{reason}: {_some(view, labels)}" for reason, labels in by_reason.items())
-        yield (
-            "How these speeds vary between runs is not known, so that they are not ranked: at least"
-            f" {MINIMUM_RUNS} undisturbed runs are needed. {reasons[0].upper()}{reasons[1:]}."
-        )
-    if disturbed:
-        yield (
-            f"Speeds and times of {_some(view, disturbed)}: something disturbed every run, or too few steps were timed."
-            " They are in no sentence and no ranking; the causes are listed under Runs with a noise warning."
-        )
-    table = view.line_medians
+        yield sentence("of_few_runs", by_reason=by_reason, minimum=MINIMUM_RUNS, total=total)
+    yield from _on_labels(view, "of_disturbances", disturbed)
     unsettled = [label for label, is_so in labelled(table, column_values(table, "unsettled")) if is_so]
-    if unsettled:
-        yield (
-            "Their runs do not tell these from the baseline with certainty, so that they may be faster or slower:"
-            f" {_some(view, unsettled)}."
-        )
+    yield from _on_labels(view, "of_uncertain_differences", unsettled)
 
 
 def _comparable(view: View) -> Iterator[str]:
     kernels = labels_by_kernel(view.line_medians)
     if kernels:
-        uses = "; ".join(f"{kernel}: {_some(view, labels)}" for kernel, labels in kernels.items())
-        yield f"Attention kernels differ, so that rows differ in more than their strategies: {uses}."
+        yield sentence("of_kernels", by_kernel=kernels, total=len(view.lines))
     stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
-    if stale:
-        yield (
-            "These were recorded with other versions than are installed now (run them again before comparing):"
-            f" {_some(view, stale)}."
-        )
-    version_sets = {str(record.versions) for record in _ok_records(view)}
-    hosts = {str(record.environment.get("processor")) for record in _ok_records(view)}
-    if len(version_sets) > 1 or len(hosts) > 1:
-        yield (
-            "Not all rows were recorded with the same versions on the same kind of machine: see Versions and"
-            " environment."
-        )
+    yield from _on_labels(view, "of_stale_rows", stale)
+    machines = {(str(record.versions), str(record.environment.get("processor"))) for record in _ok_records(view)}
+    if len(machines) > 1:
+        yield sentence("of_several_machines")
 
 
 def _deepspeed_settings(view: View) -> Iterator[str]:
     """Yield which of DeepSpeed's settings each of its speeds belongs to, where several strategies are compared."""
-    ok = [line for line in view.lines if line.status == "ok"]
-    labels: dict[str, str] = {}
-    for settings in ("those that send the papers' volumes", "DeepSpeed's defaults", "those tuned for speed"):
-        lines = [line for line in ok if _is_deepspeed_zero(line.row) and _settings(line) == settings]
-        if lines:
-            labels[settings] = _labels(view, lines)
-    if labels and len(ok) > 1 and view.draws_speeds:
-        speeds = "; ".join(f"{settings}: {names}" for settings, names in labels.items())
-        yield (
-            f"DeepSpeed's speed depends on its settings, which are here {speeds}. Compare the speed of other"
-            " strategies with zero1_tuned, zero2_tuned and zero3_tuned, which follow DeepSpeed's documentation."
-        )
+    ok = [(label, line) for label, line in labelled(view.line_medians, view.lines) if line.status == "ok"]
+    settings: dict[str, list[str]] = {"literature": [], "default": [], "options": []}
+    for label, line in ok:
+        if _is_deepspeed_zero(line.row):
+            settings[_setting(line)].append(label)
+    used = {setting: labels for setting, labels in settings.items() if labels}
+    if used and len(ok) > 1 and view.draws_speeds:
+        yield sentence("of_deepspeed_settings", by_setting=used, total=len(view.lines))
 
 
 def _is_deepspeed_zero(row: Row) -> bool:
@@ -134,91 +99,51 @@ def _is_deepspeed_zero(row: Row) -> bool:
     return by_deepspeed or (by_accelerate and bool(row.get("zero_stage")))
 
 
-def _settings(line: Record) -> str:
+def _setting(line: Record) -> str:
     """Return which settings a run by DeepSpeed has: the papers', the library's own, or others."""
     strategy = line.config.get("strategy") or {}
     if strategy.get("literature", True):
-        return "those that send the papers' volumes"
-    return "those tuned for speed" if strategy.get("options") else "DeepSpeed's defaults"
+        return "literature"
+    return "options" if strategy.get("options") else "default"
 
 
 def _proven(view: View) -> Iterator[str]:
-    ok = [line for line in view.lines if line.status == "ok" and is_measured(line.row)]
-    unproven = [line for line in ok if line.row.get("loss_deviation") is None]
-    if unproven:
-        yield (
-            "Not compared with a reference, for the reason in the column reference of runs.csv:"
-            f" {_labels(view, unproven)}."
-        )
-    chained = [line for line in ok if compared_layers(line)]
-    if chained:
-        yield (
-            "No single process fits the whole model of these. They were compared with another layout, which was itself"
-            " compared with a single process on fewer layers, as the column reference of runs.csv tells:"
-            f" {_labels(view, chained)}."
-        )
+    def is_real(line: Record) -> bool:
+        return line.status == "ok" and is_measured(line.row)
+
+    ok = [line for line in view.lines if is_real(line)]
+    yield from _concerned(
+        view, "of_no_reference", lambda line: is_real(line) and line.row.get("loss_deviation") is None
+    )
+    yield from _concerned(view, "of_fewer_layers", lambda line: is_real(line) and compared_layers(line))
     steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
-        proven = [line.row["proven_steps"] for line in ok if line.row.get("proven_steps")]
-        proof = (
-            f" The first {pluralize(min(proven), 'step')} of each, warm-up and traced steps included, are proven to be"
-            " the same training."
-            if len(proven) == len(ok)
-            else ""
-        )
-        yield (
-            f"{span_text(steps)} timed steps do not tell how a model converges, nor how long runs cope with failures,"
-            f" checkpoints to disk and slow data loading.{proof}"
-        )
+        proven = [line.row.get("proven_steps") or 0 for line in ok]
+        yield sentence("of_few_steps", steps=steps, proven=min(proven))
 
 
 def _missing(view: View) -> Iterator[str]:
-    failed = [line for line in view.lines if line.status != "ok"]
-    if failed:
-        yield f"The speed and memory of these are not known because they did not end ok: {_labels(view, failed)}."
-    unmeasured = [line for line in view.lines if line.status == "ok" and line.row.get("peak_allocated_bytes") is None]
-    if unmeasured:
-        yield f"Memory was not counted for {_labels(view, unmeasured)}."
+    yield from _concerned(view, "of_failures", lambda line: line.status != "ok")
+    yield from _concerned(
+        view, "of_no_memory", lambda line: line.status == "ok" and line.row.get("peak_allocated_bytes") is None
+    )
     real = [record for record in _ok_records(view) if is_measured(record.row)]
     nodes = {record.environment.get("nodes") or 1 for record in real}
-    worlds = {record.row.get("world_size") or 1 for record in real}
-    if nodes == {1} and max(worlds, default=1) > 1:
-        yield "All ranks were on one machine: the cost of the network between nodes was not measured."
+    if nodes == {1} and max(record.row.get("world_size") or 1 for record in real) > 1:
+        yield sentence("of_one_machine")
     if len({(line.row.get("model"), line.row.get("parameters")) for line in view.lines}) == 1:
-        verb = "simulated" if all(line.row.get("launch") == "simulated" for line in view.lines) else "trained"
-        yield (
-            f"One model was {verb}: which strategy is best depends on the size of the model, the batch and the sequence"
-            " length."
-        )
+        is_simulated = all(line.row.get("launch") == "simulated" for line in view.lines)
+        yield sentence("of_one_model", is_simulated=is_simulated)
 
 
 def _ok_records(view: View) -> list[Record]:
     return [record for record in view.records if record.status == "ok"]
 
 
-def _labels(view: View, lines: Sequence[Record]) -> str:
-    identities = {id(line) for line in lines}
-    pairs = labelled(view.line_medians, view.lines)
-    return _some(view, [label for label, line in pairs if id(line) in identities])
+_KINDS = (_device, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
 
-
-def _some(view: View, labels: Sequence[str]) -> str:
-    return labels_text(labels, len(view.lines))
-
-
-_KINDS = (_device, _simulated, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
-
-
-MOST_LABELS = 6  # that a note lists
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
-
-
-def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> str:
-    """Return the labels of the rows that a note is about, or their number if there are many."""
-    if len(labels) <= most:
-        return ", ".join(labels)
-    return f"all {total} configurations" if len(labels) == total else f"{len(labels)} of {total} configurations"
 
 
 def by_kind(causes: Iterable[tuple[str, str]], separator: str = "; ") -> dict[str, list[str]]:

@@ -12,7 +12,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from harness.records.schema import Record, Row
-from harness.report.caveats import MOST_LABELS, by_kind, labels_text
+from harness.report.caveats import by_kind
 from harness.report.columns import ShownColumn
 from harness.report.comparison_columns import (
     DISTURBED_MARK,
@@ -33,6 +33,7 @@ from harness.report.frame import (
     shared_settings,
 )
 from harness.report.overview import pivots
+from harness.report.sentences import MOST_LABELS, labels_text
 from harness.report.text import outcome_text
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize

@@ -14,7 +14,7 @@ from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report import markdown
 from harness.report.appendix import failures
-from harness.report.caveats import by_kind, caveats, labels_text
+from harness.report.caveats import by_kind, caveats
 from harness.report.charts import render
 from harness.report.charts.growth import memory_wall
 from harness.report.charts.render import svgs
@@ -28,6 +28,7 @@ from harness.report.frame import column_values
 from harness.report.overview import best, pivots
 from harness.report.reported import reported_groups
 from harness.report.sections import sections
+from harness.report.sentences import labels_text
 from harness.report.view import MOST, View, merge_folders, truncate
 from tests.support.example_records import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records, row
 from tests.support.tables import printed

@@ -1,0 +1,45 @@
+"""The report's sentences: `sentences.j2` says each kind of fact, in a macro that gets the values of the fact."""
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined, Template
+
+from harness.report.text import at_most, bytes_text, duration_text, join_words, percent_text, pluralize, span_text
+
+MOST_LABELS = 6  # that a note lists
+
+
+def sentence(kind: str, **values: Any) -> str:
+    """Return the sentence, or the sentences, on a fact of a kind: what the macro of that name says of the values."""
+    text: str = getattr(_template().module, kind)(**values)
+    return text
+
+
+def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> str:
+    """Return the labels of the rows that a note is about, or their number if there are many."""
+    if len(labels) <= most:
+        return ", ".join(labels)
+    return f"all {total} configurations" if len(labels) == total else f"{len(labels)} of {total} configurations"
+
+
+@cache
+def _template() -> Template:
+    """Return the macros. A line break in their source is a space, so that sentences may be of several lines."""
+    environment = Environment(autoescape=False, undefined=StrictUndefined)
+    environment.filters |= {
+        "at_most": at_most,
+        "bytes": bytes_text,
+        "duration": duration_text,
+        "grouped": "{:,.0f}".format,
+        "labels": labels_text,
+        "percent": percent_text,
+        "plural": pluralize,
+        "ratio": "{:.2f}".format,
+        "span": span_text,
+        "words": join_words,
+    }
+    source = Path(__file__).with_name("sentences.j2").read_text(encoding="utf-8")
+    return environment.from_string(" ".join(source.split()))
