@@ -67,10 +67,20 @@ def executed_flops_with(
 
     `fused` is whether a fused kernel computes attention, as a run's ranks have observed it.
     """
-    flops = model_flops_under_layout(config, layout) + recomputed_logits_flops(config)
-    flops += recomputed_scores_flops(config, layout) if fused else 0
-    flops += recomputed_flops(config, layout, recomputes_last_projection, fused)
-    return flops + replicated_head_flops(config, layout)
+    return sum(executed_flops_parts(config, layout, fused, recomputes_last_projection).values())
+
+
+def executed_flops_parts(
+    config: RunConfig, layout: Layout, fused: bool, recomputes_last_projection: bool
+) -> dict[str, int]:
+    """Return the operations of executed_flops_with() by what they are of."""
+    return {
+        "the model": model_flops_under_layout(config, layout),
+        "logits computed again": recomputed_logits_flops(config),
+        "attention scores computed again": recomputed_scores_flops(config, layout) if fused else 0,
+        "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
+        "a head that every tensor-parallel rank computes": replicated_head_flops(config, layout),
+    }
 
 
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:

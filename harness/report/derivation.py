@@ -4,13 +4,11 @@ import math
 import operator
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal
 
-from harness.records.schema import Row
 from harness.report.text import bytes_text, join_words
-
-Operator = Literal["+", "×", "÷"]
 
 # How the terms make the figure: from left to right by their operators, or as the median or the largest of a list.
 Rule = Literal["arithmetic", "median", "maximum"]
@@ -26,7 +24,7 @@ class Term:
     value: float
     source: str  # the counter or the formula that it comes from
     unit: str = ""
-    operator: Operator = "+"
+    operator: str = "+"  # or × or ÷
     detail: str = ""  # what only the text says, such as the kinds of buffers
 
 
@@ -46,26 +44,13 @@ class Derivation:
         """Whether the terms make the value: some records lack a part of them."""
         if not self.terms or any(term.operator == "÷" and not term.value for term in self.terms):
             return False
-        return math.isclose(self._result(), self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
-
-    def _result(self) -> float:
-        values = [float(term.value) for term in self.terms]
-        if self.rule != "arithmetic":
-            return statistics.median(values) if self.rule == "median" else max(values)
+        values = [term.value for term in self.terms]
         result = values[0]
-        for term, value in zip(self.terms[1:], values[1:], strict=True):
-            result = _OPERATIONS[term.operator](result, value)
-        return result
-
-    def with_sentence(self, text: str) -> "Derivation":
-        """Return the derivation with one more sentence in front."""
-        return replace(self, sentence=f"{text} {self.sentence}")
-
-
-def number(row: Row, column: str) -> float:
-    """Return the number in a column of a row; not a number where it is unknown, which makes no derivation."""
-    value: float | None = row.get(column)
-    return math.nan if value is None else value
+        for term in self.terms[1:]:
+            result = _OPERATIONS[term.operator](result, term.value)
+        if self.rule != "arithmetic":
+            result = statistics.median(values) if self.rule == "median" else max(values)
+        return math.isclose(result, self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
 
 
 def number_text(value: float) -> str:
@@ -73,23 +58,20 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.10g}"
 
 
-def group_by_value(values: Mapping[int, int]) -> list[tuple[str, int, int]]:
-    """Return the distinct values with the ranks that have each, as text, and their number; the largest first."""
+def group_by_value(values: Mapping[int, int | None]) -> list[tuple[str, int, int]]:
+    """Return the distinct known values with the ranks that have each, as text, and their number; the largest first."""
     ranks_of: dict[int, list[int]] = {}
     for rank, value in values.items():
-        ranks_of.setdefault(value, []).append(rank)
+        if value is not None:
+            ranks_of.setdefault(value, []).append(rank)
     return [(ranks_text(ranks), value, len(ranks)) for value, ranks in sorted(ranks_of.items(), reverse=True)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return ranks as text, with ranges: rank 0, ranks 0-3 and 5."""
-    ends: list[list[int]] = []
-    for rank in sorted(ranks):
-        if ends and rank == ends[-1][-1] + 1:
-            ends[-1] = [ends[-1][0], rank]
-        else:
-            ends.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + join_words(["-".join(map(str, end)) for end in ends])
+    ranges = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+    ends = ["-".join(dict.fromkeys((str(run[0]), str(run[-1])))) for run in ranges]
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_words(ends)}"
 
 
 def derivation_lines(derivation: Derivation) -> Iterator[str]:

@@ -1,24 +1,34 @@
-"""The derivations of a row's figures: what each of its columns was computed from, by counter or formula."""
+"""The derivations of a row's figures: what each of its columns was computed from, by counter or formula.
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+The formulas and sentences are in derivations.toml.
+"""
 
-from harness.cost_model.communication import LAYOUT
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from harness.cost_model.communication import LAYOUT, padded_bytes, sent_elements
+from harness.cost_model.flops import BACKWARD, executed_flops_parts, head_flops, layer_flops
+from harness.cost_model.memory import estimate_memory
+from harness.cost_model.rank_memory import optimizer_parameter_count, rank_stages
+from harness.layout.partition import stages_of_rank
+from harness.layout.state_widths import StateKind
+from harness.metrics.columns import world_peak_flops
+from harness.metrics.memory import peak_rank
+from harness.metrics.step_time import slowest_rank, step_seconds
 from harness.metrics.traffic import rank_sending_most
 from harness.records.columns import columns_aggregated_by
-from harness.records.rank_report import PeakPart, RankReport
-from harness.records.schema import Record, Row
+from harness.records.rank_report import FUSED_KERNELS, RankReport
+from harness.records.schema import CommunicationEntry, Record
 from harness.report.derivation import Derivation, Term, group_by_value
-from harness.report.derived_formulas import (
-    Setting,
-    bubble,
-    communication_formula,
-    predicted_peak,
-    read_setting,
-    speed,
-    state_formula,
-    utilization,
-)
+from harness.report.formulas import ENVIRONMENT, Quantities, text_of, value_of
 from harness.report.labels import PEAK_TITLES
+from harness.report.setting import Setting, most_parameters, read_setting
 from harness.report.speeds import is_undisturbed, timed_runs
 from harness.report.text import join_words, pluralize
 
@@ -37,7 +47,16 @@ _PEAK_SOURCES = {
     "unmatched": "peak of the timed steps less that of the profiled one",
 }
 
-_MEDIAN_COLUMNS = {*columns_aggregated_by("median"), "step_seconds"}
+# The fields of a rank's report whose most is a figure of the row.
+_RANK_FIELDS = {
+    "peak_allocated_bytes": "peak_allocated_bytes",
+    "parameter_bytes": "parameter_bytes",
+    "gradient_bytes": "profiled.gradient_bytes",
+    "optimizer_bytes": "optimizer_bytes",
+    "activation_bytes": "profiled.activation_bytes",
+}
+
+_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def derive_line(line: Record) -> dict[str, Derivation]:
@@ -48,40 +67,30 @@ def derive_line(line: Record) -> dict[str, Derivation]:
     runs = [run for run in line.runs if run.status == line.status] or [line]
     if line.status != "ok" or len(runs) == 1:
         return derive(runs[0])
-    derived: dict[str, Derivation] = {}
     by_run = [derive(run) for run in runs]
+    derived: dict[str, Derivation] = {}
     for column in dict.fromkeys(column for columns in by_run for column in columns):
-        value = line.row.get(column)
-        if value is None:
-            continue
-        if column in _MEDIAN_COLUMNS:
-            derived[column] = _median_of_runs(column, value, runs, by_run)
-            continue
-        opened = [columns[column] for columns in by_run if column in columns and columns[column].value == value]
-        if opened:
-            most = f"The most of {len(runs)} repeats." if column.endswith("_bytes") else f"One of {len(runs)} repeats."
-            derived[column] = opened[0].with_sentence(most)
+        value, known = line.row.get(column), [columns[column] for columns in by_run if column in columns]
+        if value is not None and column in columns_aggregated_by("median"):
+            derived[column] = _median_of_runs(replace(known[0], value=value), runs)
+        elif opened := next((derivation for derivation in known if derivation.value == value), None):
+            lead = "The most" if column.endswith("_bytes") else "One"
+            derived[column] = replace(opened, sentence=f"{lead} of {len(runs)} repeats. {opened.sentence}")
     return derived
 
 
-def _median_of_runs(
-    column: str, value: float, runs: Sequence[Record], by_run: Sequence[Mapping[str, Derivation]]
-) -> Derivation:
+def _median_of_runs(derivation: Derivation, runs: Sequence[Record]) -> Derivation:
     """Return the median over the runs that are timed, with the others in the sentence."""
-    timed = {run.run_id for run in timed_runs(runs)}
-    unit = next(columns[column].unit for columns in by_run if column in columns)
-    terms = [
-        Term(f"repeat {run.row.get('repeat')}", run.row[column], run.run_id, unit)
-        for run in runs
-        if run.run_id in timed and run.row.get(column) is not None
-    ]
-    others = [f"repeat {run.row.get('repeat')}" for run in runs if run.run_id not in timed]
-    is_disturbed = not any(is_undisturbed(run.row) for run in runs)
-    sentence = f"The median of {pluralize(len(terms), 'repeat')}, all of them disturbed or barely timed."
-    if not is_disturbed:
+    names = {run.run_id: f"repeat {run.row.get('repeat')}" for run in runs}
+    timed = [run for run in timed_runs(runs) if run.row.get(derivation.column) is not None]
+    terms = [Term(names[run.run_id], run.row[derivation.column], run.run_id, derivation.unit) for run in timed]
+    others = [names[run.run_id] for run in runs if run not in timed_runs(runs)]
+    if any(is_undisturbed(run.row) for run in runs):
         left_out = f"; left out as disturbed or barely timed: {join_words(others)}" if others else ""
         sentence = f"The median of {pluralize(len(terms), 'undisturbed repeat')}{left_out}."
-    return Derivation(column, value, unit, sentence, terms, "median")
+    else:
+        sentence = f"The median of {pluralize(len(terms), 'repeat')}, all of them disturbed or barely timed."
+    return replace(derivation, sentence=sentence, terms=terms, rule="median")
 
 
 def derive(record: Record) -> dict[str, Derivation]:
@@ -89,86 +98,146 @@ def derive(record: Record) -> dict[str, Derivation]:
     if record.status != "ok" or not record.ranks:
         return {}
     setting = read_setting(record)
-    derivations = {entry.column: entry for entry in _derivations(record, record.ranks, setting)}
-    return {column: entry for column, entry in derivations.items() if entry.is_complete}
+    listed, known = _listed_terms(record, setting), _quantities(record, setting)
+    known["at_peak"] = listed["at_peak"]
+    derived = {}
+    for entry in _TABLE["derivations"]:
+        column, value = entry["column"], record.row.get(entry["column"])
+        if value is None or not value_of(entry.get("if", "true"), known):
+            continue
+        terms = _formula_terms(entry["formula"], known) if "formula" in entry else listed[entry.get("list", column)]
+        sentence = text_of(entry["sentence"], known).strip()
+        derivation = Derivation(column, value, entry.get("unit", ""), sentence, terms, entry.get("rule", "arithmetic"))
+        if derivation.is_complete:
+            derived[column] = derivation
+    return derived
 
 
-def _derivations(record: Record, ranks: Sequence[RankReport], setting: Setting | None) -> Iterator[Derivation]:
-    row = record.row
-    yield from speed(record, ranks)
-    yield from utilization(row, ranks, setting)
-    yield from _peak(row, ranks)
-    sizes = {
-        "parameter_bytes": {rank.rank: rank.parameter_bytes for rank in ranks},
-        "gradient_bytes": {rank.rank: rank.profiled.gradient_bytes for rank in ranks},
-        "optimizer_bytes": {rank.rank: rank.optimizer_bytes for rank in ranks},
-    }
-    for column, by_rank in sizes.items():
-        yield from _most(row, column, by_rank, state_formula(setting, column))
-    activations = {rank.rank: rank.profiled.activation_bytes for rank in ranks}
-    yield from _most(row, "activation_bytes", activations, "Counted from the tensors that operators saved.")
-    yield from _communication(record, ranks, setting)
-    yield from predicted_peak(row, setting)
-    yield from bubble(record)
+def _quantities(record: Record, setting: Setting | None) -> Quantities:
+    """Return what formulas and sentences may name of a run, without what is unknown."""
+    ranks = record.ranks
+    known = {name: value for name, value in record.row.items() if value is not None}
+    known |= {"record": record, "ranks": ranks, "steps": step_seconds(ranks)}
+    known |= {"fullest": peak_rank(ranks), "sender": rank_sending_most(ranks)}
+    return known if setting is None else known | {"setting": setting, "config": setting.config}
 
 
-def _peak(row: Row, ranks: Sequence[RankReport]) -> Iterator[Derivation]:
-    """Yield the peak by what filled it on the fullest rank, or where that is not known by rank."""
-    peak = row.get("peak_allocated_bytes")
-    if peak is None:
-        return
-    fullest = max(ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
-    details = _kinds(fullest.profiled.at_peak.parts if fullest.profiled.at_peak else ())
-    terms = [
-        Term(title, row[f"at_peak_{part}_bytes"], _PEAK_SOURCES[part], "B", detail=details.get(part, ""))
-        for part, title in PEAK_TITLES.items()
-        if row.get(f"at_peak_{part}_bytes")
-    ]
-    if terms:
-        sentence = (
-            f"The blocks on rank {fullest.rank}, the fullest of {len(ranks)}, at its peak, in {row.get('peak_phase')}."
-        )
-        yield Derivation("peak_allocated_bytes", peak, "B", sentence, terms)
-    else:
-        peaks = {rank.rank: rank.peak_allocated_bytes for rank in ranks if rank.peak_allocated_bytes is not None}
-        yield from _most(row, "peak_allocated_bytes", peaks, "What filled it is not known.")
-
-
-def _kinds(parts: Iterable[PeakPart]) -> dict[str, str]:
-    """Return the largest kinds of blocks of each part of a peak."""
-    sizes: dict[str, dict[str, int]] = {}
-    for part in parts:
-        kinds = sizes.setdefault(part.role, {})
-        kinds[part.what] = kinds.get(part.what, 0) + part.bytes
-    return {role: _largest(kinds) for role, kinds in sizes.items()}
-
-
-def _largest(kinds: Mapping[str, int]) -> str:
-    ordered = sorted(kinds.items(), key=lambda kind: -kind[1])
-    rest = sum(size for _, size in ordered[_MOST_KINDS:])
-    texts = [f"{name} {size:,} B" for name, size in ordered[:_MOST_KINDS]] + ([f"others {rest:,} B"] if rest else [])
-    return ", ".join(texts)
-
-
-def _most(row: Row, column: str, values: Mapping[int, int], sentence: str) -> Iterator[Derivation]:
-    """Yield the largest value of any rank."""
-    if row.get(column) is None:
-        return
-    terms = [Term(ranks, value, "counted", "B") for ranks, value, _ in group_by_value(values)]
-    yield Derivation(column, row[column], "B", f"The most of any rank. {sentence}".strip(), terms, "maximum")
-
-
-def _communication(record: Record, ranks: Sequence[RankReport], setting: Setting | None) -> Iterator[Derivation]:
-    """Yield the bytes sent by operation and axis, beside the formula's."""
-    if record.row.get("communication_bytes") is None or not record.communication:
-        return
-    sender = rank_sending_most(ranks).rank
+def _formula_terms(formula: str, known: Quantities) -> list[Term]:
+    """Return the terms of a formula; none if the value of one is not known."""
+    names = formula.split()
     terms = []
-    for entry in record.communication:
-        name = f"{entry['operation']} on {entry['axis']}"
-        is_layout = entry.get("purpose", LAYOUT) == LAYOUT
-        source = f"counted over {pluralize(entry['count'], 'call')}"
-        terms.append(Term(name, entry["bytes"], source if is_layout else f"{source}, no part of the formula", "B"))
-    formula = communication_formula(record, sender, setting)
-    sentence = f"What rank {sender} must send in a step under ring algorithms; no rank sends more. {formula}".strip()
-    yield Derivation("communication_bytes", record.row["communication_bytes"], "B", sentence, terms)
+    for operator, name in zip(["+", *names[1::2]], names[::2], strict=True):
+        facts = _TABLE["quantities"][name]
+        value = value_of(facts.get("value", name), known)
+        if value is None:
+            return []
+        texts = {key: text_of(facts.get(key, ""), known) for key in ("name", "source", "unit", "detail")}
+        terms.append(Term(value=value, operator=operator, **texts))
+    return terms
+
+
+def _listed_terms(record: Record, setting: Setting | None) -> dict[str, list[Term]]:
+    """Return the terms of each figure that is a sum, a median or a maximum of a list, by its name in the table."""
+    ranks = record.ranks
+    first = (record.config.get("train") or {}).get("warmup_steps", 0)
+    flops = group_by_value({rank.rank: rank.profiled.flops for rank in ranks})
+    return {
+        "step_seconds": [
+            Term(f"step {first + position}", seconds, f"rank {slowest_rank(ranks, position).rank}, the slowest", "s")
+            for position, seconds in enumerate(step_seconds(ranks))
+        ],
+        "executed_flops": [
+            Term(f"{name}, {value:,} each" if count > 1 else name, value * count, "counted by operator", "FLOPs")
+            for name, value, count in flops
+        ],
+        "communication_bytes": [_sent_term(entry) for entry in record.communication],
+        "at_peak": list(_peak_terms(record)),
+        "predicted_peak_bytes": list(_predicted_terms(record, setting)),
+        **{column: _rank_terms(ranks, field) for column, field in _RANK_FIELDS.items()},
+    }
+
+
+def _sent_term(entry: CommunicationEntry) -> Term:
+    source = f"counted over {pluralize(entry['count'], 'call')}"
+    if entry.get("purpose", LAYOUT) != LAYOUT:
+        source += ", no part of the formula"
+    return Term(f"{entry['operation']} on {entry['axis']}", entry["bytes"], source, "B")
+
+
+def _rank_terms(ranks: Sequence[RankReport], field: str) -> list[Term]:
+    values = {rank.rank: attrgetter(field)(rank) for rank in ranks}
+    return [Term(name, value, "counted", "B") for name, value, _ in group_by_value(values)]
+
+
+def _predicted_terms(record: Record, setting: Setting | None) -> Iterator[Term]:
+    if setting and record.row.get("predicted_peak_bytes"):
+        estimate = estimate_memory(setting.config, setting.layout, setting.widths, setting.device)
+        yield from (Term(name, size, "cost model", "B") for name, size in estimate.at_peak.items() if size)
+
+
+def _peak_terms(record: Record) -> Iterator[Term]:
+    """Yield what filled the peak of the fullest rank, with the largest kinds of blocks of each part."""
+    at_peak = peak_rank(record.ranks).profiled.at_peak
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for block in at_peak.parts if at_peak else ():
+        kinds[block.role][block.what] += block.bytes
+    for part, title in PEAK_TITLES.items():
+        if size := record.row.get(f"at_peak_{part}_bytes"):
+            largest = dict(kinds[part].most_common(_MOST_KINDS))
+            rest = kinds[part].total() - sum(largest.values())
+            texts = [f"{kind} {size:,} B" for kind, size in (largest | ({"others": rest} if rest else {})).items()]
+            yield Term(title, size, _PEAK_SOURCES[part], "B", detail=", ".join(texts))
+
+
+def flops_formula(setting: Setting, kernel: str | None) -> str:
+    """Return the formula of the operations that run in a step."""
+    last, is_fused = setting.widths.recomputes_last_projection, kernel in FUSED_KERNELS
+    parts = executed_flops_parts(setting.config, setting.layout, is_fused, last)
+    texts = [f"{count:,} of {name}" for name, count in parts.items() if count]
+    total = f" = {sum(parts.values()):,}" if len(texts) > 1 else ""
+    return f"By formula {' + '.join(texts)}{total}."
+
+
+def state_formula(setting: Setting, kind: StateKind) -> str:
+    """Return the formula of one kind of model state on the rank that has most of it; empty if it is not kept."""
+    model, layout, width = setting.config.model, setting.layout, getattr(setting.widths, kind)
+    if not width:
+        return ""
+    if kind == "optimizer" and layout.partitions_by_parameter:
+        stages = [rank_stages(model, layout, pp_rank) for pp_rank in range(layout.pp)]
+        count = max(optimizer_parameter_count(model, layout, own) for own in stages)
+        return f"By formula {count:,} elements of whole parameters × {width} B = {count * width:,} B."
+    count, shards = most_parameters(model, layout), layout.shard_count(kind)
+    parts = f" ÷ {shards} shards" if shards > 1 else ""
+    return f"By formula {count:,} elements × {width} B{parts} = {-(-width * count // shards):,} B."
+
+
+def bytes_formula(setting: Setting, rank: int) -> str:
+    """Return the formula's bytes by axis; empty where nothing is sent.
+
+    Those along the data-parallel axes are written as a share of elements times their width.
+    """
+    config, layout, widths = setting.config, setting.layout, setting.widths
+    moved = [sent_elements(config, layout, widths, stage, rank) for stage in stages_of_rank(config.model, layout, rank)]
+    group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)
+    factors = {
+        f"{group} gather": (sum(each.gathered for each in moved), widths.gathered),
+        f"{group} reduce": (sum(each.reduced for each in moved), config.precision.reduce_bytes),
+    }
+    texts, ring = [], Fraction(shards - 1, shards)
+    for kind, size in padded_bytes(config, layout, widths, rank).items():
+        elements, width = factors.get(kind, (0, 0))
+        is_share = elements and width and round(float(ring) * width * elements) == round(size)
+        share = f"{ring} × {elements:,.0f} elements × {width} B = " if is_share else ""
+        if size:
+            texts.append(f"{kind} {share}{size:,.0f} B")
+    return f"By formula {', '.join(texts)}." if texts else ""
+
+
+ENVIRONMENT.globals |= {
+    function.__name__: function
+    for function in (
+        *(bytes_formula, flops_formula, head_flops, layer_flops, pluralize, state_formula, world_peak_flops),
+    )
+}
+ENVIRONMENT.globals["BACKWARD"] = BACKWARD

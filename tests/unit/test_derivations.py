@@ -12,12 +12,13 @@ import pytest
 from harness.cli.explain import main
 from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
+from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report.derivation import Derivation, Term, derivation_lines, pack
-from harness.report.derivations import derive, derive_line
-from harness.report.derived_formulas import read_setting, state_formula
+from harness.report.derivations import derive, derive_line, state_formula
+from harness.report.setting import read_setting
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
 from tests.support.example_records import record_of
@@ -83,8 +84,13 @@ def test_state_formulas_are_the_cost_models(recorded: list[Record], zero_stage: 
     setting = read_setting(dataclasses.replace(record, config=config, layout=(record.layout or {}) | sharding))
     assert setting
     estimate = estimate_memory(setting.config, setting.layout, setting.widths, "cpu")
-    for column in ("parameter_bytes", "gradient_bytes", "optimizer_bytes"):
-        formula = state_formula(setting, column)
+    kinds: dict[str, StateKind] = {
+        "parameter_bytes": "parameters",
+        "gradient_bytes": "gradients",
+        "optimizer_bytes": "optimizer",
+    }
+    for column, kind in kinds.items():
+        formula = state_formula(setting, kind)
         assert formula.endswith(f" = {getattr(estimate, column):,} B."), formula
 
 
