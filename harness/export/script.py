@@ -1,39 +1,38 @@
-"""train.py and train_accelerate.py: a run's layout in plain calls of a library, around a model that is the user's.
+"""The text of exported files: a run's layout in a library's own calls and settings, around a model that is the user's.
 
-The templates in harness/export/scripts read like the scripts; this has what they ask of a run.
+The templates in harness/export/scripts read like the files; this has what they ask of a run.
 """
 
+import json
 import os
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from harness.config.strategy import DEGREES
+from harness.engines.deepspeed.config import deepspeed_config
+from harness.engines.deepspeed.widths import reduces_to_owner_rank
+from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
-
-LIBRARIES = {"deepspeed": "DeepSpeed", "accelerate": "Accelerate"}  # others are written in plain torch
-
-
-def train_py(run: RecordedRun) -> str:
-    """Return the script for torchrun."""
-    if run.layout.uses_deepspeed_zero:
-        return script(run, "deepspeed")
-    return script(run, "pipeline" if run.layout.pp_enabled else "torch")
+from harness.layout.model_profile import model_profile
 
 
-def train_accelerate_py(run: RecordedRun) -> str:
-    """Return the script for `accelerate launch --config_file accelerate.yaml train_accelerate.py`."""
-    return script(run, "accelerate")
+def refusals(run: RecordedRun, kind: str) -> list[str]:
+    """Return the reasons why a kind of file cannot be written, a line each: those of a macro of refusals.j2."""
+    macros = templates().get_template("refusals.j2").make_module(facts_of(run))
+    lines = str(getattr(macros, kind)()).splitlines()
+    return [line for line in lines if line]
 
 
-def script(run: RecordedRun, name: str) -> str:
-    """Return the script of one of the templates."""
-    template, facts = templates().get_template(f"{name}.py.j2"), script_facts(run, name)
+def file_text(run: RecordedRun, name: str) -> str:
+    """Return the text of a file by its template; a script imports those names of the runtime that it uses."""
+    template, facts = templates().get_template(f"{name}.j2"), facts_of(run, is_accelerate=name == "train_accelerate.py")
     code = template.render(facts, names=())
     used = [word for word in runtime.__all__ if word == "read_run_spec" or re.search(rf"\b{word}\b", code)]
     return template.render(facts, names=used)
@@ -41,7 +40,7 @@ def script(run: RecordedRun, name: str) -> str:
 
 @cache
 def templates() -> Environment:
-    """Return the scripts' templates, in which a line that has a tag alone leaves nothing."""
+    """Return the templates of all files, in which a line that has a tag alone leaves nothing."""
     loader = PackageLoader("harness.export", "scripts")
     return Environment(
         loader=loader,
@@ -53,20 +52,25 @@ def templates() -> Environment:
     )
 
 
-def script_facts(run: RecordedRun, name: str) -> dict[str, Any]:
+def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
     """Return what the templates know of a run."""
     config, layout = run.config, run.layout
     is_fsdp, is_ddp = layout.data_parallel == "fsdp", layout.data_parallel == "ddp"
-    is_accelerate, recomputes = name == "accelerate", config.checkpointing.name != "none"
+    recomputes = config.checkpointing.name != "none"
     shards = is_fsdp and not is_accelerate
     needs_last = run.micro_batches > 1 and (is_fsdp or (is_ddp and not is_accelerate))
     inside = run.target == run.directory / "export"
     options = sorted(config.strategy.ddp_options.items())
+    own_library = "DeepSpeed" if layout.uses_deepspeed_zero else "torch"
     return {
         "run": run,
         "config": config,
         "layout": layout,
-        "library": LIBRARIES.get(name, "torch"),
+        "nodes": config.cluster.nodes,
+        "is_project_decoder": model_profile(config.model).is_project_decoder,
+        "reduces_to_owner_rank": reduces_to_owner_rank,
+        "deepspeed_json": deepspeed_json,
+        "library": "Accelerate" if is_accelerate else own_library,
         "ruler": "# " + "-" * 117,
         "run_folder": "Path(__file__).resolve().parents[1]" if inside else f"Path({os.fspath(Path(run.directory))!r})",
         "is_fsdp": is_fsdp,
@@ -88,6 +92,12 @@ def script_facts(run: RecordedRun, name: str) -> dict[str, Any]:
     }
 
 
+def deepspeed_json(run: RecordedRun) -> str:
+    """Return what the run passed to deepspeed.initialize, with the global batch that follows from it."""
+    values = deepspeed_config(run.config, run.layout, torch.device(run.device))
+    return json.dumps({"train_batch_size": run.config.train.global_batch} | values, indent=2)
+
+
 def data_axes(layout: Layout) -> tuple[str, ...]:
     """Return the axes of the mesh for fully_shard: two if shards are replicated."""
     has_replicas = layout.dp_replicate > 1 or layout.zero_stage == 0
@@ -103,8 +113,6 @@ def mesh(layout: Layout) -> dict[str, int]:
 
 def pipeline_facts(layout: Layout) -> dict[str, str]:
     """Return the class of a pipeline's schedule and the stages that it takes; nothing without a pipeline."""
-    from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
-
     if not layout.pp_enabled:
         return {}
     schedule = (SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[layout.schedule].__name__

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.export.files import export_files
+from harness.export.files import FILES
 from harness.export.recorded_run import RecordedRun
+from harness.export.script import file_text, refusals
 from harness.layout.layout import resolve_layout
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
@@ -24,8 +25,8 @@ def test_a_script_has_the_names_that_it_uses(world_size: int, tmp_path: Path) ->
             config = compose_config(f"strategy={strategy}", f"world_size={world_size}", *settings)
             layout = resolve_layout(config.strategy, world_size)
             run = RecordedRun(Path("/results/run"), Path("/other"), config, layout, "cpu", 1)
-            for file in (file for file in export_files() if file.name.endswith(".py") and not any(file.reasons(run))):
-                (tmp_path / f"{strategy}_{file.name}").write_text(file.text(run))
+            for name in (name for name in FILES if name.endswith(".py") and not refusals(run, FILES[name])):
+                (tmp_path / f"{strategy}_{name}").write_text(file_text(run, name))
     assert len(list(tmp_path.iterdir())) > 20
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
