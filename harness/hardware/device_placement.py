@@ -6,14 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.hardware.nvml import NvmlError, visible_device_ids, visible_devices
+from harness.hardware.nvml import CONNECTIONS, NvmlError, visible_device_ids, visible_devices
 
 CPUS = Path("/sys/devices/system/cpu")
 
-# What connects two devices, fastest first, in the words of harness.hardware.nvml.
-CONNECTIONS = (
-    *("-", "NVLink", "board", "PCIe switch", "PCIe switches", "PCIe host bridge", "NUMA node", "between NUMA nodes"),
-)
+SPEED_ORDER = ("-", "NVLink", *CONNECTIONS.values())  # what connects two devices, fastest first
 
 
 @dataclass(frozen=True)
@@ -77,15 +74,11 @@ def closest_devices(
     """Return `count` of the free devices, as DevicePlacement.closest() does, which a sweep calls over and over."""
 
     def slowness(devices: tuple[int, ...]) -> tuple[int, int]:
-        """Return the rank of the slowest connection between devices, and the sum of all ranks."""
-        ranks = [_rank(connections[first][second]) for first, second in itertools.combinations(devices, 2)]
+        """Return the rank of the slowest connection between devices, and the sum of all; an unknown one is last."""
+        pairs = [connections[first][second] for first, second in itertools.combinations(devices, 2)]
+        ranks = [SPEED_ORDER.index(pair) if pair in SPEED_ORDER else len(SPEED_ORDER) for pair in pairs]
         return max(ranks, default=0), sum(ranks)
 
     if not connections or count == len(free):
         return free[:count]
     return min(itertools.combinations(free, count), key=slowness)
-
-
-def _rank(connection: str | None) -> int:
-    """Return the place of a connection among CONNECTIONS; an unknown one is the slowest."""
-    return CONNECTIONS.index(connection) if connection in CONNECTIONS else len(CONNECTIONS)

@@ -3,20 +3,57 @@
 NVML refuses many queries on virtual devices and on those partitioned by MIG: a refused query returns None here.
 """
 
+import importlib
 import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 # The variables that name the visible devices. Where both are set, ROCm's is the one that counts.
 VISIBLE_DEVICES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 CORES_PER_WORD = 64  # of NVML's set of cores
 
+# Why clocks are below their maximum, by NVML's name of the bit.
+THROTTLE_REASONS = {
+    "nvmlClocksThrottleReasonSwPowerCap": "power limit",
+    "nvmlClocksThrottleReasonSwThermalSlowdown": "heat",
+    "nvmlClocksThrottleReasonHwThermalSlowdown": "heat",
+    "nvmlClocksThrottleReasonHwPowerBrakeSlowdown": "power brake",
+    "nvmlClocksThrottleReasonHwSlowdown": "hardware",
+}
+
+# What connects two devices without NVLink, by NVML's name of the level, fastest first.
+CONNECTIONS = {
+    "NVML_TOPOLOGY_INTERNAL": "board",
+    "NVML_TOPOLOGY_SINGLE": "PCIe switch",
+    "NVML_TOPOLOGY_MULTIPLE": "PCIe switches",
+    "NVML_TOPOLOGY_HOSTBRIDGE": "PCIe host bridge",
+    "NVML_TOPOLOGY_NODE": "NUMA node",
+    "NVML_TOPOLOGY_SYSTEM": "between NUMA nodes",
+}
+
 
 class NvmlError(RuntimeError):
     """NVML cannot be used, or does not know a device."""
+
+
+@cache
+def library() -> Any:
+    """Return pynvml, which is imported once something is asked of it."""
+    return importlib.import_module("pynvml")
+
+
+def query(name: str, convert: Callable[[Any], T], *arguments: Any) -> T | None:
+    """Return the converted answer of one of NVML's functions, None if NVML refuses."""
+    try:
+        return convert(getattr(library(), name)(*arguments))
+    except library().NVMLError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -25,106 +62,69 @@ class NvmlDevice:
 
     handle: Any  # pynvml's c_nvmlDevice_t
 
+    def query(self, name: str, convert: Callable[[Any], T], *arguments: Any) -> T | None:
+        """Return the converted answer of one of NVML's functions about this device, None if NVML refuses."""
+        return query(f"nvmlDeviceGet{name}", convert, self.handle, *arguments)
+
     def name(self) -> str | None:
         """Return the device's name, such as NVIDIA H200."""
-        import pynvml
-
-        name = _query(pynvml.nvmlDeviceGetName, self.handle)
-        return None if name is None else str(name)
+        return self.query("Name", str)
 
     def memory_bytes(self) -> tuple[int, int] | None:
         """Return the free and the total bytes; None for a device that shares the host's memory, and where refused."""
-        import pynvml
-
-        memory = _query(pynvml.nvmlDeviceGetMemoryInfo, self.handle)
-        return None if memory is None else (int(memory.free), int(memory.total))
+        return self.query("MemoryInfo", lambda memory: (int(memory.free), int(memory.total)))
 
     def compute_capability(self) -> tuple[int, int] | None:
         """Return the major and minor number of the device's generation, such as (9, 0)."""
-        import pynvml
-
-        numbers: tuple[int, int] | None = _query(pynvml.nvmlDeviceGetCudaComputeCapability, self.handle)
-        return numbers
+        return self.query("CudaComputeCapability", lambda numbers: (numbers[0], numbers[1]))
 
     def near_cores(self, highest: int) -> set[int] | None:
         """Return the cores of the NUMA node that the device is attached to, of those up to number `highest`."""
-        import pynvml
 
-        words = _query(pynvml.nvmlDeviceGetCpuAffinity, self.handle, highest // CORES_PER_WORD + 1)
-        if words is None:
-            return None
-        bits = sum(int(word) << (CORES_PER_WORD * index) for index, word in enumerate(words))
-        return {core for core in range(highest + 1) if bits >> core & 1}
+        def cores(words: Sequence[int]) -> set[int]:
+            bits = sum(int(word) << (CORES_PER_WORD * index) for index, word in enumerate(words))
+            return {core for core in range(highest + 1) if bits >> core & 1}
+
+        return self.query("CpuAffinity", cores, highest // CORES_PER_WORD + 1)
 
     def power_limit_watts(self) -> float | None:
         """Return the power that the device may draw."""
-        import pynvml
-
-        milliwatts = _query(pynvml.nvmlDeviceGetPowerManagementLimit, self.handle)
-        return None if milliwatts is None else milliwatts / 1000
+        return self.query("PowerManagementLimit", lambda milliwatts: float(milliwatts / 1000))
 
     def energy_millijoules(self) -> int | None:
         """Return the energy consumed since the driver was loaded. The counter moves every few tens of milliseconds."""
-        import pynvml
-
-        millijoules: int | None = _query(pynvml.nvmlDeviceGetTotalEnergyConsumption, self.handle)
-        return millijoules
+        return self.query("TotalEnergyConsumption", int)
 
     def throttle_reasons(self) -> set[str] | None:
         """Return why the clocks are below their maximum now, except for idleness and the user's own settings."""
-        import pynvml
-
-        bits = _query(pynvml.nvmlDeviceGetCurrentClocksEventReasons, self.handle)
+        bits = self.query("CurrentClocksEventReasons", int)
         if bits is None:  # drivers before 535 know only the older name
-            bits = _query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, self.handle)
+            bits = self.query("CurrentClocksThrottleReasons", int)
         if bits is None:
             return None
-        reasons = {
-            pynvml.nvmlClocksThrottleReasonSwPowerCap: "power limit",
-            pynvml.nvmlClocksThrottleReasonSwThermalSlowdown: "heat",
-            pynvml.nvmlClocksThrottleReasonHwThermalSlowdown: "heat",
-            pynvml.nvmlClocksThrottleReasonHwPowerBrakeSlowdown: "power brake",
-            pynvml.nvmlClocksThrottleReasonHwSlowdown: "hardware",
-        }
-        return {reason for bit, reason in reasons.items() if bits & bit}
+        return {reason for name, reason in THROTTLE_REASONS.items() if bits & getattr(library(), name)}
 
     def process_ids(self) -> set[int] | None:
         """Return the processes that compute on the device now."""
-        processes = self.process_bytes()
-        return None if processes is None else set(processes)
+        return self.query("ComputeRunningProcesses", lambda processes: {process.pid for process in processes})
 
     def process_bytes(self) -> dict[int, int | None] | None:
         """Return the processes that compute on the device now, with the memory that each of them has there."""
-        import pynvml
-
-        processes = _query(pynvml.nvmlDeviceGetComputeRunningProcesses, self.handle)
-        return None if processes is None else {process.pid: process.usedGpuMemory for process in processes}
+        return self.query("ComputeRunningProcesses", lambda listed: {one.pid: one.usedGpuMemory for one in listed})
 
     def is_partitioned(self) -> bool:
         """Return whether MIG partitions the device, so that NVML cannot attribute what it reports to a part."""
-        import pynvml
-
-        mode = _query(pynvml.nvmlDeviceGetMigMode, self.handle)
-        return bool(mode is not None and mode[0])
+        return bool(self.query("MigMode", lambda mode: mode[0]))
 
     def connection_to(self, other: "NvmlDevice") -> str | None:
         """Return what connects this device to another, or '-' to itself."""
-        import pynvml
-
         if self is other:
             return "-"
-        status = _query(pynvml.nvmlDeviceGetP2PStatus, self.handle, other.handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-        if status == pynvml.NVML_P2P_STATUS_OK:
+        status = self.query("P2PStatus", int, other.handle, library().NVML_P2P_CAPS_INDEX_NVLINK)
+        if status == library().NVML_P2P_STATUS_OK:
             return "NVLink"
-        connections = {
-            pynvml.NVML_TOPOLOGY_INTERNAL: "board",
-            pynvml.NVML_TOPOLOGY_SINGLE: "PCIe switch",
-            pynvml.NVML_TOPOLOGY_MULTIPLE: "PCIe switches",
-            pynvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe host bridge",
-            pynvml.NVML_TOPOLOGY_NODE: "NUMA node",
-            pynvml.NVML_TOPOLOGY_SYSTEM: "between NUMA nodes",
-        }
-        return connections.get(_query(pynvml.nvmlDeviceGetTopologyCommonAncestor, self.handle, other.handle))
+        level = self.query("TopologyCommonAncestor", int, other.handle)
+        return next((words for name, words in CONNECTIONS.items() if getattr(library(), name) == level), None)
 
 
 def visible_device_ids(count: int) -> list[str]:
@@ -140,36 +140,28 @@ def visible_device_ids(count: int) -> list[str]:
 
 def visible_devices(count: int) -> list[NvmlDevice]:
     """Return the visible devices in CUDA's order. Raise NvmlError if NVML does not start or does not know one."""
-    import pynvml
-
     try:
-        pynvml.nvmlInit()
+        library().nvmlInit()
         return [NvmlDevice(_handle_of(device_id)) for device_id in visible_device_ids(count)]
-    except pynvml.NVMLError as error:
+    except library().NVMLError as error:
         raise NvmlError(str(error)) from None
 
 
 def devices_by_uuid(uuids: Sequence[str]) -> list[NvmlDevice] | None:
     """Return the devices of these UUIDs (GPU-…), or None if NVML does not know one of them."""
-    import pynvml
-
-    _query(pynvml.nvmlInit)
-    handles = [_query(pynvml.nvmlDeviceGetHandleByUUID, uuid) for uuid in uuids]
-    return None if any(handle is None for handle in handles) else [NvmlDevice(handle) for handle in handles]
+    query("nvmlInit", bool)
+    devices = [query("nvmlDeviceGetHandleByUUID", NvmlDevice, uuid) for uuid in uuids]
+    return None if None in devices else [device for device in devices if device]
 
 
 def driver_version() -> str | None:
     """Return the driver's version."""
-    import pynvml
-
-    version = _query(pynvml.nvmlSystemGetDriverVersion)
-    return None if version is None else str(version)
+    return query("nvmlSystemGetDriverVersion", str)
 
 
 def _handle_of(device_id: str) -> Any:
     """Return NVML's handle of a number, or of a UUID that may be cut short, as CUDA takes both."""
-    import pynvml
-
+    pynvml = library()
     number = re.match(r"\+?(\d+)", device_id)  # CUDA reads a number as C does: up to the first other character
     if number:
         return pynvml.nvmlDeviceGetHandleByIndex(int(number[1]))
@@ -180,13 +172,3 @@ def _handle_of(device_id: str) -> Any:
     if len(matching) != 1:
         raise NvmlError(f"{len(matching)} devices have a UUID that begins with {device_id}")
     return matching[0]
-
-
-def _query(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the function's result, or None if NVML refuses."""
-    import pynvml
-
-    try:
-        return function(*arguments)
-    except pynvml.NVMLError:
-        return None

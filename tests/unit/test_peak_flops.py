@@ -2,7 +2,7 @@
 
 import pytest
 
-from harness.hardware.peak_flops import PEAKS, peak_flops
+from harness.hardware.peak_flops import peak_flops, peaks
 
 # Names as CUDA reports them, with what the devices compute in.
 ALL, NO_BF16, NO_FP32 = ("float32", "float16", "bfloat16"), ("float32", "float16"), ("float16", "bfloat16")
@@ -24,4 +24,4 @@ def test_a_board_that_users_have_is_known(name: str, dtypes: tuple[str, ...]) ->
 
 def test_both_kinds_of_16_bit_are_equally_fast() -> None:
     """A figure with sparsity beside one without would not be."""
-    assert all(peaks.get("bfloat16", peaks["float16"]) == peaks["float16"] for peaks in PEAKS.values())
+    assert all(figures.get("bfloat16", figures["float16"]) == figures["float16"] for figures in peaks().values())
