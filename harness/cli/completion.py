@@ -1,13 +1,14 @@
 """harness completion bash|zsh|fish: a script for the shell, which asks this program what may follow."""
 
-import argparse
 import ast
 import importlib.util
 import typing
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.cli.ls import LISTS
+from harness.cli.command import argument, command
+from harness.cli.ls import KINDS
 from harness.cli.main import COMMANDS
 from harness.config.mistakes import choices_of, group_names, known_keys
 from harness.util.errors import run_command
@@ -67,32 +68,27 @@ def candidates(line: str) -> list[str]:
     return [word for word in choices if word.startswith(last)]
 
 
-def _command_words(command: str, last: str) -> Iterator[str]:
+def _command_words(word: str, last: str) -> Iterator[str]:
     """Yield what may follow a command word: its options, and the folders or names that it takes."""
     if last.startswith("-"):
-        yield from command_options(command)
-    elif command == "ls":
-        yield from LISTS
-    elif command == "completion":
+        yield from command_options(word)
+    elif word == "ls":
+        yield from KINDS
+    elif word == "completion":
         yield from SHELLS
-    elif command not in ("selftest",):
-        depth = 2 if command in ("export", "explain") and last.count("/") > 1 else 1
+    elif word != "selftest":
+        depth = 2 if word in ("export", "explain") and last.count("/") > 1 else 1
         yield from (str(path) for path in Path("results").glob("/".join("*" * depth)) if path.is_dir())
 
 
-def command_options(command: str) -> list[str]:
+def command_options(word: str) -> list[str]:
     """Return the options of a command from its source, because importing the module can take seconds."""
-    spec = importlib.util.find_spec(COMMANDS[command][0])
+    spec = importlib.util.find_spec(f"harness.cli.{word}")
     assert spec is not None and spec.origin is not None
     calls = [node for node in ast.walk(ast.parse(Path(spec.origin).read_text())) if isinstance(node, ast.Call)]
-    options = [
-        argument.value
-        for call in calls
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
-        for argument in call.args
-        if isinstance(argument, ast.Constant) and str(argument.value).startswith("--")
-    ]
-    return ["--help", *map(str, options)]
+    table = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "argument"]
+    names = [ast.literal_eval(argument) for arguments in table for argument in arguments]
+    return ["--help", *(name for name in names if name.startswith("--"))]
 
 
 def _settings(last: str) -> Iterator[str]:
@@ -126,17 +122,19 @@ def _values(key: str) -> Iterator[str]:
         yield from map(str, typing.get_args(hint))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `harness completion` and return its exit status."""
-    words = list(arguments or ())
-    if words[:1] == ["query"]:  # the script's own question
-        return run_command(lambda: print("\n".join(candidates(" ".join(words[1:])))))
-    parser = argparse.ArgumentParser(
-        prog="harness completion",
-        description="Print the script that completes commands, groups, keys and values in a shell.",
-        epilog="; ".join(f"{shell}: {how}" for shell, how in INSTALL.items()),
-    )
-    parser.add_argument("shell", choices=list(SHELLS))
-    options = parser.parse_args(words)
+@command(
+    "completion",
+    "Print the script that completes commands, groups, keys and values in a shell.",
+    argument("shell", choices=list(SHELLS)),
+    epilog="; ".join(f"{shell}: {how}" for shell, how in INSTALL.items()),
+)
+def print_script(options: Namespace) -> None:
+    """Print the script of a shell."""
     print(SHELLS[options.shell], end="")
-    return 0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run `harness completion`, or answer the script's own question, and return the exit status."""
+    if arguments[:1] == ["query"]:
+        return run_command(lambda: print("\n".join(candidates(" ".join(arguments[1:])))))
+    return print_script(arguments)

@@ -29,16 +29,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(help_text())
         return 0
     if words[0] == "--version":
-        from harness import __version__
-
         print(f"harness {__version__}")
         return 0
     is_word = re.fullmatch(r"[A-Za-z]\w*", words[0]) and not "".join(words[1:2]).startswith("=")
     if is_run and is_word:
         print(unknown_command_text(words), file=sys.stderr)
         return 2
-    name, rest = ("harness.cli.compose", words) if is_run else (COMMANDS[words[0]][0], words[1:])
-    module = import_slowly(name, f"harness {words[0]}: loading" if not is_run else "harness: loading")
+    name, rest = ("compose", words) if is_run else (words[0], words[1:])
+    module = import_slowly(f"harness.cli.{name}", "harness: loading" if is_run else f"harness {name}: loading")
     status: int = module.main(rest)
     return status
 
@@ -71,19 +69,19 @@ def unknown_command_text(words: Sequence[str]) -> str:
     return f"{problem}: {remedy}"
 
 
-# Every command word, with the module whose main(arguments) runs it and one line of help.
+# Every command word with one line of help; the main(arguments) of the module of its name runs it.
 COMMANDS = {
-    "plan": ("harness.cli.plan", "predict memory and time of any layout on any cluster, and search for the best"),
-    "calibrate": ("harness.cli.calibrate", "measure this machine into a cluster file for plans and predictions"),
-    "status": ("harness.cli.status", "show how far the runs of a comparison are, from any shell"),
-    "report": ("harness.cli.report", "print the table of one or several comparisons and write their report"),
-    "explain": ("harness.cli.explain", "show what each figure of a run was computed from"),
-    "diff": ("harness.cli.diff", "show what changed from one comparison to another"),
-    "sync": ("harness.cli.sync", "send to the tracker the runs that it does not have yet"),
-    "export": ("harness.cli.export", "write one run's layout as scripts and configuration files for other launchers"),
-    "selftest": ("harness.cli.selftest", "show what of this installation works, by real runs on this machine"),
-    "completion": ("harness.cli.completion", "print a script that completes commands and settings in your shell"),
-    "ls": ("harness.cli.ls", "list the available strategies, models, clusters or sweeps"),
+    "plan": "predict memory and time of any layout on any cluster, and search for the best",
+    "calibrate": "measure this machine into a cluster file for plans and predictions",
+    "status": "show how far the runs of a comparison are, from any shell",
+    "report": "print the table of one or several comparisons and write their report",
+    "explain": "show what each figure of a run was computed from",
+    "diff": "show what changed from one comparison to another",
+    "sync": "send to the tracker the runs that it does not have yet",
+    "export": "write one run's layout as scripts and configuration files for other launchers",
+    "selftest": "show what of this installation works, by real runs on this machine",
+    "completion": "print a script that completes commands and settings in your shell",
+    "ls": "list the available strategies, models, clusters or sweeps",
 }
 
 
@@ -108,7 +106,7 @@ def help_text() -> str:
         "       harness --help | --version",
         "",
         "commands:",
-        *(f"  {word:<8} {about}" for word, (_, about) in COMMANDS.items()),
+        *(f"  {word:<8} {about}" for word, about in COMMANDS.items()),
         "",
         "examples:",
         *(f"  {command}\n      {about}" for command, about in EXAMPLES),

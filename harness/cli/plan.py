@@ -1,11 +1,12 @@
 """harness plan OVERRIDES: the memory and time of layouts on any cluster, predicted without starting anything."""
 
-import argparse
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.cli.command import argument, command
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import LayoutPlan, Refusal, plans
@@ -19,7 +20,7 @@ from harness.planner.sentences import (
     table_lines,
 )
 from harness.records.schema import Row
-from harness.util.errors import UserError, run_command
+from harness.util.errors import UserError
 from harness.util.text import sanitize
 
 FORMATS = ("table", "csv", "json")
@@ -72,8 +73,24 @@ def text_lines(entries: Sequence[LayoutPlan | Refusal], explains: bool) -> Itera
             yield f"{position}: {line}"
 
 
-def show(arguments: Sequence[str], output: str, explains: bool, page: Path | None = None) -> None:
-    """Print the plans of these overrides, and write the page of the first search. Raises UserError for a mistake."""
+@command(
+    "plan",
+    "Predict memory and time of layouts on any cluster; without a strategy, search for the best.",
+    argument("--explain", action="store_true", help="also print the arithmetic of each figure"),
+    argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write a search as FILE.html, or as FILE.md with figures/ and plans.csv beside it",
+    ),
+    epilog="KEY=VALUE are the settings of runs, such as model=70b.",
+    takes_settings=True,
+)
+def main(options: Namespace) -> None:
+    """Print the plans of the settings, and write the page of the first search. Raises UserError for a mistake."""
+    formats = [word.partition("=")[2] for word in options.settings if word.startswith("format=")]
+    arguments = [word for word in options.settings if not word.startswith("format=")]
+    output, page = formats[-1] if formats else "table", options.report
     if output not in FORMATS:
         raise UserError(f"format={output} is not known: choose {', '.join(FORMATS)}")
     if page is not None and page.suffix not in PAGES:
@@ -91,25 +108,10 @@ def show(arguments: Sequence[str], output: str, explains: bool, page: Path | Non
         shown = [(entry.swept, line) for entry in made_plans for line in entry.predictions]
         if shown:
             print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
-        for text in text_lines(entries, explains):
+        for text in text_lines(entries, options.explain):
             print(sanitize(text))
         return
     for note in dict.fromkeys(note for entry in made_plans for note in entry.notes):
         print(sanitize(note), file=sys.stderr)
     rows = rows_of(entries)
     print(json.dumps(rows, indent=1) if output == "json" else csv_text(rows), end="\n" * (output == "json"))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `harness plan` and return its exit status."""
-    about = "Predict memory and time of layouts on any cluster; without a strategy, search for the best."
-    parser = argparse.ArgumentParser(
-        prog="harness plan", description=about, epilog="KEY=VALUE are the settings of runs, such as model=70b."
-    )
-    parser.add_argument("--explain", action="store_true", help="also print the arithmetic of each figure")
-    about = "write a search as FILE.html, or as FILE.md with figures/ and plans.csv beside it"
-    parser.add_argument("--report", type=Path, metavar="FILE", help=about)
-    options, words = parser.parse_known_args(arguments)
-    formats = [word.partition("=")[2] for word in words if word.startswith("format=")]
-    overrides = [word for word in words if not word.startswith("format=")]
-    return run_command(lambda: show(overrides, formats[-1] if formats else "table", options.explain, options.report))

@@ -1,79 +1,70 @@
 """harness report results/NAME ...: the table in the terminal, and runs.csv, runs.parquet, report.md and report.html."""
 
-import argparse
 import gc
 import sys
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
 from rich.text import Text
 
+from harness.cli.command import argument, command
 from harness.config.byte_size import parse_bytes
 from harness.records.store import LoadedRecords, read_all
 from harness.report.files import FOLDER, FORMATS, Exported, parse_formats, parse_width, write_files
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import merge_folders
-from harness.util.errors import UserError, run_command
+from harness.util.errors import UserError
 from harness.util.text import sanitize
 
 
-def report(
-    folders: Sequence[Path], to: Path | None, pivot: str | None, fits_in: str | None, exported: Exported | None = None
-) -> None:
+@command(
+    "report",
+    "Show the comparison of recorded runs as a table, a page to read and files of rows.",
+    argument("folders", type=Path, nargs="+", metavar="results/NAME", help="the folders of comparisons"),
+    argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records"),
+    argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv"),
+    argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB"),
+    argument(
+        "--export",
+        metavar="FORMAT,…",
+        help=f"also write the comparison and its charts into the folder {FOLDER}: any of {', '.join(FORMATS)}",
+    ),
+    argument("--width", metavar="SIZE", help="the width of exported charts in a paper, such as 84mm"),
+    argument(
+        "--statistic",
+        choices=("median", "mean"),
+        default="median",
+        help="how exported speeds are summarized: median [min, max] or mean ± sd",
+    ),
+)
+def main(options: Namespace) -> None:
     """Print the table of all folders' runs and write their report.
 
     The report goes to the folder `to`, or by default into the only folder, or for several folders into one beside the
     first whose name joins theirs. Raises UserError for a folder without a single readable run, and for a pivot that is
     no column.
     """
-    limit = None if fits_in is None else parse_bytes(fits_in, "--fits-in")
+    prepare_output()
+    folders, exported = options.folders, None
+    if options.export is not None:
+        width = None if options.width is None else parse_width(options.width)
+        exported = Exported(parse_formats(options.export), width, options.statistic)
+    elif options.width is not None:
+        raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
+    limit = None if options.fits_in is None else parse_bytes(options.fits_in, "--fits-in")
     view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
-    if pivot is not None and pivot not in view.table:
-        raise UserError(f"--pivot={pivot} is not a column of these runs: choose one of runs.csv, such as world_size")
+    if options.pivot is not None and options.pivot not in view.table:
+        raise UserError(
+            f"--pivot={options.pivot} is not a column of these runs: choose one of runs.csv, such as world_size"
+        )
     console = terminal()
     print_table(view, console)
-    print_answers(view, console, pivot, limit)
-    target = to or (
-        folders[0] if len(folders) == 1 else folders[0].parent / "+".join(folder.resolve().name for folder in folders)
-    )
+    print_answers(view, console, options.pivot, limit)
+    joined = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
+    target = options.to or (folders[0] if len(folders) == 1 else joined)
     target.mkdir(parents=True, exist_ok=True)
-    for path in write_files(target, view, pivot, limit, exported):
+    for path in write_files(target, view, options.pivot, limit, exported):
         console.print(Text(str(path)), soft_wrap=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `harness report` and return its exit status."""
-    about = "Show the comparison of recorded runs as a table, a page to read and files of rows."
-    parser = argparse.ArgumentParser(prog="harness report", description=about)
-    parser.add_argument("folders", type=Path, nargs="+", metavar="results/NAME", help="the folders of comparisons")
-    parser.add_argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records")
-    parser.add_argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv")
-    parser.add_argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB")
-    parser.add_argument(
-        "--export",
-        metavar="FORMAT,…",
-        help=f"also write the comparison and its charts into the folder {FOLDER}: any of {', '.join(FORMATS)}",
-    )
-    parser.add_argument("--width", metavar="SIZE", help="the width of exported charts in a paper, such as 84mm")
-    parser.add_argument(
-        "--statistic",
-        choices=("median", "mean"),
-        default="median",
-        help="how exported speeds are summarized: median [min, max] or mean ± sd",
-    )
-    options = parser.parse_args(arguments)
-    prepare_output()
-
-    def run() -> None:
-        exported = None
-        if options.export is not None:
-            width = None if options.width is None else parse_width(options.width)
-            exported = Exported(parse_formats(options.export), width, options.statistic)
-        elif options.width is not None:
-            raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
-        report(options.folders, options.to, options.pivot, options.fits_in, exported)
-
-    return run_command(run)
 
 
 def read_comparison(results_dir: Path) -> LoadedRecords:

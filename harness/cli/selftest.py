@@ -1,36 +1,24 @@
 """harness selftest: real runs that show what of an installation works, on any machine."""
 
-import argparse
-from collections.abc import Sequence
+from argparse import Namespace
 from pathlib import Path
 
-from harness.util.errors import UserError, run_command
+from harness.cli.command import argument, command
+from harness.util.errors import UserError
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run `harness selftest` and return its exit status: 0 only if no step failed."""
-    about = (
-        "Show what of this installation works: versions, devices, and real runs with what must come of each. Steps"
-        " that have passed are not repeated by a later call. The exit status is 0 only if no step failed."
-    )
-    parser = argparse.ArgumentParser(prog="harness selftest", description=about)
-    parser.add_argument("--only", metavar="STEP,...", help="run these steps alone; --list names them all")
-    parser.add_argument("--again", action="store_true", help="repeat steps that have passed before")
-    parser.add_argument("--list", action="store_true", help="name the steps, what each shows, and what it needs")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the device of the runs")
-    parser.add_argument("--to", type=Path, default=Path("results"), metavar="DIR", help="the folder of the results")
-    options = parser.parse_args(arguments)
-    status = 0
-
-    def show() -> None:
-        nonlocal status
-        status = selftest(options)
-
-    return run_command(show) or status
-
-
-def selftest(options: argparse.Namespace) -> int:
-    """Run the steps that the options choose and return the exit status. Raises UserError for an unknown step."""
+@command(
+    "selftest",
+    "Show what of this installation works: versions, devices, and real runs with what must come of each. Steps that"
+    " have passed are not repeated by a later call. The exit status is 0 only if no step failed.",
+    argument("--only", metavar="STEP,...", help="run these steps alone; --list names them all"),
+    argument("--again", action="store_true", help="repeat steps that have passed before"),
+    argument("--list", action="store_true", help="name the steps, what each shows, and what it needs"),
+    argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the device of the runs"),
+    argument("--to", type=Path, default=Path("results"), metavar="DIR", help="the folder of the results"),
+)
+def main(options: Namespace) -> int:
+    """Run the steps that the options choose. Return 0 only if no step failed. Raises UserError for an unknown step."""
     from harness.selftest import run
     from harness.selftest.bench import Bench
     from harness.selftest.results import ResultsFile

@@ -16,7 +16,7 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep import command_file
-from harness.util.text import count_text, sanitize
+from harness.util.text import count_text, format_duration, sanitize
 
 if TYPE_CHECKING:
     from harness.sweep.queued_run import QueuedRun
@@ -181,10 +181,3 @@ class ProgressDisplay:
         """Print a line that stays."""
         self.console.print(Text(sanitize(line)), soft_wrap=True)
         sys.stderr.flush()
-
-
-def format_duration(seconds: float) -> str:
-    """Return a duration to read: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

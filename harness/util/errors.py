@@ -17,13 +17,13 @@ def os_error_text(error: OSError) -> str:
     return f"{error.filename or 'a file'} cannot be written: {error.strerror or error}"
 
 
-def run_command(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code: 0, or 2 after printing a UserError or an OSError as one line.
+def run_command(command: Callable[[], int | None]) -> int:
+    """Run a command and return its exit code: its own, 0 for None, or 2 after a UserError or an OSError as one line.
 
     If the reader of the output, such as `head`, has closed it, return 128 + SIGPIPE without a message, as shells do.
     """
     try:
-        command()
+        status = command() or 0
         sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
@@ -34,4 +34,4 @@ def run_command(command: Callable[[], None]) -> int:
     except OSError as error:
         print(sanitize(os_error_text(error)), file=sys.stderr)
         return 2
-    return 0
+    return status

@@ -1,4 +1,4 @@
-"""Text for the user: messages reduced to one printable line, and counts with their nouns."""
+"""Text for the user: messages reduced to one printable line, counts with their nouns, and durations."""
 
 
 def one_line(message: object) -> str:
@@ -9,6 +9,13 @@ def one_line(message: object) -> str:
 def count_text(count: int, noun: str) -> str:
     """Return a count with its noun, such as 1 run or 2 runs."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration to read: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def sanitize(text: object) -> str:

@@ -224,12 +224,12 @@ def command_line() -> str:
         help_text(),
         "```",
     ]
-    for word, (module, _) in COMMANDS.items():
-        text += ["", f"## harness {word}", "", "```text", command_help(module), "```"]
+    for word in COMMANDS:
+        text += ["", f"## harness {word}", "", "```text", command_help(word), "```"]
     return "\n".join(text) + "\n"
 
 
-def command_help(module: str) -> str:
+def command_help(word: str) -> str:
     """Return what a command prints for --help."""
     out = io.StringIO()
     with (
@@ -237,7 +237,7 @@ def command_help(module: str) -> str:
         contextlib.redirect_stdout(out),
         contextlib.suppress(SystemExit),
     ):
-        importlib.import_module(module).main(["--help"])
+        importlib.import_module(f"harness.cli.{word}").main(["--help"])
     return out.getvalue().strip()
 
 

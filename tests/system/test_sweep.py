@@ -27,12 +27,13 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.sweep import command_file, stop_after
-from harness.sweep.display import ProgressDisplay, format_duration
+from harness.sweep.display import ProgressDisplay
 from harness.sweep.executors.base import SequentialExecutor
 from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start_process
 from harness.sweep.micro_batch_search import MicroBatchSearch
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
 from harness.util.errors import UserError
+from harness.util.text import format_duration
 from tests.support import faults
 from tests.support.commands import ROOT, Harness, compose, compose_config, execute_run, read_rows
 from tests.support.slurm_cluster import wait_for_step
@@ -257,14 +258,14 @@ def test_status_shows_a_running_and_a_killed_sweep(tmp_path: Path) -> None:
     try:
         run_dir = wait_for_step(tmp_path, "seen")
         comparison = ComparisonFolder(run_dir.parent)
-        lines = list(status.status_lines(comparison, status.read_status(comparison)))
+        lines = list(status.status_lines(comparison))
         assert lines[0].endswith("no run is recorded, 1 running")
         assert lines[1].startswith(f"  {run_dir.name}: ") and " of 406, " in lines[1] and "MiB on its" in lines[1]
         assert f"command {process.pid} on " in lines[2] and "is running: 0 of 2 runs" in lines[2]
     finally:
         process.kill()
         process.wait()
-    lines = list(status.status_lines(comparison, status.read_status(comparison)))
+    lines = list(status.status_lines(comparison))
     assert lines[0].endswith(": 1 interrupted")
     assert "has exited: 0 of 2 runs are recorded; the same command continues with the others" in lines[1]
 
