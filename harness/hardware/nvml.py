@@ -110,7 +110,9 @@ class NvmlDevice:
 
     def process_bytes(self) -> dict[int, int | None] | None:
         """Return the processes that compute on the device now, with the memory that each of them has there."""
-        return self.query("ComputeRunningProcesses", lambda listed: {one.pid: one.usedGpuMemory for one in listed})
+        return self.query(
+            "ComputeRunningProcesses", lambda processes: {process.pid: process.usedGpuMemory for process in processes}
+        )
 
     def is_partitioned(self) -> bool:
         """Return whether MIG partitions the device, so that NVML cannot attribute what it reports to a part."""
