@@ -56,13 +56,9 @@ class StepAnnotations:
     phases: list[OpSpan] = field(default_factory=list)  # the step's phases, in the order in which they end
     pauses: list[OpSpan] = field(default_factory=list)  # spans of the measurement itself, in which no peak is counted
 
-    def claim(self, moment: int, address: int, role: str, detail: str, is_owned: bool = True) -> None:
-        """Record that from a moment on the block at an address has a role, or no longer has it."""
-        self.claims[address].append(Ownership(moment, role, detail, is_owned))
-
-    def claim_all(self, moment: int, addresses: Iterable[int], role: str, detail: str) -> None:
-        """Record that from a moment on the blocks at these addresses have a role."""
-        ownership = Ownership(moment, role, detail, is_owned=True)
+    def claim(self, moment: int, addresses: Iterable[int], role: str, detail: str, is_owned: bool = True) -> None:
+        """Record that from a moment on the blocks at these addresses have a role, or no longer have it."""
+        ownership = Ownership(moment, role, detail, is_owned)
         for address in addresses:
             self.claims[address].append(ownership)
 

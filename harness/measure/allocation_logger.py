@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from harness.measure.allocation_log import AllocationLog, StepAnnotations
-from harness.measure.memory_snapshot import MemorySnapshot, snapshot_of_host
+from harness.measure.memory_snapshot import Snapshot, snapshot_of_host
 from harness.measure.native_allocator import Allocator
 
 _SIGNS = {"alloc": 1, "free_requested": -1}  # actions in torch's history that change what is allocated
@@ -36,7 +36,7 @@ class AllocationLogger:
         """Stop logging and return the log."""
         raise NotImplementedError
 
-    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
+    def snapshot(self, annotations: StepAnnotations) -> Snapshot:
         """Return what was logged, for torch's viewer. Call end() first."""
         raise NotImplementedError
 
@@ -72,7 +72,7 @@ class CpuAllocationLog(AllocationLogger):
         self.log = AllocationLog(np.arange(len(addresses)), addresses, sizes, foreign, self.initial_count)
         return self.log
 
-    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
+    def snapshot(self, annotations: StepAnnotations) -> Snapshot:
         """Return what was logged, for torch's viewer. Call end() first."""
         return snapshot_of_host(self.log, annotations)
 
@@ -87,7 +87,7 @@ class CudaAllocationLog(AllocationLogger):
         self.started = self.position()
         self.initial_blocks = self._live_blocks(torch.cuda.memory._snapshot(device))
 
-    def _live_blocks(self, snapshot: MemorySnapshot) -> list[tuple[int, int]]:
+    def _live_blocks(self, snapshot: Snapshot) -> list[tuple[int, int]]:
         """Return address and requested bytes of every block in use."""
         return [
             (block["address"], block["requested_size"])
@@ -103,7 +103,7 @@ class CudaAllocationLog(AllocationLogger):
 
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""
-        self.final_snapshot: MemorySnapshot = torch.cuda.memory._snapshot(self.device)
+        self.final_snapshot: Snapshot = torch.cuda.memory._snapshot(self.device)
         history = self.final_snapshot["device_traces"][self.device.index]
         torch.cuda.memory._record_memory_history(None)
         lines = [(self.started, address, size) for address, size in self.initial_blocks]
@@ -114,7 +114,7 @@ class CudaAllocationLog(AllocationLogger):
         self.is_complete = sum(sizes) == sum(size for _, size in self._live_blocks(self.final_snapshot))
         return AllocationLog(moments, addresses, sizes, np.zeros_like(sizes), len(self.initial_blocks))
 
-    def snapshot(self, annotations: StepAnnotations) -> MemorySnapshot:
+    def snapshot(self, annotations: StepAnnotations) -> Snapshot:
         """Return torch's own snapshot. Call end() first."""
         return self.final_snapshot
 

@@ -3,12 +3,14 @@
 Bytes are counted as the literature does for ring algorithms, whichever algorithm the backend uses.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Self
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem", "deepspeed")
 
@@ -29,15 +31,40 @@ SENT_PER_BYTE: dict[str, Callable[[int], float]] = {
 
 @dataclass(frozen=True)
 class CollectiveCall:
-    """The arguments of one operator by name, and its process group."""
+    """One call of an operator of these namespaces."""
 
-    arguments: dict[str, Any]  # tensors, lists of them, numbers, and whatever the operator takes
-    group: dist.ProcessGroup | None
+    operator: str  # such as c10d::allreduce_
+    arguments: dict[str, Any]  # by name: tensors, lists of them, numbers, and whatever the operator takes
+
+    @classmethod
+    def of(cls, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Self:
+        """Return the call of an operator with these arguments."""
+        names = (argument.name for argument in func._schema.arguments)
+        return cls(func._schema.name, dict(zip(names, args, strict=False)) | kwargs)
 
     @property
-    def size(self) -> int:
-        """The number of ranks in the group."""
-        return dist.get_world_size(self.group)
+    def operation(self) -> str:
+        """The operation as SENT_PER_BYTE names it, or recv for what sends nothing."""
+        return RULES[self.operator][0] if self.operator in RULES else "recv"
+
+    @cached_property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, which is an argument: an object, a boxed one or a name. None is the world."""
+        group = self.arguments.get("process_group", self.arguments.get("group_name"))
+        if group is None or isinstance(group, dist.ProcessGroup):
+            return group
+        if isinstance(group, str):
+            return _resolve_process_group(group)  # type: ignore[arg-type]
+        return dist.ProcessGroup.unbox(group)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks of the group."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
+    def moved_tensors(self) -> "MovedTensors":
+        """Return the tensors that make up S, and how often each counts."""
+        return RULES[self.operator][1](self)
 
 
 # The tensors that make up S, and how often each counts. The input of an all-gather counts n times if the operator does
@@ -52,7 +79,7 @@ def _all(*names: str) -> _Selector:
 
 
 def _times_group(name: str) -> _Selector:
-    return lambda call: [(tensor, call.size) for tensor in iter_tensors(call.arguments[name])]
+    return lambda call: [(tensor, len(call.ranks)) for tensor in iter_tensors(call.arguments[name])]
 
 
 def _sends(call: CollectiveCall) -> MovedTensors:

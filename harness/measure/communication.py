@@ -8,11 +8,9 @@ raises an error, so that none is missed.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,22 +45,14 @@ class UncountedCollectiveError(RuntimeError):
 _Key = tuple[str, tuple[int, ...], str, str]  # operation, group's ranks, dtype, purpose
 
 
-class Collective(NamedTuple):
-    """One collective: the tensors that it reads or writes, and the global ranks of its group."""
-
-    operation: str
-    group_ranks: tuple[int, ...]
-    tensors: list[Tensor]
-    operator: str  # such as c10d::allreduce_
-
-
 class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that counts collectives while it is entered. It slows all operators, so do not time such a step.
 
-    `on_collective` is called after every collective. One without a rule raises UncountedCollectiveError where it runs.
+    `on_collective` is called after every collective, with all tensors that it reads or writes. One without a rule
+    raises UncountedCollectiveError where it runs.
     """
 
-    def __init__(self, on_collective: Callable[[Collective], None] | None = None) -> None:
+    def __init__(self, on_collective: Callable[[CollectiveCall, list[Tensor]], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_collective = on_collective
         self._bytes: dict[_Key, float] = defaultdict(float)
@@ -87,36 +77,28 @@ class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
-        collective = self._count(func, args, kwargs)
+        call = CollectiveCall.of(func, args, kwargs)
+        if call.operator not in SENDS_NOTHING:
+            self._count(call)
         result = func(*args, **kwargs)
-        if collective is not None and self._on_collective is not None:
-            self._on_collective(collective._replace(tensors=[*collective.tensors, *iter_tensors(result)]))
+        if self._on_collective is not None and (call.operator in RULES or "recv" in call.operator):
+            self._on_collective(call, [*iter_tensors(list(call.arguments.values())), *iter_tensors(result)])
         return result
 
-    def _count(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Collective | None:
-        name = func._schema.name
-        parameters = [argument.name for argument in func._schema.arguments]
-        arguments = dict(zip(parameters, args, strict=False)) | kwargs
-        if name in SENDS_NOTHING:
-            return (
-                Collective("recv", (), list(iter_tensors(list(arguments.values()))), name) if "recv" in name else None
-            )
-        if name not in RULES:
+    def _count(self, call: CollectiveCall) -> None:
+        if call.operator not in RULES:
             raise UncountedCollectiveError(
-                f"{name} has no rule in harness/measure/collective_rules.py: its bytes are unknown"
+                f"{call.operator} has no rule in harness/measure/collective_rules.py: its bytes are unknown"
             )
-        call = CollectiveCall(arguments, group_of_call(arguments))
-        operation, moved_tensors = RULES[name]
-        ranks = tuple(dist.get_process_group_ranks(call.group))
-        factor = SENT_PER_BYTE[operation](len(ranks))
-        tensors = moved_tensors(call)
+        factor = SENT_PER_BYTE[call.operation](len(call.ranks))
+        tensors = call.moved_tensors()
         scalars = sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
         caller = calling_function() if scalars else LAYOUT
         purpose = LAYOUT if caller in LAYOUT_CALLERS else caller
         for dtype, size in _bytes_by_dtype(tensors).items():
-            self._bytes[operation, ranks, dtype, purpose] += size * factor
-            self._sizes[operation, ranks, dtype, purpose][size] += 1
-        return Collective(operation, ranks, list(iter_tensors(list(arguments.values()))), name)
+            key = call.operation, call.ranks, dtype, purpose
+            self._bytes[key] += size * factor
+            self._sizes[key][size] += 1
 
     def traffic(self) -> tuple[Traffic, ...]:
         """Return the traffic that was counted, by operation, group, dtype and purpose."""
@@ -131,16 +113,6 @@ def calling_function() -> str:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_CALLERS):
         frame = frame.f_back
     return frame.f_code.co_qualname
-
-
-def group_of_call(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
-    """Return the process group among an operator's arguments: an object, a boxed one or a name; None is the world."""
-    group = arguments.get("process_group", arguments.get("group_name"))
-    if group is None or isinstance(group, dist.ProcessGroup):
-        return group
-    if isinstance(group, str):
-        return _resolve_process_group(group)  # type: ignore[arg-type]
-    return dist.ProcessGroup.unbox(group)
 
 
 def _bytes_by_dtype(tensors: MovedTensors) -> Counter[str]:

@@ -95,12 +95,12 @@ class OwnershipRecorder:
         if self.logger is None:
             return
         addresses = storage_addresses(tensors, self.memory.device.type)  # offloaded tensors are not in this memory
-        self.annotations.claim_all(self.position(), addresses, role, detail)
+        self.annotations.claim(self.position(), addresses, role, detail)
 
     def claim_activation(self, address: int, is_saved: bool) -> None:
         """Record that a storage is saved for backward from now on, or no longer."""
         if self.logger is not None and not self.is_paused:
-            self.annotations.claim(self.position(), address, "activation", "saved for backward", is_saved)
+            self.annotations.claim(self.position(), [address], "activation", "saved for backward", is_saved)
 
     def _claim_state(self) -> None:
         optimizer = (shard.local for shard in self.engine.local_shards("optimizer"))
@@ -119,8 +119,8 @@ class OwnershipRecorder:
         in_buckets = [shard.local for shard in shards if shard.state_name == BUCKET]
         buckets = set(storage_addresses(in_buckets, self.memory.device.type))
         if self.logger is not None:
-            for address in self.gradient_buckets - buckets:  # DDP has copied these gradients out of its buckets
-                self.annotations.claim(self.position(), address, "gradient", "gradients", is_owned=False)
+            copied = self.gradient_buckets - buckets  # DDP has copied these gradients out of its buckets
+            self.annotations.claim(self.position(), copied, "gradient", "gradients", is_owned=False)
         self.gradient_buckets = buckets
         dictionaries = [module._parameters for module in self.modules]  # engines replace these, and what is in them
         parameters = [parameter for each in dictionaries for parameter in each.values() if parameter is not None]
@@ -171,14 +171,6 @@ def _has_own_storage(gradient: Tensor) -> bool:
     return storage_bytes([gradient]) == element_bytes([gradient])
 
 
-def state_bytes(engine: ShardSource, kind: StateKind) -> int:
-    """Return the bytes of one kind of state that this rank holds now.
-
-    Distinct storages count whole, padding included; views into buckets count by their own elements.
-    """
-    return shard_bytes(engine.local_shards(kind))
-
-
 def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
     """Return the bytes of one kind of state on cpu and on cuda, without gathered parameters and staging buffers."""
     by_device: dict[str, list[Shard]] = defaultdict(list)
@@ -189,7 +181,7 @@ def bytes_by_device(engine: ShardSource, kind: StateKind) -> dict[str, int]:
 
 
 def shard_bytes(shards: Iterable[Shard]) -> int:
-    """Return the bytes of shards: distinct storages whole, views into buckets by their own elements."""
+    """Return the bytes of shards: distinct storages whole, with padding, and views into buckets by their elements."""
     bucket_views: list[Tensor] = []
     own: list[Tensor] = []
     for shard in shards:
@@ -208,8 +200,8 @@ def state_shards(engine: ShardSource, kind: StateKind) -> list[StateShard]:
 def state_fields(engine: Engine, gradient_bytes_by_device: Mapping[str, int]) -> dict[str, Any]:
     """Return the fields of a rank's report on the state that it holds now; gradients are those of a step before."""
     return {
-        "parameter_bytes": state_bytes(engine, "parameters"),
-        "optimizer_bytes": state_bytes(engine, "optimizer"),
+        "parameter_bytes": shard_bytes(engine.local_shards("parameters")),
+        "optimizer_bytes": shard_bytes(engine.local_shards("optimizer")),
         "host_state": sorted(engine.host_state),
         "state_bytes_by_device": {
             "parameters": bytes_by_device(engine, "parameters"),

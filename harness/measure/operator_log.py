@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.measure.native_allocator import build_torch_library
-from harness.measure.time_breakdown import TraceEvent
+from harness.measure.time_breakdown import COMMUNICATION, COMPUTATION, PREFIX, TraceEvent
 
 _SOURCE = Path(__file__).with_name("operator_log.cpp")
 
@@ -19,12 +19,10 @@ class OperatorLog:
 
     library: ctypes.CDLL
 
-    def begin(self, outermost: Sequence[str], every: Sequence[str]) -> None:
-        """Log what this thread runs from now on, by the first characters of names.
-
-        Of `outermost`, those inside such another one are left out; those of `every` are all logged.
-        """
-        self.library.begin_operator_log(_strings(outermost), len(outermost), _strings(every), len(every))
+    def begin(self) -> None:
+        """Log what this thread runs from now on: its outermost operators, and all of its marks and collectives."""
+        every = (PREFIX, *COMMUNICATION)
+        self.library.begin_operator_log(_strings(COMPUTATION), len(COMPUTATION), _strings(every), len(every))
 
     def end(self) -> None:
         """Stop logging, in the thread that began."""

@@ -15,8 +15,8 @@ from harness.engines.base import Engine
 from harness.layout.layout import Layout, group_axes, is_data_parallel_axis
 from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
-from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING
-from harness.measure.communication import Collective, CommunicationCounter
+from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, CollectiveCall
+from harness.measure.communication import CommunicationCounter
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.kernels import KernelUse
 from harness.measure.memory import DeviceMemory
@@ -135,14 +135,12 @@ class StepListener(Listener):
         with self.recorder.pause():
             self.peak_gradient_bytes = max(self.peak_gradient_bytes, self.recorder.claim_gradients())
 
-    def on_collective(self, collective: Collective) -> None:
+    def on_collective(self, call: CollectiveCall, tensors: list[Tensor]) -> None:
         """Claim the buffers of a collective: those of a data-parallel all-gather are gathered parameters."""
-        along_data = is_data_parallel_axis(group_axes(collective.group_ranks, self.layout))
         # Keys and values are gathered among the same ranks too, but by an operator outside of c10d's namespace.
-        is_c10d = collective.operator.startswith("c10d::")
-        gathered = collective.operation == "all_gather" and along_data and is_c10d
-        role = "gathered" if gathered else "communication"
-        self.recorder.claim(collective.tensors, role, f"{collective.operation} buffers")
+        gathers = call.operation == "all_gather" and call.operator.startswith("c10d::")
+        of_parameters = gathers and is_data_parallel_axis(group_axes(call.ranks, self.layout))
+        self.recorder.claim(tensors, "gathered" if of_parameters else "communication", f"{call.operation} buffers")
 
     def write_snapshot(self, path: Path) -> None:
         """Write the step's memory history for torch's viewer."""

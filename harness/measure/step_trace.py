@@ -4,9 +4,9 @@ Both list the same operators and collectives of a CPU. The profiler knows much m
 than a step's time to write it down where steps are short.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -25,22 +25,6 @@ from harness.probe import Listener
 from harness.records.rank_report import TimeBreakdown
 
 
-class Tracer(Protocol):
-    """A log of what runs, from begin() to end()."""
-
-    def begin(self) -> None:
-        """Log what runs from now on."""
-        ...
-
-    def end(self) -> None:
-        """Stop logging."""
-        ...
-
-    def events(self) -> Sequence[TraceEvent]:
-        """Return what was logged."""
-        ...
-
-
 class StepTrace(Listener):
     """A listener that traces the steps inside its context; breakdown() divides their time afterwards.
 
@@ -50,9 +34,7 @@ class StepTrace(Listener):
 
     def __init__(self, device: torch.device, operator_log: OperatorLog | None = None) -> None:
         self.on_gpu = device.type == "cuda"
-        self.tracer: Tracer = (
-            ProfilerTracer(self.on_gpu) if self.on_gpu or operator_log is None else OperatorTracer(operator_log)
-        )
+        self.tracer = ProfilerTracer(self.on_gpu) if self.on_gpu or operator_log is None else operator_log
 
     def warm_up(self) -> None:
         """Attach the profiler to the device without recording anything yet, as torch's schedule(warmup=1) does."""
@@ -78,25 +60,6 @@ class StepTrace(Listener):
         """Return the breakdown, or None if the profiler recorded nothing on the GPU, for example without permission."""
         events = self.tracer.events()
         return gpu_time_breakdown(events) if self.on_gpu else cpu_time_breakdown(events)
-
-
-class OperatorTracer:
-    """A tracer by the harness's log: this thread's outermost operators, its marks, and its collectives, on a CPU."""
-
-    def __init__(self, log: OperatorLog) -> None:
-        self.log = log
-
-    def begin(self) -> None:
-        """Log what this thread runs from now on."""
-        self.log.begin(outermost=COMPUTATION, every=(PREFIX, *COMMUNICATION))
-
-    def end(self) -> None:
-        """Stop logging."""
-        self.log.end()
-
-    def events(self) -> list[TraceEvent]:
-        """Return what was logged."""
-        return self.log.events()
 
 
 class ProfilerTracer:

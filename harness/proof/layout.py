@@ -239,7 +239,7 @@ def excess_problems(
     shares = rank_shares(model, layout, rank, shards)
     total = math.ceil(sum(shares.values()))
     shapes = model_profile(model).parameter_shapes
-    by_rows = sum(_largest_shard_numel(name, shapes[name], model, layout, shards) for name in shares)
+    by_rows = sum(shard_numel(name, shapes[name], model, layout, shards) for name in shares)
     numel: Counter[str] = Counter()
     for shard in owned:
         numel[shard.state_name] += box_numel(shard.box)
@@ -254,15 +254,23 @@ def excess_problems(
             yield f"{label}: rank {rank} holds {elements} elements, and its equal share is {total}"
 
 
-def _largest_shard_numel(name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int) -> int:
-    """Return the elements of a parameter on the rank that holds most of it; shards end between rows, or columns."""
+def shard_numel(
+    name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int = 0, place: int = 0
+) -> int:
+    """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
+
+    Tensor parallelism divides rows in the same way, or columns, first; `place` is that of the rank in its group. The
+    first shard of the first rank is the largest.
+    """
     rows, others = shape[0], math.prod(shape[1:])
     dimension = tp_shard_dim_under(name, model, layout)
     if dimension == 0:
-        rows = math.ceil(rows / layout.tp)
+        part = math.ceil(rows / layout.tp)
+        rows = min(part, max(0, rows - place * part))
     elif dimension == 1:
         others //= layout.tp
-    return math.ceil(rows / shards) * others
+    chunk = math.ceil(rows / shards)
+    return min(chunk, max(0, rows - index * chunk)) * others
 
 
 def box_numel(box: Iterable[Sequence[int]]) -> int:

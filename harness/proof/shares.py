@@ -1,13 +1,11 @@
 """The proof that single ranks of a layout hold their shares, where the other ranks are not known."""
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import tp_shard_dim_under
 from harness.layout.state_widths import STATE_KINDS
 from harness.proof.layout import (
     OwnedShard,
@@ -17,6 +15,7 @@ from harness.proof.layout import (
     gathered_problems,
     kept_shards,
     rank_shares,
+    shard_numel,
 )
 from harness.records.rank_report import RankReport
 
@@ -53,11 +52,11 @@ def _missing_problems(
     shares = rank_shares(model, layout, rank, shards)
     shapes, place = model_profile(model).parameter_shapes, layout.coordinates(rank)["tp"]
     if shards == 1:  # the last tensor-parallel ranks may have fewer rows of the vocabulary
-        whole = {name: _shard_numel(name, shapes[name], model, layout, 1, 0, place) for name in shares}
+        whole = {name: shard_numel(name, shapes[name], model, layout, 1, place=place) for name in shares}
         expected = sum(min(share, whole[name]) for name, share in shares.items())
     elif layout.data_parallel == "fsdp":
         index = shard_index(layout, rank)
-        expected = sum(_shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
+        expected = sum(shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
     else:
         return
     numel = Counter({shard.state_name: 0 for shard in owned} or {"": 0})
@@ -75,21 +74,3 @@ def shard_index(layout: Layout, rank: int) -> int:
     for axis in layout.sharding_axes:
         index = index * layout.axis_sizes[axis] + coordinates[axis]
     return index
-
-
-def _shard_numel(
-    name: str, shape: Sequence[int], model: ModelConfig, layout: Layout, shards: int, index: int, place: int
-) -> int:
-    """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
-
-    Tensor parallelism divides rows in the same way, or columns, first; `place` is that of the rank in its group.
-    """
-    rows, others = shape[0], math.prod(shape[1:])
-    dimension = tp_shard_dim_under(name, model, layout)
-    if dimension == 0:
-        part = math.ceil(rows / layout.tp)
-        rows = min(part, max(0, rows - place * part))
-    elif dimension == 1:
-        others //= layout.tp
-    chunk = math.ceil(rows / shards)
-    return min(chunk, max(0, rows - index * chunk)) * others

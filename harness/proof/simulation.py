@@ -3,30 +3,13 @@
 from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import expected_bytes, padded_bytes
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.metrics.simulation import simulated_columns
-from harness.metrics.traffic import bytes_by_axis, communication_entries, rank_sending_most
-from harness.proof.layout import (
-    build_peak_problems,
-    gradient_problems,
-    placement_problems,
-    width_problems,
-)
 from harness.proof.shares import share_problems
-from harness.proof.step import (
-    checkpointing_problems,
-    compile_problems,
-    flops_problems,
-    kernel_problems,
-    offload_problems,
-    schedule_problems,
-    volume_problems,
-)
-from harness.proof.verify import Verdict
+from harness.proof.verify import FinishedRun, Verdict, evidence, not_proven, proof_entry, prove_layout, prove_steps
 from harness.records.rank_report import RankReport
-from harness.records.schema import Cells, ProofEntry, RecordParts
+from harness.records.schema import Cells, RecordParts
 
 # By launch, why values are not compared with those of another run.
 NO_REFERENCE = {
@@ -37,44 +20,18 @@ NO_REFERENCE = {
 
 def verify_simulation(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]) -> Verdict:
     """Return the verdict on the ranks of a layout that ran alone: layout and steps are proven, or it is an error."""
-    expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
-    padded = [padded_bytes(config, layout, widths, rank.rank) for rank in ranks]
-    layout_problems = share_problems(config.model, layout, ranks, config.strategy.literature)
-    layout_problems += width_problems(config, widths, ranks)
-    layout_problems += placement_problems(layout, ranks)
-    layout_problems += build_peak_problems(config, layout, widths, ranks)
-    if config.strategy.literature:
-        layout_problems += gradient_problems(config.model, layout, widths, ranks)
-    problems = layout_problems + value_problems(config, ranks) + kernel_problems(config, ranks)
+    run = FinishedRun(config, layout, widths, ranks)
+    layout_problems = prove_layout(run, share_problems)
     stage_ranks = layout.world_size // layout.pp
-    if len(ranks) == layout.pp:  # one rank of every stage, and all others of the stage do the same
-        problems += flops_problems(config, layout, widths, [rank for rank in ranks for _ in range(stage_ranks)])
-    for rank, of_papers, with_padding in zip(ranks, expected, padded, strict=True):
-        problems += checkpointing_problems(config, layout, rank)
-        problems += offload_problems(config, layout, rank)
-        problems += compile_problems(config, rank)
-        problems += schedule_problems(config, layout, rank)
-        if config.strategy.literature:
-            problems += volume_problems(layout, rank, of_papers, with_padding)
-    proof: ProofEntry = {
-        "layout": "failed" if layout_problems else "proven",
-        "reference": NO_REFERENCE[config.launch],
-        "expected_communication_bytes": expected,
-        "padded_communication_bytes": padded,
-    }
+    # One rank of every stage stands for all others of the stage, which do the same.
+    whole_world = [rank for rank in ranks for _ in range(stage_ranks)] if len(ranks) == layout.pp else []
+    problems = layout_problems + value_problems(config, ranks) + prove_steps(run, whole_world)
+    proof = proof_entry(run, layout_problems, NO_REFERENCE[config.launch])
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        failure: Cells = {"status": "error", "reason": f"not proven: {problems[0]}{more}"}
-        return Verdict(failure, {"proof": proof | {"problems": problems}})
-    sender = rank_sending_most(ranks)
-    index = ranks.index(sender)
-    parts = RecordParts(
-        proof=proof,
-        communication=communication_entries(layout, sender),
-        traffic=bytes_by_axis(layout, sender, expected[index], padded[index]),
-    )
+        return not_proven(problems, proof, {})
     columns: Cells = {"status": "ok", "reason": ""}
-    return Verdict(columns | simulated_columns(config, layout, ranks), parts)
+    columns |= simulated_columns(config, layout, ranks)
+    return Verdict(columns, RecordParts(proof=proof) | evidence(run))
 
 
 def value_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:

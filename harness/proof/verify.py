@@ -1,10 +1,12 @@
 """The verdict on a finished run: it is proven and has figures, or it is an error that says what is not proven."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from harness.config.command import ProofConfig
+from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes, padded_bytes
 from harness.layout.layout import Layout
@@ -41,20 +43,28 @@ from harness.proof.training import (
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells, ProofEntry, RecordParts, StepEntry
 
+# Returns where ranks of a model and a layout hold other shards, and whether they are the papers'.
+ShardProblems = Callable[[ModelConfig, Layout, Sequence[RankReport], bool], list[str]]
+
 
 @dataclass(frozen=True)
 class FinishedRun:
     """A run whose ranks have all finished: what they were to do, and what they report."""
 
     config: RunConfig
-    bounds: ProofConfig
     layout: Layout
     widths: StateWidths
     ranks: Sequence[RankReport]
-    reference: RankReport | None  # the report of the single process that trained the same
-    reference_note: str  # what the run was compared with, or why it was not
-    expected_bytes: Sequence[dict[str, float]] = field(default=())  # that each rank sends by the papers' formulas
-    padded_bytes: Sequence[dict[str, float]] = field(default=())  # the same with uneven shares and padding, exactly
+
+    @cached_property
+    def expected_bytes(self) -> list[dict[str, float]]:
+        """The bytes that each rank sends by the papers' formulas."""
+        return [expected_bytes(self.config, self.layout, self.widths, rank.rank) for rank in self.ranks]
+
+    @cached_property
+    def padded_bytes(self) -> list[dict[str, float]]:
+        """The same with uneven shares and padding, exactly."""
+        return [padded_bytes(self.config, self.layout, self.widths, rank.rank) for rank in self.ranks]
 
 
 @dataclass(frozen=True)
@@ -75,35 +85,42 @@ def verify_run(
     reference: RankReport | None,
     reference_note: str,
 ) -> Verdict:
-    """Return the verdict on a run whose ranks all finished: it is proven, or an error."""
-    expected = [expected_bytes(config, layout, widths, rank.rank) for rank in ranks]
-    padded = [padded_bytes(config, layout, widths, rank.rank) for rank in ranks]
-    run = FinishedRun(config, bounds, layout, widths, ranks, reference, reference_note, expected, padded)
-    comparison = (
-        None
-        if reference is None
-        else compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)
-    )
-    layout_problems = prove_layout(run)
-    problems = layout_problems + prove_steps(run) + prove_ranks_agree(run) + prove_training(run, comparison)
-    proof = proof_entry(run, layout_problems, comparison)
-    columns = deviation_columns(comparison)
+    """Return the verdict on a run whose ranks all finished: it is proven, or an error.
+
+    `reference` is the report of the single process that trained the same; the note says what the run was compared with,
+    or why it was not.
+    """
+    run = FinishedRun(config, layout, widths, ranks)
+    layout_problems = prove_layout(run, ownership_problems)
+    problems = layout_problems + prove_steps(run, ranks) + prove_ranks_agree(run)
+    proof, columns = proof_entry(run, layout_problems, reference_note), Cells()
+    if reference is not None:
+        comparison = compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)
+        problems += overflow_problems(reference, ranks) + deviation_problems(comparison)
+        columns = deviation_columns(comparison)
+        proof |= check_entries(comparison)
     step = first_step_without_loss(ranks)
     if step is not None:  # the first problem, since others follow from it
         columns["failed_in_phase"] = step_phases(config)[step]
         problems.insert(0, f"the loss is not finite from step {step} on, in {columns['failed_in_phase']}")
     if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        columns |= {"status": "error", "reason": f"not proven: {problems[0]}{more}"}
-        return Verdict(columns, {"proof": proof | {"problems": problems}})
+        return not_proven(problems, proof, columns)
     columns |= {"status": "ok", "reason": ""} | measured_columns(config, layout, ranks)
-    return Verdict(columns, RecordParts(proof=proof) | evidence(run), step_entries(config, ranks))
+    pipeline = RecordParts(pipeline=pipeline_entries(config, layout, ranks))
+    return Verdict(columns, RecordParts(proof=proof) | evidence(run) | pipeline, step_entries(config, ranks))
 
 
-def prove_layout(run: FinishedRun) -> list[str]:
+def not_proven(problems: Sequence[str], proof: ProofEntry, columns: Cells) -> Verdict:
+    """Return the verdict on a run of which something is not proven; the first problem is the reason."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    reason: Cells = {"status": "error", "reason": f"not proven: {problems[0]}{more}"}
+    return Verdict(columns | reason, {"proof": proof | {"problems": problems}})
+
+
+def prove_layout(run: FinishedRun, shard_problems: ShardProblems) -> list[str]:
     """Return where the ranks hold other state than the layout's, of another width, or on another device."""
     config, layout, widths, ranks = run.config, run.layout, run.widths, run.ranks
-    problems = ownership_problems(config.model, layout, ranks, config.strategy.literature)
+    problems = shard_problems(config.model, layout, ranks, config.strategy.literature)
     problems += width_problems(config, widths, ranks)
     problems += placement_problems(layout, ranks)
     problems += build_peak_problems(config, layout, widths, ranks)
@@ -112,9 +129,9 @@ def prove_layout(run: FinishedRun) -> list[str]:
     return problems
 
 
-def prove_steps(run: FinishedRun) -> list[str]:
-    """Return where a step did other work than the layout's."""
-    problems = flops_problems(run.config, run.layout, run.widths, run.ranks)
+def prove_steps(run: FinishedRun, whole_world: Sequence[RankReport]) -> list[str]:
+    """Return where a step did other work than the layout's; operations are counted where the whole world is known."""
+    problems = flops_problems(run.config, run.layout, run.widths, whole_world) if whole_world else []
     problems += kernel_problems(run.config, run.ranks)
     for rank, expected, padded in zip(run.ranks, run.expected_bytes, run.padded_bytes, strict=True):
         problems += checkpointing_problems(run.config, run.layout, rank)
@@ -132,17 +149,8 @@ def prove_ranks_agree(run: FinishedRun) -> list[str]:
     return problems + (dropout_rng_problems(run.layout, run.ranks) if run.config.model.dropout else [])
 
 
-def prove_training(run: FinishedRun, comparison: Comparison | None) -> list[str]:
-    """Return where the run trained something else than the reference; nothing without a reference."""
-    if run.reference is None or comparison is None:
-        return []
-    return overflow_problems(run.reference, run.ranks) + deviation_problems(comparison)
-
-
-def deviation_columns(comparison: Comparison | None) -> Cells:
+def deviation_columns(comparison: Comparison) -> Cells:
     """Return the columns of deviations from the reference and of noise floors; one that is not finite is empty."""
-    if comparison is None:
-        return {}
     columns: Cells = {"proven_steps": comparison.proven_steps}
     checks_of = {"loss": comparison.of_loss(), "grad": comparison.of_gradient(), "update": comparison.of_update_norm()}
     for prefix, checks in checks_of.items():
@@ -152,17 +160,21 @@ def deviation_columns(comparison: Comparison | None) -> Cells:
     return columns
 
 
-def proof_entry(run: FinishedRun, layout_problems: Sequence[str], comparison: Comparison | None) -> ProofEntry:
-    """Return the record's part on the proof."""
-    entry: ProofEntry = {
+def proof_entry(run: FinishedRun, layout_problems: Sequence[str], reference_note: str) -> ProofEntry:
+    """Return the record's part on the proof, without the comparison with a reference."""
+    return {
         "layout": "failed" if layout_problems else "proven",
-        "reference": run.reference_note,
+        "reference": reference_note,
         "expected_communication_bytes": run.expected_bytes,
         "padded_communication_bytes": run.padded_bytes,
     }
-    if comparison is not None:
-        entry["floor_multiple"] = comparison.floor_multiple
-        entry["checks"] = [
+
+
+def check_entries(comparison: Comparison) -> ProofEntry:
+    """Return the record's part on the comparison with a reference."""
+    return {
+        "floor_multiple": comparison.floor_multiple,
+        "checks": [
             {
                 "deviation": _finite(check.deviation),
                 "where": check.where,
@@ -170,18 +182,17 @@ def proof_entry(run: FinishedRun, layout_problems: Sequence[str], comparison: Co
                 "bound": check.bound,
             }
             for check in comparison.checks
-        ]
-    return entry
+        ],
+    }
 
 
 def evidence(run: FinishedRun) -> RecordParts:
-    """Return the record's parts that only a proven run has: communication, traffic and pipeline."""
+    """Return the record's parts that only a proven run has: communication and traffic."""
     sender = rank_sending_most(run.ranks)
     index = run.ranks.index(sender)
     return {
         "communication": communication_entries(run.layout, sender),
         "traffic": bytes_by_axis(run.layout, sender, run.expected_bytes[index], run.padded_bytes[index]),
-        "pipeline": pipeline_entries(run.config, run.layout, run.ranks),
     }
 
 

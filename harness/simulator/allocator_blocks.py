@@ -15,7 +15,7 @@ LARGE_SEGMENT_BYTES = 20 * 2**20  # large_segment_size: of blocks below kMinLarg
 
 
 @dataclass(eq=False)
-class Block:
+class MemoryBlock:
     """A part of a segment, allocated or free; `previous` and `next` are its neighbors in the segment."""
 
     address: int
@@ -26,8 +26,8 @@ class Block:
     is_allocated: bool = False
     is_mapped: bool = True  # False for address space of an expandable segment without memory
     is_expandable: bool = False
-    previous: Block | None = None
-    next: Block | None = None
+    previous: MemoryBlock | None = None
+    next: MemoryBlock | None = None
     cached_since: int = 0  # the pool's count of searches when the block was freed
 
     @property
@@ -41,16 +41,17 @@ class Block:
         """Whether the block is a part of its segment only."""
         return self.previous is not None or self.next is not None
 
-    def split(self, size: int) -> Block:
+    def split(self, size: int) -> MemoryBlock:
         """Keep the first bytes, and return a block of the rest; neither is in a pool."""
-        rest = Block(self.address + size, self.size - size, self.stream, self.pool, is_expandable=self.is_expandable)
+        start, size_after = self.address + size, self.size - size
+        rest = MemoryBlock(start, size_after, self.stream, self.pool, is_expandable=self.is_expandable)
         rest.previous, rest.next = self, self.next
         if rest.next is not None:
             rest.next.previous = rest
         self.next, self.size = rest, size
         return rest
 
-    def merge(self, neighbor: Block | None) -> None:
+    def merge(self, neighbor: MemoryBlock | None) -> None:
         """Take over a neighbor that is in the pool, if it is as this block, which is not (try_merge_blocks)."""
         if neighbor is None or neighbor.is_allocated or neighbor.is_mapped != self.is_mapped:
             return
@@ -73,7 +74,7 @@ class Pool:
     is_small: bool
     free: list[tuple[int, int, int]] = field(default_factory=list)  # (stream, size, address)
     unmapped: list[tuple[int, int]] = field(default_factory=list)  # (stream, address)
-    blocks: dict[int, Block] = field(default_factory=dict)  # free and unmapped ones by address
+    blocks: dict[int, MemoryBlock] = field(default_factory=dict)  # free and unmapped ones by address
     searches: int = 0
 
     @property
@@ -81,7 +82,7 @@ class Pool:
         """The bytes that expandable segments map at once."""
         return SMALL_SEGMENT_BYTES if self.is_small else LARGE_SEGMENT_BYTES
 
-    def insert(self, block: Block) -> None:
+    def insert(self, block: MemoryBlock) -> None:
         """Add a free or unmapped block."""
         self.blocks[block.address] = block
         if block.is_mapped:
@@ -90,7 +91,7 @@ class Pool:
         else:
             insort(self.unmapped, (block.stream, block.address))
 
-    def remove(self, block: Block) -> None:
+    def remove(self, block: MemoryBlock) -> None:
         """Take out a free or unmapped block."""
         del self.blocks[block.address]
         if block.is_mapped:
@@ -183,7 +184,7 @@ def parse_allocator_settings(text: str) -> AllocatorSettings:
     return AllocatorSettings(**values)
 
 
-def expand(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Block | None:
+def expand(device: DeviceReservation, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
     """Return a block of an expandable segment, to which pages are mapped (try_allocate_expandable_block)."""
     block = _find_address_space(device, pool, size, stream)
     if not block.is_mapped and not _map(device, block, min(block.size, size)):
@@ -198,7 +199,7 @@ def expand(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Blo
     return block
 
 
-def _find_address_space(device: DeviceReservation, pool: Pool, size: int, stream: int) -> Block:
+def _find_address_space(device: DeviceReservation, pool: Pool, size: int, stream: int) -> MemoryBlock:
     """Return the first free or unmapped block of the stream after which there is enough address space."""
     for _, address in pool.unmapped[bisect_left(pool.unmapped, (stream, 0)) :]:
         block = pool.blocks[address]
@@ -215,12 +216,12 @@ def _find_address_space(device: DeviceReservation, pool: Pool, size: int, stream
     # torch reserves 9/8 of the device's memory as addresses.
     page_bytes = pool.page_bytes
     space = -(-device.capacity_bytes * 9 // 8 // page_bytes) * page_bytes
-    block = Block(device.new_addresses(space), space, stream, pool, is_mapped=False, is_expandable=True)
+    block = MemoryBlock(device.new_addresses(space), space, stream, pool, is_mapped=False, is_expandable=True)
     pool.insert(block)
     return block
 
 
-def _map(device: DeviceReservation, block: Block, size: int) -> bool:
+def _map(device: DeviceReservation, block: MemoryBlock, size: int) -> bool:
     """Map whole pages at the start of an unmapped block; return whether there was memory for them (map_block)."""
     page_bytes = block.pool.page_bytes
     mapped = -(-size // page_bytes) * page_bytes
@@ -238,7 +239,7 @@ def _map(device: DeviceReservation, block: Block, size: int) -> bool:
     return True
 
 
-def unmap(device: DeviceReservation, block: Block) -> None:
+def unmap(device: DeviceReservation, block: MemoryBlock) -> None:
     """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
     page_bytes = block.pool.page_bytes
     start = -(-block.address // page_bytes) * page_bytes

@@ -16,8 +16,8 @@ from harness.simulator.allocator_blocks import (
     LARGE_SEGMENT_BYTES,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
-    Block,
     DeviceReservation,
+    MemoryBlock,
     Pool,
 )
 from harness.simulator.fake_memory import Request
@@ -46,7 +46,7 @@ class CachingAllocator:
         self.allocated_bytes = self.requested_bytes = 0
         self._peak_allocated_bytes = self._peak_requested_bytes = 0
         self._small, self._large = Pool(is_small=True), Pool(is_small=False)
-        self._active: dict[int, Block] = {}  # allocated blocks by address
+        self._active: dict[int, MemoryBlock] = {}  # allocated blocks by address
 
     @property
     def reserved_bytes(self) -> int:
@@ -128,7 +128,7 @@ class CachingAllocator:
             return size if size == power else -(-size // step) * step
         return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
 
-    def _find_free_block(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _find_free_block(self, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
         """Return the smallest free block of the stream that is large enough, taken out of its pool (get_free_block)."""
         pool.searches += 1
         place = bisect_left(pool.free, (stream, size, 0))
@@ -150,13 +150,13 @@ class CachingAllocator:
         pool.remove(block)
         return block
 
-    def _should_split(self, block: Block, size: int) -> bool:
+    def _should_split(self, block: MemoryBlock, size: int) -> bool:
         remaining = block.size - size
         if block.pool.is_small or self.settings.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
         return size < self.settings.max_split_bytes and remaining > SMALL_BYTES
 
-    def _reserve(self, pool: Pool, size: int, stream: int) -> Block | None:
+    def _reserve(self, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
         """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
         if self.settings.expandable_segments:
             return allocator_blocks.expand(self.device, pool, size, stream)
@@ -168,9 +168,9 @@ class CachingAllocator:
             segment_bytes = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
         if not self.device.reserve(segment_bytes):
             return None
-        return Block(self.device.new_addresses(segment_bytes), segment_bytes, stream, pool)
+        return MemoryBlock(self.device.new_addresses(segment_bytes), segment_bytes, stream, pool)
 
-    def _release(self, block: Block) -> None:
+    def _release(self, block: MemoryBlock) -> None:
         """Give a whole segment back."""
         block.pool.remove(block)
         self.device.release(block.size)

@@ -32,7 +32,7 @@ class Product(NamedTuple):
         return self.batch * single + rates.kernel_seconds
 
 
-class Attention(NamedTuple):
+class AttentionKernel(NamedTuple):
     """A fused attention kernel, forward or backward; the mask leaves a share of the scores to be computed."""
 
     queries: int  # of all sequences of the batch
@@ -63,7 +63,7 @@ class Movement(NamedTuple):
         return self.bytes / bandwidth + hardware.fitted.kernel_seconds
 
 
-class HostCopy(NamedTuple):
+class HostLinkCopy(NamedTuple):
     """A copy between device and host."""
 
     bytes: int
@@ -119,9 +119,9 @@ class Transfers(NamedTuple):
         return send_seconds(size, 1 if in_node else gpus_per_node, gpus_per_node, hardware)
 
 
-Computation = Product | Attention | Movement
+Computation = Product | AttentionKernel | Movement
 Communication = Collective | Transfers
-Work = Computation | HostCopy | HostWork | Communication
+Work = Computation | HostLinkCopy | HostWork | Communication
 
 
 @lru_cache(maxsize=1024)

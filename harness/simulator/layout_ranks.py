@@ -16,7 +16,6 @@ from harness.simulator.process import StepRequest
 from harness.simulator.rank import Progress, simulate_rank
 from harness.simulator.stage_times import with_stage_waits
 from harness.simulator.step_timing import TimedStep
-from harness.simulator.stream_schedule import Schedule
 from harness.util.files import atomic_write_json
 
 
@@ -40,7 +39,7 @@ def simulate_ranks_of_layout(
     config, layout = requests[0].config, requests[0].layout
     steps = with_stage_waits(layout, layout.grad_accumulation_steps(config.train), timed)
     if trace is not None:
-        write_trace(trace, [event for step in steps for event in trace_events(step.rank, step.launches, step.schedule)])
+        write_trace(trace, [event for step in steps for event in trace_events(step)])
     times = {step.rank: step.summary for step in steps}
     return [dataclasses.replace(report, simulated_time=times.get(report.rank)) for report in reports]
 
@@ -71,21 +70,19 @@ MICROSECONDS = 1e6
 PHASES = "phases"  # the name of the row that shows them
 
 
-def trace_events(rank: int, launches: Sequence[Launch], schedule: Schedule) -> Iterator[Event]:
+def trace_events(step: TimedStep) -> Iterator[Event]:
     """Yield the events of a rank's step, which is a process of the trace; its streams are threads."""
-    streams = [PHASES, *sorted({launch.stream for launch in launches if launch.work is not None})]
+    rank, times = step.rank, zip(step.launches, step.starts, step.ends, strict=True)
+    kernels = [(launch, start, end) for launch, start, end in times if launch.work is not None]
+    streams = [PHASES, *sorted({launch.stream for launch, _, _ in kernels})]
     threads = {stream: number for number, stream in enumerate(streams)}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for stream, thread in threads.items():
         yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}}
-    kernels = [number for number, launch in enumerate(launches) if launch.work is not None]
-    for phase, numbers in groupby(kernels, key=lambda number: launches[number].phase):
-        of_phase = list(numbers)
-        start = min(schedule.starts[number] for number in of_phase)
-        yield _event(phase, rank, threads[PHASES], start, max(schedule.ends[number] for number in of_phase))
-    for number in kernels:
-        launch = launches[number]
-        start, end = schedule.starts[number], schedule.ends[number]
+    for phase, of_phase in groupby(kernels, key=lambda kernel: kernel[0].phase):
+        _, starts, ends = zip(*of_phase, strict=True)
+        yield _event(phase, rank, threads[PHASES], min(starts), max(ends))
+    for launch, start, end in kernels:
         yield _event(launch.name, rank, threads[launch.stream], start, end) | {"args": _arguments(launch)}
 
 

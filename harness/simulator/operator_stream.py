@@ -20,7 +20,6 @@ from torch.distributed import distributed_c10d
 
 from harness.layout.layout import Layout, group_axes
 from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, iter_tensors
-from harness.measure.communication import group_of_call
 from harness.records.rank_report import OUTSIDE_PHASES
 from harness.simulator import cuda_api
 from harness.simulator.cuda_api import Moment, StreamObserver
@@ -42,6 +41,11 @@ class Launch(NamedTuple):
     phase: str
     axis: str = ""  # of the mesh, along which a kernel communicates
     after: tuple[int, ...] = ()  # the launches on other streams that it waits for
+
+    @property
+    def operator(self) -> str:
+        """The launch's phase and operator, by which a report counts its seconds."""
+        return f"{self.phase}/{self.name}"
 
 
 class StreamRecorder(StreamObserver):
@@ -99,26 +103,19 @@ class StreamRecorder(StreamObserver):
             self.launches.append(Launch("synchronize", None, HOST, self.phase, "", tuple(moment.values())))
 
     def _on_collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        name = func._schema.name
-        arguments = dict(zip((entry.name for entry in func._schema.arguments), args, strict=False)) | kwargs
-        if name == "_c10d_functional::wait_tensor":
-            self.wait(current_stream(), self._results.pop(arguments["tensor"].untyped_storage()._cdata, None))
-        elif name in ("c10d::send", "c10d::recv_"):
-            self._on_transfer(name, arguments, result)
-        elif name in RULES:
-            call = CollectiveCall(arguments, group_of_call(arguments))
-            operation, moved_tensors = RULES[name]
-            ranks = tuple(dist.get_process_group_ranks(call.group))
-            size = sum(tensor.numel() * tensor.element_size() * times for tensor, times in moved_tensors(call))
-            work = Collective(operation, size, ranks)
-            if len(ranks) > 1:
-                self._communicate(func._opname, work, _group_name(call.group), arguments, result)
+        call = CollectiveCall.of(func, args, kwargs)
+        if call.operator == "_c10d_functional::wait_tensor":
+            self.wait(current_stream(), self._results.pop(call.arguments["tensor"].untyped_storage()._cdata, None))
+        elif call.operator in ("c10d::send", "c10d::recv_"):
+            self._on_transfer(call, result)
+        elif call.operator in RULES and len(call.ranks) > 1:
+            size = sum(tensor.numel() * tensor.element_size() * times for tensor, times in call.moved_tensors())
+            self._communicate(func._opname, Collective(call.operation, size, call.ranks), call, result)
 
-    def _communicate(
-        self, name: str, work: Collective, communicator: str, arguments: dict[str, Any], result: Any
-    ) -> None:
+    def _communicate(self, name: str, work: Collective, call: CollectiveCall, result: Any) -> None:
         """Record a collective on the current stream, or on its communicator's, and after that communicator's last."""
-        is_synchronous = arguments.get("async_op", arguments.get("asyncOp", True)) is False
+        communicator = _group_name(call.group)
+        is_synchronous = call.arguments.get("async_op", call.arguments.get("asyncOp", True)) is False
         stream = current_stream() if is_synchronous else f"communicator {communicator}"
         if not is_synchronous:
             self.wait(stream, self.moment(current_stream()))
@@ -140,14 +137,11 @@ class StreamRecorder(StreamObserver):
     def _keep_work(self, work: Any, moment: Moment) -> None:
         self._works[id(work)] = (work, moment)
 
-    def _on_transfer(self, name: str, arguments: dict[str, Any], result: Any) -> None:
+    def _on_transfer(self, call: CollectiveCall, result: Any) -> None:
         """Record a single send or receive, or add it to the batch that is being launched."""
-        group = group_of_call(arguments)
-        is_send = name == "c10d::send"
-        direction: Literal["send", "receive"] = "send" if is_send else "receive"
-        peer_name = "dst" if is_send else "src"
-        peer = dist.get_process_group_ranks(group)[arguments[peer_name]]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(arguments["tensors"]))
+        direction: Literal["send", "receive"] = "send" if call.operator == "c10d::send" else "receive"
+        peer = call.ranks[call.arguments["dst" if direction == "send" else "src"]]
+        size = sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(call.arguments["tensors"]))
         if self._batch is not None:
             self._batch.append((direction, peer, size))
             return

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.measure.collective_rules import iter_tensors
-from harness.simulator.kernel_work import Attention, HostCopy, HostWork, Movement, Product, Work
+from harness.simulator.kernel_work import AttentionKernel, HostLinkCopy, HostWork, Movement, Product, Work
 
 _aten = torch.ops.aten
 
@@ -101,7 +101,7 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
         return HostWork(moved_bytes(func, args, kwargs, outputs)) if devices else None
     name = func._opname
     if devices > {device_type} and name in ("_to_copy", "copy_"):
-        return HostCopy(_tensor_bytes(outputs[0]))
+        return HostLinkCopy(_tensor_bytes(outputs[0]))
     if name in _ATTENTION:
         return _attention(name, args, kwargs)
     if name in _PRODUCTS:
@@ -116,13 +116,13 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Attention:
+def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionKernel:
     """Return the attention kernel of an operator, of which backward has the gradient of the output first."""
     (heads_dim, positions_dim), is_backward = _ATTENTION[name]
     query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
     batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
     schema_values = _named(name, args, kwargs)
-    return Attention(
+    return AttentionKernel(
         batch * queries,
         keys,
         query.shape[heads_dim],

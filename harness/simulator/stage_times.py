@@ -107,11 +107,11 @@ class StageStep:
         self._transfers: dict[int, StageKernel] = {}  # that nothing has waited for, by number of launch
         for number, launch in enumerate(step.launches):
             self._add(number, launch)
-        self._end_segment(step.schedule.step_seconds)
+        self._end_segment(step.summary.step_seconds)
 
     def _add(self, number: int, launch: Launch) -> None:
         """Add a launch to the present segment, and end the segment where the launch meets other stages."""
-        work, start, ends = launch.work, self.step.schedule.starts[number], self.step.schedule.ends
+        work, start, ends = launch.work, self.step.starts[number], self.step.ends
         for other in launch.after:
             if other in self._transfers:
                 self._end_segment(self._main_end)
@@ -146,14 +146,10 @@ class StageStep:
     def moved(self) -> TimedStep:
         """Return the step with its launches moved to when their segments run beside the other stages."""
         moves = [kernel.end - kernel.seconds - start for kernel, start in zip(self.kernels, self.starts, strict=True)]
-        schedule = self.step.schedule
         by_launch = [moves[number] for number in self.kernel_of_launch]
-        moved = dataclasses.replace(
-            schedule,
-            starts=[start + move for start, move in zip(schedule.starts, by_launch, strict=True)],
-            ends=[end + move for end, move in zip(schedule.ends, by_launch, strict=True)],
-        )
-        return dataclasses.replace(self.step, schedule=moved)
+        starts = [start + move for start, move in zip(self.step.starts, by_launch, strict=True)]
+        ends = [end + move for end, move in zip(self.step.ends, by_launch, strict=True)]
+        return dataclasses.replace(self.step, starts=starts, ends=ends)
 
 
 def play_kernels(stages: Sequence[Sequence[StageKernel]]) -> float:

@@ -1,5 +1,6 @@
 """The time of a rank's simulated step on the hardware of its cluster."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from harness.simulator.fake_memory import StorageCounter
 from harness.simulator.kernel_work import work_seconds
 from harness.simulator.operator_stream import Launch, StreamRecorder
 from harness.simulator.process import StepRequest
-from harness.simulator.stream_schedule import Rates, Schedule, kind_of, play
+from harness.simulator.stream_schedule import Player, kind_of
 from harness.util.errors import UserError
 
 
@@ -65,11 +66,12 @@ def profile_timed_step(
 
 @dataclass(frozen=True)
 class TimedStep:
-    """The launches of a rank's step, when they run, and the summary that the rank reports."""
+    """The launches of a rank's step, when each runs, and the summary that the rank reports."""
 
     rank: int
     launches: Sequence[Launch]
-    schedule: Schedule
+    starts: Sequence[float]
+    ends: Sequence[float]
     summary: SimulatedTime
 
 
@@ -83,41 +85,19 @@ def time_step(request: StepRequest, launches: Sequence[Launch]) -> TimedStep | N
         seconds = [launch_seconds(launch, hardware, gpus_per_node) for launch in launches]
     except UserError:
         return None
-    fitted = hardware.fitted
-    schedule = play(launches, seconds, Rates(fitted.launch_seconds, fitted.overlap_slowdown))
-    summary = SimulatedTime(
-        step_seconds=schedule.step_seconds,
-        phase_seconds=dict(schedule.phase_seconds),
-        exposed_seconds=dict(schedule.exposed_seconds),
-        overlapped_seconds=schedule.overlapped_seconds,
-        copy_seconds=schedule.copy_seconds,
-        idle_seconds=schedule.idle_seconds,
-        operator_seconds=operator_seconds(launches, seconds),
-        communication_operators=communication_operators(launches),
+    player, operator_seconds = Player(launches, seconds, hardware.fitted), Counter[str]()
+    for launch, own in zip(launches, seconds, strict=True):
+        if launch.work is not None:
+            operator_seconds[launch.operator] += own  # type: ignore[assignment]
+    summary = dataclasses.replace(
+        player.play(),
+        operator_seconds=dict(operator_seconds.most_common()),  # each as if it ran alone
+        communication_operators=sorted({each.operator for each in launches if kind_of(each.work) == "communication"}),
         launches=len(launches),
     )
-    return TimedStep(request.rank, launches, schedule, summary)
+    return TimedStep(request.rank, launches, player.starts, player.ends, summary)
 
 
 def launch_seconds(launch: Launch, hardware: HardwareConfig, gpus_per_node: int) -> float:
     """Return the seconds of a launch where nothing else runs; a wait of the host has none of its own."""
     return 0.0 if launch.work is None else work_seconds(launch.work, hardware, gpus_per_node)
-
-
-def operator_seconds(launches: Sequence[Launch], seconds: Sequence[float]) -> dict[str, float]:
-    """Return the seconds of kernels by phase and operator, longest first, each as if it ran alone."""
-    totals: Counter[str] = Counter()
-    for launch, own in zip(launches, seconds, strict=True):
-        if launch.work is not None:
-            totals[operator_key(launch)] += own  # type: ignore[assignment]
-    return dict(totals.most_common())
-
-
-def communication_operators(launches: Sequence[Launch]) -> list[str]:
-    """Return the keys of operator_seconds() that are of collectives and transfers."""
-    return sorted({operator_key(launch) for launch in launches if kind_of(launch.work) == "communication"})
-
-
-def operator_key(launch: Launch) -> str:
-    """Return a launch's phase and operator."""
-    return f"{launch.phase}/{launch.name}"

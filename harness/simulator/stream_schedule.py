@@ -11,38 +11,69 @@ Collectives of different communicators do not share their links here.
 import math
 from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
-from harness.simulator.kernel_work import Collective, HostCopy, Transfers, Work
+from harness.config.hardware import FittedHardware
+from harness.records.rank_report import SimulatedTime
+from harness.simulator.kernel_work import Collective, HostLinkCopy, Transfers, Work
 from harness.simulator.operator_stream import HOST, Launch
 
 ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The seconds in which the host launches a kernel, and by how much communication slows down what computes."""
+def kind_of(work: Work | None) -> str:
+    """Return whether a kernel computes, communicates or copies between device and host."""
+    if isinstance(work, Collective | Transfers):
+        return "communication"
+    return "copy" if isinstance(work, HostLinkCopy) else "compute"
 
-    launch_seconds: float
-    overlap_slowdown: float  # in seconds of computing for each second beside communication
 
+class Player:
+    """The state of a device and its host while they play the launches of a step."""
 
-@dataclass
-class Schedule:
-    """When each launch runs, and what the device does in each second of a step: the parts add up to the step."""
+    def __init__(self, launches: Sequence[Launch], seconds: Sequence[float], hardware: FittedHardware) -> None:
+        self.launches, self.hardware = launches, hardware
+        self.left = list(seconds)  # of each launch, in seconds of its own
+        self.starts, self.ends = [math.inf] * len(launches), [math.inf] * len(launches)
+        self.queued_at = [math.inf] * len(launches)
+        self.streams: dict[str, deque[int]] = {}
+        self.running: dict[str, int] = {}
+        self.host_next, self.host_time = 0, 0.0
+        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
+        self.exposed_seconds: defaultdict[str, float] = defaultdict(float)
+        self.copy_seconds = self.idle_seconds = self.overlapped_seconds = 0.0
 
-    starts: list[float]
-    ends: list[float]
-    phase_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # computing
-    exposed_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # by axis
-    copy_seconds: float = 0.0  # between device and host, beside neither computing nor communication
-    idle_seconds: float = 0.0
-    overlapped_seconds: float = 0.0  # communication beside computing, which is part of the phases
-
-    @property
-    def step_seconds(self) -> float:
-        """The seconds from the first launch to the end of the last kernel."""
-        return max(self.ends, default=0.0)
+    def play(self) -> SimulatedTime:
+        """Play all launches, and return the time of the step and its parts."""
+        now = 0.0
+        while True:
+            self.launch_from_host()
+            next_start = self.start_kernels(now)
+            running = sorted(self.running.values(), key=lambda number: self.launches[number].stream)
+            speeds = self.speeds(running)
+            next_end = min(
+                (now + self.left[number] / speeds[number] for number in running if speeds[number]), default=math.inf
+            )
+            then = min(next_start, next_end)
+            if then == math.inf:
+                break
+            self.spend(then - now, [self.launches[number] for number in running])
+            for number in running:
+                self.left[number] -= (then - now) * speeds[number]
+                if self.left[number] <= ROUNDING_SECONDS:
+                    self.ends[number] = then
+                    del self.running[self.launches[number].stream]
+            now = then
+        if self.host_next < len(self.launches) or any(self.streams.values()):
+            raise RuntimeError("launches wait for each other for ever")
+        step_seconds = max(self.ends, default=0.0)
+        return SimulatedTime(
+            step_seconds,
+            dict(self.phase_seconds),
+            dict(self.exposed_seconds),
+            self.overlapped_seconds,
+            self.copy_seconds,
+            self.idle_seconds + max(0.0, step_seconds - now),  # the host goes on after the last kernel
+        )
 
     def spend(self, seconds: float, running: Sequence[Launch]) -> None:
         """Count the seconds in which these launches run."""
@@ -58,61 +89,10 @@ class Schedule:
         else:
             self.idle_seconds += seconds
 
-
-def kind_of(work: Work | None) -> str:
-    """Return whether a kernel computes, communicates or copies between device and host."""
-    if isinstance(work, Collective | Transfers):
-        return "communication"
-    return "copy" if isinstance(work, HostCopy) else "compute"
-
-
-def play(launches: Sequence[Launch], seconds: Sequence[float], rates: Rates) -> Schedule:
-    """Return when launches run that take so many seconds each where nothing runs beside them."""
-    return Player(launches, seconds, rates).play()
-
-
-class Player:
-    """The state of a device and its host while they play the launches of a step."""
-
-    def __init__(self, launches: Sequence[Launch], seconds: Sequence[float], rates: Rates) -> None:
-        self.launches, self.rates = launches, rates
-        self.left = list(seconds)  # of each launch, in seconds of its own
-        self.starts, self.ends = [math.inf] * len(launches), [math.inf] * len(launches)
-        self.queued_at = [math.inf] * len(launches)
-        self.streams: dict[str, deque[int]] = {}
-        self.running: dict[str, int] = {}
-        self.host_next, self.host_time = 0, 0.0
-
-    def play(self) -> Schedule:
-        """Play all launches."""
-        schedule, now = Schedule(self.starts, self.ends), 0.0
-        while True:
-            self.launch_from_host()
-            next_start = self.start_kernels(now)
-            running = sorted(self.running.values(), key=lambda number: self.launches[number].stream)
-            speeds = self.speeds(running)
-            next_end = min(
-                (now + self.left[number] / speeds[number] for number in running if speeds[number]), default=math.inf
-            )
-            then = min(next_start, next_end)
-            if then == math.inf:
-                break
-            schedule.spend(then - now, [self.launches[number] for number in running])
-            for number in running:
-                self.left[number] -= (then - now) * speeds[number]
-                if self.left[number] <= ROUNDING_SECONDS:
-                    self.ends[number] = then
-                    del self.running[self.launches[number].stream]
-            now = then
-        if self.host_next < len(self.launches) or any(self.streams.values()):
-            raise RuntimeError("launches wait for each other for ever")
-        schedule.idle_seconds += max(0.0, schedule.step_seconds - now)  # the host goes on after the last kernel
-        return schedule
-
     def speeds(self, running: Sequence[int]) -> Mapping[int, float]:
         """Return the speed of each launch that runs."""
         kinds = {number: kind_of(self.launches[number].work) for number in running}
-        beside = max(0.0, 1.0 - self.rates.overlap_slowdown) if "communication" in kinds.values() else 1.0
+        beside = max(0.0, 1.0 - self.hardware.overlap_slowdown) if "communication" in kinds.values() else 1.0
         return {number: beside if kind == "compute" else 1.0 for number, kind in kinds.items()}
 
     def launch_from_host(self) -> None:
@@ -130,7 +110,7 @@ class Player:
                 self.starts[number] = self.host_time
                 self.ends[number] = self.host_time = self.host_time + self.left[number]
             else:
-                self.host_time += self.rates.launch_seconds
+                self.host_time += self.hardware.launch_seconds
                 self.queued_at[number] = self.host_time
                 self.streams.setdefault(launch.stream, deque()).append(number)
             self.host_next += 1

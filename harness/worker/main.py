@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.engines.base import Engine, load_engine
+from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.memory import DeviceMemory, MemoryLimit
@@ -33,7 +33,7 @@ from harness.util.text import one_line
 from harness.worker.batches import Batches
 from harness.worker.perturbed_training import train_perturbed
 from harness.worker.process_group import JoinRanks, process_group
-from harness.worker.train_loop import RankMeasurements, train
+from harness.worker.train_loop import train
 
 
 def main(run_dir: str) -> None:
@@ -110,9 +110,19 @@ def build_and_train(
     batches = Batches(spec.corpus, spec.config, spec.layout, report.rank, device)
     snapshot = RunFolder(directory).memory_snapshot(report.rank) if spec.memory_snapshot else None
     trace = StepTrace(device, load_operator_log(Path(spec.operator_log)) if spec.operator_log else None)
-    measurements = train(engine, probe, batches, spec.config, spec.layout, memory, trace, heartbeat, snapshot)
+    report = train(report, engine, probe, batches, spec.config, spec.layout, memory, trace, heartbeat, snapshot)
     heartbeat("finishing", spec.config.train.total_steps)
-    report = dataclasses.replace(report_of_training(report, measurements, engine), start_peak_bytes=start_peak_bytes)
+    report = dataclasses.replace(
+        report,
+        status="ok",
+        start_peak_bytes=start_peak_bytes,
+        devices=engine.devices,
+        skipped_steps=engine.skipped_steps,
+        device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        dropout_seed=torch.initial_seed(),
+        dropout_rng_ranks=dropout_rng_ranks(engine.model),
+        **state_fields(engine, report.profiled.gradient_bytes_by_device),
+    )
     engine.close()
     return report
 
@@ -137,42 +147,6 @@ def perturb(
         return None
     engine.close()
     return report
-
-
-def report_of_training(report: RankReport, measurements: RankMeasurements, engine: Engine) -> RankReport:
-    """Return the report with the measurements, and with the state that the engine holds after training."""
-    memory, profiled = measurements.memory, measurements.profiled
-    return dataclasses.replace(
-        report,
-        status="ok",
-        losses=measurements.losses,
-        grad_norms=measurements.grad_norms,
-        step_seconds=measurements.step_seconds,
-        phase_seconds=measurements.phase_seconds,
-        host_usage=measurements.host_usage,
-        first_gradients=measurements.first_gradients,
-        first_moments=measurements.first_moments,
-        first_updates=measurements.first_updates,
-        last_parameters=measurements.last_parameters,
-        last_masters=measurements.last_masters,
-        graphs_in_timed_steps=measurements.graphs_in_timed_steps,
-        time_breakdown=measurements.time_breakdown,
-        profiled=profiled,
-        peak_allocated_bytes=memory.peak_allocated_bytes,
-        peak_requested_bytes=memory.peak_requested_bytes,
-        peak_active_bytes=memory.peak_active_bytes,
-        peak_reserved_bytes=memory.peak_reserved_bytes,
-        non_torch_bytes=memory.non_torch_bytes,
-        num_alloc_retries=memory.num_alloc_retries,
-        num_ooms=memory.num_ooms,
-        last_gradients=measurements.last_gradients,
-        devices=engine.devices,
-        skipped_steps=engine.skipped_steps,
-        device_name=torch.cuda.get_device_name() if measurements.device.type == "cuda" else "cpu",
-        dropout_seed=torch.initial_seed(),
-        dropout_rng_ranks=dropout_rng_ranks(engine.model),
-        **state_fields(engine, profiled.gradient_bytes_by_device),
-    )
 
 
 # What libraries say whose memory does not come from torch's allocator, with the class of the error that torch raises:

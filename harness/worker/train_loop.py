@@ -1,8 +1,8 @@
 """The one training loop: warm-up, timed, profiled and traced steps. It does not depend on the strategy."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -13,47 +13,23 @@ from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.host_usage import HostUsageMeter
-from harness.measure.memory import DeviceMemory, MemoryCounters
+from harness.measure.memory import DeviceMemory
 from harness.measure.step_profiler import profile_step
 from harness.measure.step_timer import StepTimes, garbage_collection_disabled
 from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
 from harness.models.build import compiled_graph_count
 from harness.probe import Probe
-from harness.records.rank_report import HostUsage, ProfiledStep, TimeBreakdown
+from harness.records.rank_report import RankReport
 from harness.records.training_report import TensorFingerprint
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
 
 
-@dataclass(frozen=True)
-class RankMeasurements:
-    """The measurements of one rank.
-
-    Losses and norms cover every step; seconds cover the timed steps, with their data.
-    """
-
-    losses: list[float]
-    grad_norms: list[float]
-    step_seconds: list[float]
-    phase_seconds: dict[str, list[float]]
-    memory: MemoryCounters  # in the timed steps
-    host_usage: HostUsage
-    first_gradients: Sequence[TensorFingerprint]
-    first_moments: Sequence[TensorFingerprint]  # after the first update, which uses clipped gradients
-    first_updates: Sequence[TensorFingerprint]  # what the first update changed
-    last_parameters: list[TensorFingerprint]
-    last_masters: list[TensorFingerprint]
-    graphs_in_timed_steps: int  # the number of graphs compiled in the timed steps
-    time_breakdown: TimeBreakdown | None
-    profiled: ProfiledStep
-    last_gradients: list[TensorFingerprint]
-    device: torch.device
-
-
 @garbage_collection_disabled()
 def train(
+    report: RankReport,
     engine: Engine,
     probe: Probe,
     batches: Callable[[int], Sequence[Batch]],
@@ -63,8 +39,8 @@ def train(
     trace: StepTrace,
     progress: Callable[[str, int], None],
     snapshot: Path | None = None,
-) -> RankMeasurements:
-    """Train all steps of the configuration and return the measurements.
+) -> RankReport:
+    """Train all steps of the configuration and return the report with the measurements.
 
     A memory snapshot of the profiled step is written to `snapshot`. Raise FloatingPointError if gradients overflow in
     every warm-up step.
@@ -123,12 +99,12 @@ def train(
             for index in range(config.total_steps - TRACED_STEPS, config.total_steps):
                 with probe.phase(STEP_PHASE):
                     step("traced", index)
-    return RankMeasurements(
+    return dataclasses.replace(
+        report,
         losses=losses.tolist(),
         grad_norms=grad_norms.tolist(),
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
-        memory=counters,
         host_usage=host_usage,
         first_gradients=first_update.gradients,
         first_moments=first_update.moments,
@@ -139,7 +115,7 @@ def train(
         time_breakdown=trace.breakdown(),
         profiled=profiled.result(peak_step.log),
         last_gradients=profiled.gradient_fingerprints.fingerprints,
-        device=memory.device,
+        **counters._asdict(),
     )
 
 

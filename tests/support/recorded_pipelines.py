@@ -5,6 +5,7 @@ received in one batch (torch/distributed/pipelining/schedules.py: "avoids coales
 or all-recv)"). The order does not depend on time, because a rank's host never waits for its device within a step.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,18 +15,24 @@ from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.config.hardware import FittedHardware
 from harness.cost_model.pipeline import PassKind
 from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
 from harness.layout.layout import Layout
-from harness.records.rank_report import SimulatedTime
 from harness.simulator.kernel_work import Movement, Transfers
 from harness.simulator.operator_stream import Launch, StreamRecorder
 from harness.simulator.process_group import fake_process_group, pipeline_stages
 from harness.simulator.stage_times import MAIN, played_together
 from harness.simulator.step_timing import TimedStep
-from harness.simulator.stream_schedule import Rates, play
+from harness.simulator.stream_schedule import Player
 
 Steps = list[list[Launch]]  # of every rank
+
+
+def rates(launch_seconds: float = 0.0, overlap_slowdown: float = 0.0) -> FittedHardware:
+    """Return the host's seconds for a launch, and by how much communication slows down what computes."""
+    others = dict.fromkeys((field.name for field in dataclasses.fields(FittedHardware)), 1.0)
+    return FittedHardware(**others | {"launch_seconds": launch_seconds, "overlap_slowdown": overlap_slowdown})
 
 
 class TransferMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -116,5 +123,5 @@ def timed_step(
     seconds = [
         transfer_seconds if sent else pass_seconds[launch.name] for launch, sent in zip(step, is_sent, strict=True)
     ]
-    schedule = play(launches, seconds, Rates(0.0, 0.0))
-    return TimedStep(rank, launches, schedule, SimulatedTime(schedule.step_seconds))
+    player = Player(launches, seconds, rates())
+    return TimedStep(rank, launches, player.starts, player.ends, player.play())

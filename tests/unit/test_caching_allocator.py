@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.simulator.allocator_blocks import MIB, AllocatorSettings, Block, parse_allocator_settings
+from harness.simulator.allocator_blocks import MIB, AllocatorSettings, MemoryBlock, parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.util.errors import UserError
 
@@ -127,7 +127,7 @@ def test_an_unknown_setting_is_refused_in_one_line() -> None:
 # --- what must hold after any sequence of requests
 
 
-def all_blocks(allocator: CachingAllocator) -> list[Block]:
+def all_blocks(allocator: CachingAllocator) -> list[MemoryBlock]:
     pools = (allocator._small, allocator._large)
     return [*allocator._active.values(), *(block for pool in pools for block in pool.blocks.values())]
 

@@ -37,12 +37,12 @@ STEP: list[Line] = [(1, 100), (2, 70), (3, 40), (4, 30), (5, 8), (5, -8), (3, -4
 
 def example_annotations() -> StepAnnotations:
     annotations = StepAnnotations()
-    annotations.claim(2, 1, "parameter", "at rest")
-    annotations.claim(3, 3, "activation", "held")
-    annotations.claim(7, 3, "activation", "held", is_owned=False)
-    annotations.claim(6, 4, "gradient", "gradients")  # seen after the peak
-    annotations.claim(6, 2, "communication", "bucket")
-    annotations.claim(7, 2, "gradient", "gradients")  # what the bucket holds for a while
+    annotations.claim(2, [1], "parameter", "at rest")
+    annotations.claim(3, [3], "activation", "held")
+    annotations.claim(7, [3], "activation", "held", is_owned=False)
+    annotations.claim(6, [4], "gradient", "gradients")  # seen after the peak
+    annotations.claim(6, [2], "communication", "bucket")
+    annotations.claim(7, [2], "gradient", "gradients")  # what the bucket holds for a while
     annotations.operators = [OpSpan(2, 3, "aten::mm"), OpSpan(4, 6, "aten::add")]
     annotations.phases = [OpSpan(2, 4, "forward"), OpSpan(4, 8, "backward")]
     return annotations
@@ -63,12 +63,12 @@ def test_every_block_has_the_role_of_its_claim() -> None:
 def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
     """An activation freed before the peak is one no longer, and a bucket is a gradient while it holds one."""
     annotations = example_annotations()
-    annotations.claim(4, 3, "activation", "held", is_owned=False)
-    annotations.claim(3, 2, "gradient", "gradients")
+    annotations.claim(4, [3], "activation", "held", is_owned=False)
+    annotations.claim(3, [2], "gradient", "gradients")
     peak = parts(attribute_peak(log_of(STEP, standing=2), annotations))
     assert peak["temporary", "allocated in forward"] == 40
     assert peak["gradient", "gradients"] == 100 and ("communication", "bucket") not in peak
-    annotations.claim(4, 2, "gradient", "gradients", is_owned=False)
+    annotations.claim(4, [2], "gradient", "gradients", is_owned=False)
     assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), annotations))
     assert parts(attribute_peak(log_of(STEP, standing=2), annotations))["gradient", "gradients"] == 30
 
@@ -76,7 +76,7 @@ def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
 def test_a_claim_ends_when_its_block_is_freed() -> None:
     lines = [(1, 10), (1, -10), (1, 20)]
     annotations = StepAnnotations()
-    annotations.claim(1, 1, "gradient", "gradients")
+    annotations.claim(1, [1], "gradient", "gradients")
     assert parts(attribute_peak(log_of(lines), annotations)) == {("temporary", memory_attribution.BETWEEN): 20}
 
 
@@ -125,7 +125,7 @@ def test_copies_of_the_communication_backend_are_no_part_of_the_peak_without_the
 def test_blocks_that_only_the_example_allocates_are_skipped() -> None:
     example = [*STEP[:3], (8, 3), (8, -3), *STEP[3:]]
     annotations = StepAnnotations()
-    annotations.claim(6, 4, "gradient", "gradients")
+    annotations.claim(6, [4], "gradient", "gradients")
     assert (
         parts(attribute_peak_by_example(log_of(STEP, standing=2), log_of(example, standing=2), annotations))[
             "gradient", "gradients"
@@ -160,7 +160,7 @@ def test_parts_add_up_to_the_peak(history: tuple[list[Line], int], data: st.Data
         role = data.draw(st.sampled_from(MEMORY_ROLES[:-1]))
         moment = data.draw(st.integers(standing, len(lines)))  # what stands was there before anybody claims
         address = data.draw(st.integers(1, 30))
-        annotations.claim(moment, address, role, "x", is_owned=data.draw(st.booleans()))
+        annotations.claim(moment, [address], role, "x", is_owned=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
     peak = attribute_peak(log, annotations)
@@ -192,8 +192,8 @@ def test_a_gpu_log_attributes_blocks_of_its_allocator() -> None:
     history = memory.begin_log()
     other = torch.empty(3 << 20, dtype=torch.uint8, device="cuda")
     annotations = StepAnnotations()
-    annotations.claim(history.position(), first.untyped_storage().data_ptr(), "parameter", "first")
-    annotations.claim(history.position(), other.untyped_storage().data_ptr(), "gradient", "other")
+    annotations.claim(history.position(), [first.untyped_storage().data_ptr()], "parameter", "first")
+    annotations.claim(history.position(), [other.untyped_storage().data_ptr()], "gradient", "other")
     del other
     peak = attribute_peak(history.end(), annotations)
     sums = {part.role: part.bytes for part in peak.parts}

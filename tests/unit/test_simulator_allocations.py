@@ -35,7 +35,7 @@ def test_a_block_is_freed_when_its_tensor_is_and_not_when_other_streams_are_done
     parameter = allocator.allocate(1000)
     log = begin_log()
     annotations = StepAnnotations()
-    annotations.claim(log.position(), parameter, "parameter", "at rest")
+    annotations.claim(log.position(), [parameter], "parameter", "at rest")
     sent = allocator.allocate(700, stream=7)
     allocator.request_free(sent)
     other = allocator.allocate(500)

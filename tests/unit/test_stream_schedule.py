@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
+from harness.config.hardware import FittedHardware
 from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import resolve_layout
 from harness.metrics.simulation import simulated_time_columns
 from harness.records.rank_report import RankReport, SimulatedTime
 from harness.simulator.kernel_work import (
-    Attention,
+    AttentionKernel,
     Collective,
-    HostCopy,
+    HostLinkCopy,
     HostWork,
     Movement,
     Product,
@@ -28,12 +29,13 @@ from harness.simulator.operator_stream import Launch
 from harness.simulator.operator_work import WorkCache
 from harness.simulator.stage_times import with_stage_waits
 from harness.simulator.step_timing import TimedStep
-from harness.simulator.stream_schedule import Rates, Schedule, play
+from harness.simulator.stream_schedule import Player
 from tests.support.commands import compose_config
+from tests.support.recorded_pipelines import rates
 
-COMPUTES, SENDS, COPIES = Movement(0), Collective("all_gather", 0, (0, 1)), HostCopy(0)
+COMPUTES, SENDS, COPIES = Movement(0), Collective("all_gather", 0, (0, 1)), HostLinkCopy(0)
 
-FREE = Rates(launch_seconds=0.0, overlap_slowdown=0.0)  # of the host, and of what runs beside communication
+FREE = rates()  # of the host, and of what runs beside communication
 
 
 def kernel(stream: str = "main", *after: int, work: Work | None = COMPUTES, phase: str = "forward") -> Launch:
@@ -44,21 +46,26 @@ def gather(*after: int) -> Launch:
     return kernel("communicator", *after, work=SENDS)
 
 
-def times(schedule: Schedule) -> list[tuple[float, float]]:
-    return [(round(start, 9), round(end, 9)) for start, end in zip(schedule.starts, schedule.ends, strict=True)]
+def play(launches: list[Launch], seconds: list[float], hardware: FittedHardware, rank: int = 0) -> TimedStep:
+    player = Player(launches, [float(value) for value in seconds], hardware)
+    return TimedStep(rank, launches, player.starts, player.ends, player.play())
 
 
-def parts(schedule: Schedule) -> tuple[float, ...]:
+def times(step: TimedStep) -> list[tuple[float, float]]:
+    return [(round(start, 9), round(end, 9)) for start, end in zip(step.starts, step.ends, strict=True)]
+
+
+def parts(time: SimulatedTime) -> tuple[float, ...]:
     """Return seconds of computing, of exposed and of overlapped communication, of copies, and of nothing."""
-    sums = (sum(schedule.phase_seconds.values()), sum(schedule.exposed_seconds.values()))
-    rest = (schedule.overlapped_seconds, schedule.copy_seconds, schedule.idle_seconds)
+    sums = (sum(time.phase_seconds.values()), sum(time.exposed_seconds.values()))
+    rest = (time.overlapped_seconds, time.copy_seconds, time.idle_seconds)
     return tuple(round(seconds, 9) for seconds in (*sums, *rest))
 
 
 HOST = Launch("synchronize", None, "host", "forward", "", (0,))
 
 # Launches, their seconds, rates, when each runs, and the parts of the step.
-SCHEDULES: dict[str, tuple[list[Launch], list[float], Rates, list[tuple[float, float]], tuple[float, ...]]] = {
+SCHEDULES: dict[str, tuple[list[Launch], list[float], FittedHardware, list[tuple[float, float]], tuple[float, ...]]] = {
     "one stream runs in order": ([kernel(), kernel()], [2, 3], FREE, [(0, 2), (2, 5)], (5, 0, 0, 0, 0)),
     "streams run beside each other": (
         [kernel(), gather()],
@@ -85,28 +92,28 @@ SCHEDULES: dict[str, tuple[list[Launch], list[float], Rates, list[tuple[float, f
     "communication slows down what computes": (
         [kernel(), gather()],
         [3, 2],
-        Rates(0.0, 0.5),
+        rates(0.0, 0.5),
         [(0, 4), (0, 2)],
         (4, 0, 2, 0, 0),
     ),
     "a host that is slower than its device": (
         [kernel(), kernel(), kernel()],
         [1, 1, 1],
-        Rates(2.0, 0.0),
+        rates(2.0, 0.0),
         [(2, 3), (4, 5), (6, 7)],
         (3, 0, 0, 0, 4),
     ),
     "a host that runs ahead": (
         [kernel(), kernel(), kernel()],
         [5, 1, 1],
-        Rates(2.0, 0.0),
+        rates(2.0, 0.0),
         [(2, 7), (7, 8), (8, 9)],
         (7, 0, 0, 0, 2),
     ),
     "a host that waits for its device": (
         [kernel(), HOST, kernel()],
         [5, 0, 1],
-        Rates(2.0, 0.0),
+        rates(2.0, 0.0),
         [(2, 7), (7, 7), (9, 10)],
         (6, 0, 0, 0, 4),
     ),
@@ -129,12 +136,12 @@ SCHEDULES: dict[str, tuple[list[Launch], list[float], Rates, list[tuple[float, f
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_by_hand(name: str) -> None:
-    launches, seconds, rates, expected, expected_parts = SCHEDULES[name]
-    schedule = play(launches, [float(value) for value in seconds], rates)
-    assert times(schedule) == expected
-    assert parts(schedule) == expected_parts
-    computing, exposed, _, copying, idle = parts(schedule)
-    assert computing + exposed + copying + idle == schedule.step_seconds  # the parts add up to the step
+    launches, seconds, hardware, expected, expected_parts = SCHEDULES[name]
+    step = play(launches, seconds, hardware)
+    assert times(step) == expected
+    assert parts(step.summary) == expected_parts
+    computing, exposed, _, copying, idle = parts(step.summary)
+    assert computing + exposed + copying + idle == step.summary.step_seconds  # the parts add up to the step
 
 
 def test_launches_that_wait_for_each_other_are_refused() -> None:
@@ -161,7 +168,7 @@ KERNELS: list[tuple[Any, tuple[Any, ...], Any, Work | None]] = [
         _aten._scaled_dot_product_flash_attention.default,
         (tensor(2, 4, 64, 32), tensor(2, 4, 64, 32), tensor(2, 4, 64, 32), 0.0, True),
         tensor(2, 4, 64, 32),
-        Attention(128, 64, 4, 32, 0.5, "bfloat16", False),
+        AttentionKernel(128, 64, 4, 32, 0.5, "bfloat16", False),
     ),
 ]
 
@@ -175,7 +182,7 @@ def test_the_kernel_of_an_operator(func: Any, args: tuple[Any, ...], result: Any
 def test_equally_many_bytes_take_another_time_on_the_device_to_the_host_and_on_it() -> None:
     hardware = compose_config("cluster=8xh100").cluster.hardware
     assert hardware is not None and hardware.host_bandwidth is not None
-    moved, copied, updated = (work_seconds(kind(10**9), hardware, 8) for kind in (Movement, HostCopy, HostWork))
+    moved, copied, updated = (work_seconds(kind(10**9), hardware, 8) for kind in (Movement, HostLinkCopy, HostWork))
     assert 10 * moved < copied == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.1)
     assert 10 * moved < updated == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.2)
 
@@ -188,9 +195,9 @@ def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
 
 
 def test_a_trace_has_every_kernel_on_the_row_of_its_stream(tmp_path: Path) -> None:
-    launches, seconds, rates, expected, _ = SCHEDULES["a kernel waits for another stream"]
+    launches, seconds, hardware, expected, _ = SCHEDULES["a kernel waits for another stream"]
     path = tmp_path / "trace.json"
-    write_trace(path, list(trace_events(3, launches, play(launches, list(map(float, seconds)), rates))))
+    write_trace(path, list(trace_events(play(launches, seconds, hardware, rank=3))))
     events = json.loads(path.read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     shown = [event for event in events if event["ph"] == "X" and rows[event["tid"]] != PHASES]
@@ -215,10 +222,7 @@ def test_the_columns_of_a_simulated_step_add_up_to_it() -> None:
 
 
 def stage(rank: int, launches: list[Launch], seconds: list[float]) -> TimedStep:
-    schedule = play(launches, seconds, FREE)
-    phases = dict(schedule.phase_seconds)
-    summary = SimulatedTime(schedule.step_seconds, phases, idle_seconds=schedule.idle_seconds)
-    return TimedStep(rank, launches, schedule, summary)
+    return play(launches, seconds, FREE, rank)
 
 
 def transfer(rank: int, direction: Any, peer: int, *after: int) -> Launch:
@@ -246,8 +250,8 @@ def test_stages_wait_for_each_other() -> None:
     # 2 forward, 1 to send, 3 and 6 on the second stage, 1 to send back, 4 backward.
     assert first.summary.step_seconds == second.summary.step_seconds == pytest.approx(17)
     assert not first.summary.bubble_is_planned
-    assert first.schedule.starts[3] == pytest.approx(13)
-    assert second.schedule.starts[1] == pytest.approx(3)
+    assert first.starts[3] == pytest.approx(13)
+    assert second.starts[1] == pytest.approx(3)
     for step, own in ((first, FIRST), (second, SECOND)):
         assert step.summary.idle_seconds - own.summary.idle_seconds == pytest.approx(17 - own.summary.step_seconds)
 
@@ -257,7 +261,7 @@ def test_stages_meet_in_collectives_along_the_pipeline() -> None:
     meeting = [stage(rank, launches, [seconds, 1.0, 0.5]) for rank, seconds in ((0, 2.0), (1, 5.0))]
     first, second = with_stage_waits(PIPELINE, 1, meeting)
     assert (first.summary.bubble_seconds, second.summary.bubble_seconds) == (3, 0)
-    assert first.schedule.starts[2] == second.schedule.starts[2] == 6
+    assert first.starts[2] == second.starts[2] == 6
 
 
 def test_a_single_stage_has_the_planned_bubble() -> None:
