@@ -64,21 +64,14 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     import torch
     from torch import nn
 
-    from harness.engines.torch.data_parallel import master_params
     from harness.engines.torch.ddp import ReplicatedParams
-    from harness.engines.torch.engine import TorchEngine
-    from harness.engines.torch.loss_scaler import LossScaler
-    from harness.engines.torch.micro_batches import GradAccumulationLoop
-    from harness.engines.torch.optimizer import build_optimizer
+    from harness.engines.torch.engine import whole_model_engine
     from harness.models.build import build_meta_model
 
     model = build_meta_model(config, probe)
     count = config.world_size or config.cluster.gpus_per_node or torch.cuda.device_count()
     wrap = partial(nn.DataParallel, device_ids=list(range(count)) if device.type == "cuda" else None)
     parallel = ReplicatedParams([model], config, device, wrap)
-    scaler = LossScaler(config.precision, layout.dp)
-    runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
-    optimizer = build_optimizer(master_params(parallel), config)
-    engine = TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
+    engine = whole_model_engine(model, config, layout, mesh, probe, parallel)
     engine.devices = count if device.type == "cuda" else 0
     return engine

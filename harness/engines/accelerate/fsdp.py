@@ -17,24 +17,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from harness.config.schema import RunConfig
-from harness.engines.accelerate.ddp import AccelerateMicroBatches
 from harness.engines.base import Engine
-from harness.engines.torch.engine import TorchEngine
+from harness.engines.torch.engine import whole_model_engine
 from harness.engines.torch.fsdp import FSDPParams, end_backward_prefetch, fsdp_param_groups, mixed_precision_policy
-from harness.engines.torch.loss_scaler import LossScaler
-from harness.engines.torch.optimizer import build_optimizer
 from harness.layout.layout import Layout
 from harness.models.build import build_meta_model
 from harness.models.decoder import Decoder
 from harness.models.init_weights import materialize
 from harness.probe import Probe
-
-
-class AccelerateFSDP(FSDPParams):
-    """The parameters of a model that Accelerate has sharded."""
-
-    def __init__(self, model: nn.Module, zero_stage: int) -> None:
-        self.attach([model], zero_stage)
 
 
 def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device, probe: Probe) -> Engine:
@@ -53,13 +43,10 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     prepared.set_reshard_after_forward(layout.zero_stage == 3)
     verify_prepared(prepared, config, layout)
     materialize(model, config.model, config.train.seed, device, getattr(torch, config.precision.master))
-    optimizer = accelerator.prepare_optimizer(build_optimizer(list(model.parameters()), config))
     parts = [*model.embedding_and_head_groups()[0], *model.layers_by_index().values()]
     end_backward_prefetch(next(part for part in parts if isinstance(part, FSDPModule)))
-    parallel = AccelerateFSDP(model, layout.zero_stage)  # sharded in place
-    scaler = LossScaler(config.precision, layout.dp)
-    runner = AccelerateMicroBatches(accelerator, parallel, probe, scaler, config.train.loss_chunks)
-    return TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
+    parallel = FSDPParams([model], layout.zero_stage)  # sharded in place
+    return whole_model_engine(model, config, layout, mesh, probe, parallel, accelerator)
 
 
 def create_fsdp_plugin(config: RunConfig, layout: Layout, model: Decoder) -> FullyShardedDataParallelPlugin:

@@ -42,7 +42,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.data_parallel import master_params
     from harness.engines.torch.ddp import ReplicatedParams, distributed_data_parallel
     from harness.engines.torch.engine import TorchEngine
-    from harness.engines.torch.fsdp import FSDPParams
+    from harness.engines.torch.fsdp import FSDPParams, shard_parts
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
@@ -67,7 +67,8 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         apply_model_transforms(part, config, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
-        parallel = FSDPParams(parts, config, layout, mesh, device)
+        shard_parts(parts, config, layout, mesh, device)
+        parallel = FSDPParams(parts, layout.zero_stage)
     elif layout.data_parallel == "ddp":
         group = replica_group(mesh)
         wrap = distributed_data_parallel(group, device, config)

@@ -37,7 +37,10 @@ class ReplicatedParams:
         device: torch.device,
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         accumulation: int = 1,
+        no_sync: Callable[[DistributedDataParallel], AbstractContextManager[None]] = DistributedDataParallel.no_sync,
     ) -> None:
+        """Fill the parts, and wrap them; `no_sync` is the context in which a wrapper does not synchronize gradients."""
+        self.no_sync = no_sync
         precision, seed = config.precision, config.train.seed
         for part in parts:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
@@ -100,10 +103,6 @@ class ReplicatedParams:
         for name, master in self.masters.items():
             if self.parameters[name].grad is not None:
                 move_grad_to_master(self.parameters[name], master)
-
-    def no_sync(self, module: DistributedDataParallel) -> AbstractContextManager[None]:
-        """Return DDP's context in which gradients are not synchronized."""
-        return module.no_sync()
 
     def master_param(self, name: str) -> nn.Parameter:
         """Return a parameter's fp32 master, or the parameter itself where there are no masters."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,8 +17,11 @@ from harness.engines.base import Batch, StepResult
 from harness.engines.torch.data_parallel import DataParallel, master_params
 from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad, squared_grad_norm
 from harness.engines.torch.loss_scaler import LossScaler
-from harness.engines.torch.micro_batches import MicroBatchRunner
+from harness.engines.torch.micro_batches import GradAccumulationLoop, MicroBatchRunner
+from harness.engines.torch.optimizer import build_optimizer
+from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
+from harness.models.decoder import Decoder
 from harness.models.init_weights import local_box
 from harness.probe import Probe
 from harness.tensors.shard import BUCKET, Shard
@@ -125,6 +129,25 @@ class TorchEngine:
 
     def close(self) -> None:
         """Do nothing: all that this engine holds is this process's memory."""
+
+
+def whole_model_engine(
+    model: Decoder,
+    config: RunConfig,
+    layout: Layout,
+    mesh: DeviceMesh,
+    probe: Probe,
+    parallel: DataParallel,
+    accelerator: Any = None,
+) -> TorchEngine:
+    """Return the engine of a rank that holds all layers, with Accelerate's backward and optimizer if it is given."""
+    scaler = LossScaler(config.precision, layout.dp)
+    backward = Tensor.backward if accelerator is None else accelerator.backward
+    runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks, backward)
+    optimizer = build_optimizer(master_params(parallel), config)
+    if accelerator is not None:
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    return TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
 
 
 def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:

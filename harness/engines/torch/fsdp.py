@@ -65,6 +65,23 @@ def mixed_precision_policy(precision: PrecisionConfig) -> MixedPrecisionPolicy:
     )
 
 
+def shard_parts(
+    parts: Sequence[Decoder], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
+) -> None:
+    """Shard parts on the meta device as the layout says, in place, and fill the shards with their initial values."""
+    policy = mixed_precision_policy(config.precision)
+    axes = hsdp_mesh(mesh, layout)
+    if axes.size(0) == 1 and layout.zero_stage > 0:
+        axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
+    storage_device, offload = device, OffloadPolicy()
+    if layout.offload == "parameters":
+        storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    master = getattr(torch, config.precision.master)
+    for part in parts:
+        apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
+        materialize(part, config.model, config.train.seed, device, master, storage_device)
+
+
 class HiddenFSDPModule(nn.Module):
     """A wrapper that hides from torch's pipeline that a part is sharded.
 
@@ -86,24 +103,7 @@ class FSDPParams:
     The shards, their gradients and the optimizer's state lie in the host's pinned memory under offload.
     """
 
-    def __init__(
-        self, parts: Sequence[Decoder], config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.device
-    ) -> None:
-        precision = config.precision
-        policy = mixed_precision_policy(precision)
-        axes = hsdp_mesh(mesh, layout)
-        if axes.size(0) == 1 and layout.zero_stage > 0:
-            axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
-        storage_device, offload = device, OffloadPolicy()
-        if layout.offload == "parameters":
-            storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        master = getattr(torch, precision.master)
-        for part in parts:
-            apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
-            materialize(part, config.model, config.train.seed, device, master, storage_device)
-        self.attach(parts, layout.zero_stage)
-
-    def attach(self, parts: Sequence[nn.Module], zero_stage: int) -> None:
+    def __init__(self, parts: Sequence[nn.Module], zero_stage: int) -> None:
         """Take over parts that are already sharded and materialized."""
         self.parts: list[FSDPModule] = []
         for part in parts:

@@ -1,6 +1,6 @@
 """Forward and backward of a step's micro-batches, one after another where every rank holds all layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,8 +27,17 @@ class MicroBatchRunner(Protocol):
 class GradAccumulationLoop:
     """A MicroBatchRunner that accumulates gradients: each micro-batch's forward, then its backward."""
 
-    def __init__(self, parallel: DataParallel, probe: Probe, loss_scaler: LossScaler, loss_chunks: int) -> None:
+    def __init__(
+        self,
+        parallel: DataParallel,
+        probe: Probe,
+        loss_scaler: LossScaler,
+        loss_chunks: int,
+        backward: Callable[[Tensor], object] = Tensor.backward,
+    ) -> None:
+        """Accumulate gradients by a library's own backward of a scaled loss, if it is not torch's."""
         self.parallel = parallel
+        self.backward = backward
         self.loss_chunks = loss_chunks
         self.probe = probe
         self.loss_scaler = loss_scaler
@@ -46,7 +55,3 @@ class GradAccumulationLoop:
                     self.backward(loss * (self.loss_scaler.factor / count))
                     del loss  # frees what is left of the graph
         return torch.stack(losses).mean()
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward of a scaled loss."""
-        loss.backward()  # type: ignore[no-untyped-call]
