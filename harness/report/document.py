@@ -113,8 +113,13 @@ def bullets(sentences: Iterable[str]) -> BulletList | None:
     return BulletList(items) if items else None
 
 
+def walk(sections: Iterable[Section]) -> Iterator[Section]:
+    """Yield all sections in the order in which they are read."""
+    for section in sections:
+        yield section
+        yield from walk(section.inner)
+
+
 def charts(sections: Iterable[Section]) -> Iterator[Chart]:
     """Yield the charts in the order in which they are read."""
-    for section in sections:
-        yield from (part for part in section.parts if isinstance(part, Chart))
-        yield from charts(section.inner)
+    yield from (part for section in walk(sections) for part in section.parts if isinstance(part, Chart))

@@ -8,45 +8,18 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 
 from harness.report.charts import style
-from harness.report.document import (
-    Banner,
-    Best,
-    BulletList,
-    Chart,
-    Disturbed,
-    MemorySlider,
-    Paragraph,
-    Section,
-    Table,
-)
+from harness.report.document import Chart, Section, Table, walk
 from harness.report.document import charts as all_charts
 from harness.report.explorer import ExplorerData
+from harness.report.templates import FOLDER, template
 from harness.util.text import sanitize
 
 Config = dict[str, Any]  # of Vega-Lite, as JSON
-
-_FOLDER = Path(__file__).parent / "page"
-
-_LONG = 36  # characters; a longer cell may wrap
-
-
-@dataclass(frozen=True)
-class _Heading:
-    """A section with its id and level in the page."""
-
-    id: str
-    level: int
-    section: Section
-    inner: list["_Heading"] = field(default_factory=list)
 
 
 def page(
@@ -73,7 +46,6 @@ def page(
         derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivation.pack`.
         rows: The rows of a plan by what they are, for readers of the page's data.
     """
-    headings = _headings(sections, 2, {"top", "main", "contents", "axes", "filter"})
     charts = list(all_charts(sections))
     strategies = _strategies(sections, charts, explorer)
     data = {
@@ -88,11 +60,12 @@ def page(
         "derivations": derivations,
         "config": config,
     } | ({} if rows is None else {"rows": rows})
-    css, script = (_source(name) for name in ("page.css", "page.js"))
+    css, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     library = _script(library)
-    html = _template().render(
+    html = template("page.html.j2", sanitize, split_cell=_split_cell, identity=id).render(
         title=title,
-        headings=headings,
+        sections=sections,
+        anchors=_anchors(sections),
         explorer=explorer,
         positions={id(chart): position for position, chart in enumerate(charts)},
         svgs={name: _data_url(svg) for name, svg in (svgs or {}).items()},
@@ -117,34 +90,22 @@ def page(
     return html.lstrip()
 
 
-def _headings(sections: Sequence[Section], level: int, used_ids: set[str]) -> list[_Heading]:
-    """Return the sections with unique ids made from their titles."""
-    headings: list[_Heading] = []
-    for section in sections:
-        if not section.title:
-            headings.append(_Heading("", min(level, 6), section, _headings(section.inner, level, used_ids)))
-            continue
+def _anchors(sections: Sequence[Section]) -> dict[int, str]:
+    """Return the unique ids in the page of the sections that have titles, made from these."""
+    used, anchors = {"top", "main", "contents", "axes", "filter"}, {}
+    for section in (section for section in walk(sections) if section.title):
         slug = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")[:40].strip("-") or "section"
-        name, count = slug, 1
-        while name in used_ids:
-            count += 1
-            name = f"{slug}-{count}"
-        used_ids.add(name)
-        headings.append(_Heading(name, min(level, 6), section, _headings(section.inner, level + 1, used_ids)))
-    return headings
-
-
-def _tables(sections: Sequence[Section]) -> Iterator[Table]:
-    for section in sections:
-        for part in section.parts:
-            if isinstance(part, Table | Chart):
-                yield part if isinstance(part, Table) else part.table
-        yield from _tables(section.inner)
+        names = (slug, *(f"{slug}-{count}" for count in range(2, len(used) + 2)))
+        anchors[id(section)] = next(name for name in names if name not in used)
+        used.add(anchors[id(section)])
+    return anchors
 
 
 def _strategies(sections: Sequence[Section], charts: Sequence[Chart], explorer: ExplorerData | None) -> list[str]:
     """Return every strategy that a row or a mark belongs to, in the order of the page."""
-    tables = [*_tables(sections), *([explorer.table] if explorer else [])]
+    parts = [part for section in walk(sections) for part in section.parts if isinstance(part, Table | Chart)]
+    tables = [part if isinstance(part, Table) else part.table for part in parts]
+    tables += [explorer.table] if explorer else []
     strategies = [strategy for table in tables for strategy in table.strategies]
     strategies += [strategy for chart in charts for strategy in _strategies_in(chart.spec)]
     return list(dict.fromkeys(strategy for strategy in strategies if strategy))
@@ -182,29 +143,6 @@ def _data_url(svg: str) -> str:
     """Return a picture to embed; the page describes it, so that its marks need no names of their own."""
     svg = re.sub(r' (?:aria-[a-z]+|role)="[^"]*"', "", svg)
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', 'replace')).decode()}"
-
-
-@cache
-def _source(name: str) -> str:
-    return (_FOLDER / name).read_text(encoding="utf-8")
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER, encoding="utf-8"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=lambda value: value if isinstance(value, Markup) else sanitize(value),
-    )
-    environment.filters |= {"split_cell": _split_cell, "identity": id}
-    for kind in (Banner, Paragraph, BulletList, Table, Chart, MemorySlider, Best, Disturbed):
-        environment.tests[kind.__name__.lower()] = lambda value, kind=kind: isinstance(value, kind)
-    environment.filters["json"] = lambda value: json.dumps(value, allow_nan=False)
-    environment.tests["long"] = lambda text: len(text) > _LONG
-    return environment.get_template("page.html.j2")
 
 
 def _split_cell(text: str) -> tuple[str, str]:

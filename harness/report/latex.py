@@ -1,43 +1,45 @@
 """The comparison as a table for a paper: LaTeX with booktabs, and the same cells as CSV."""
 
-import csv
-import io
 import statistics
 from collections.abc import Sequence
 from typing import Literal
 
+import pandas as pd
+
 from harness.report.charts.setting import setting
-from harness.report.frame import baseline_name, column_values
-from harness.report.ranking import Standing
+from harness.report.columns import ShownColumn, from_frame, write
+from harness.report.frame import baseline_name
 from harness.report.speeds import timed_runs
-from harness.report.text import ONE, byte_unit, format_numbers, format_ratios
+from harness.report.text import ONE, format_numbers
 from harness.report.view import View
 
 Statistic = Literal["median", "mean"]  # median [min, max], or mean ± sd
 
-_SPECIAL = {
-    **{character: f"\\{character}" for character in "&%$#_{}"},
-    "~": "\\textasciitilde{}",
-    "^": "\\textasciicircum{}",
-    "\\": "\\textbackslash{}",
-    "×": "$\\times$",
-    "±": "$\\pm$",
-    "·": "$\\cdot$",
-    "–": "--",
-    "<": "$<$",
-    ">": "$>$",
-}
+_SPECIAL: dict[int, str] = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "~": "\\textasciitilde{}",
+        "^": "\\textasciicircum{}",
+        "\\": "\\textbackslash{}",
+        "×": "$\\times$",
+        "±": "$\\pm$",
+        "·": "$\\cdot$",
+        "–": "--",
+        "<": "$<$",
+        ">": "$>$",
+    }
+)
 
 
 def latex_table(view: View, statistic: Statistic = "median") -> str:
     """Return the comparison as a LaTeX table in the style of booktabs, whose caption has the setting."""
-    header, rows = paper_table(view, statistic)
     words = {"median": "medians [minimum, maximum]", "mean": "means ± standard deviations"}
     caption = (
         f"Tokens per second are {words[statistic]} of n undisturbed runs; a speed of fewer than three runs has no"
         f" spread and ranks nothing, and disturbed ones are left out. Setting: {setting(view)}."
     )
-    cells = [" & ".join(map(escape, row)) + r" \\" for row in rows]
+    table = paper_table(view, statistic).map(escape).rename(columns=escape)
+    lines = [" & ".join(cells) + r" \\" for cells in (list(table.columns), *table.to_numpy().tolist())]
     return "\n".join(
         (
             r"% Needs \usepackage{booktabs}.",
@@ -45,11 +47,11 @@ def latex_table(view: View, statistic: Statistic = "median") -> str:
             r"\centering",
             rf"\caption{{{escape(caption)}}}",
             rf"\label{{tab:{''.join(c if c.isalnum() else '-' for c in view.name)}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(header) - 1)}}}",
+            rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
             r"\toprule",
-            " & ".join(map(escape, header)) + r" \\",
+            lines[0],
             r"\midrule",
-            *cells,
+            *lines[1:],
             r"\bottomrule",
             r"\end{tabular}",
             r"\end{table}",
@@ -60,49 +62,38 @@ def latex_table(view: View, statistic: Statistic = "median") -> str:
 
 def csv_table(view: View, statistic: Statistic = "median") -> str:
     """Return the comparison as CSV."""
-    sink = io.StringIO()
-    header, rows = paper_table(view, statistic)
-    csv.writer(sink, lineterminator="\n").writerows([header, *rows])
-    return sink.getvalue()
+    written: str = paper_table(view, statistic).to_csv(index=False, lineterminator="\n")
+    return written
 
 
-def paper_table(view: View, statistic: Statistic) -> tuple[list[str], list[list[str]]]:
-    """Return header and rows: each configuration with its ranks, speed, number of runs, memory and communication.
+def paper_table(view: View, statistic: Statistic) -> pd.DataFrame:
+    """Return each configuration with its ranks, speed, number of runs, memory and communication.
 
     A disturbed speed is left out, and one of fewer than three runs has no spread.
     """
-    table, standings = view.line_medians, view.ranking.standings
-    peaks, sent = (column_values(table, name) for name in ("peak_allocated_bytes", "communication_bytes"))
-    memory, communication = byte_unit(peaks), byte_unit(sent)
-    compared = baseline_name(table)
-    columns = {
-        "configuration": [str(label) for label in column_values(table, "label")],
-        "ranks": ["" if count is None else str(count) for count in column_values(table, "world_size")],
-        "tokens/s": _speeds(view, statistic),
-        "n": [_count(standing) for standing in standings],
-        "× tokens/s": format_ratios(column_values(table, "tokens_per_second_ratio")),
-        f"peak ({memory.name})": format_numbers(peaks, memory),
-        "× peak": format_ratios(column_values(table, "peak_allocated_bytes_ratio")),
-        f"sent per step ({communication.name})": format_numbers(sent, communication),
-        "status": _statuses(view),
-    }
-    columns = {name: cells for name, cells in columns.items() if any(cells) and (compared or not name.startswith("×"))}
-    return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+    table = view.line_medians
+    speeds = [standing.speed for standing in view.ranking.standings]
+    counts = [speed.runs if speed and not speed.is_disturbed else None for speed in speeds]
+    has_failures = any(line.status != "ok" for line in view.lines)
+    columns = [
+        from_frame(table, "label", "configuration", "text"),
+        from_frame(table, "world_size", "ranks"),
+        ShownColumn("tokens/s", _speeds(view, statistic)),
+        ShownColumn("n", counts),
+        from_frame(table, "tokens_per_second_ratio", "× tokens/s", "ratio"),
+        from_frame(table, "peak_allocated_bytes", "peak ({unit})"),
+        from_frame(table, "peak_allocated_bytes_ratio", "× peak", "ratio"),
+        from_frame(table, "communication_bytes", "sent per step ({unit})", "sent"),
+        ShownColumn("status", [line.status if has_failures else None for line in view.lines]),
+    ]
+    has_ratios = bool(baseline_name(table))
+    shown = [column for column in columns if column.is_known and (has_ratios or not column.header.startswith("×"))]
+    return pd.DataFrame({column.header: column.cells for column in write(shown)})
 
 
 def escape(text: str) -> str:
     """Return text that LaTeX typesets as it is."""
-    return "".join(_SPECIAL.get(character, character) for character in text)
-
-
-def _count(standing: Standing) -> str:
-    return str(standing.speed.runs) if standing.speed and not standing.speed.is_disturbed else ""
-
-
-def _statuses(view: View) -> list[str]:
-    """Return the statuses, if not all runs ended ok."""
-    statuses = [str(line.status) for line in view.lines]
-    return statuses if any(status != "ok" for status in statuses) else [""] * len(statuses)
+    return text.translate(_SPECIAL)
 
 
 def _speeds(view: View, statistic: Statistic) -> list[str]:
