@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, get_type_hints
 
@@ -127,7 +128,9 @@ def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: st
 def readable_id(*names: str, key: str) -> str:
     """Return the id made of these names and a hash, which is one folder's name whatever the names are.
 
-    A character that no such name can have becomes `_`, and long names are cut: the hash tells runs apart.
+    A character that no such name can have becomes `_`, as does a first dot, which would hide the folder, and long names
+    are cut: the hash tells runs apart.
     """
-    text = "".join(character if character.isprintable() and character != "/" else "_" for character in "-".join(names))
+    names_text = re.sub(r"^\.", "_", "-".join(names))
+    text = "".join(character if character.isprintable() and character != "/" else "_" for character in names_text)
     return f"{text.encode()[:NAME_BYTES].decode(errors='ignore')}-{key}"

@@ -9,7 +9,14 @@ from typing import Any, TypedDict, TypeVar
 
 from harness.util.errors import UserError
 
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+TYPE_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    dict: "a group like {key: value}",
+}
+INT_LIMIT = 2**63  # files of rows and tensors have 64 bits for a whole number
 
 
 T = TypeVar("T")
@@ -70,6 +77,10 @@ def _dotted_key(key: str, name: str) -> str:
 def _checked_value(hint: Any, value: Any, key: str) -> Any:
     """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, int):
+        require(-INT_LIMIT <= value < INT_LIMIT, key, value, "does not fit 64 bits: choose a smaller number")
+    if hint is Any:
+        return value
     if origin is typing.Literal:
         _checked_value(type(arguments[0]), value, key)
         require_one_of(key.removesuffix(".name"), value, arguments)  # a group's name is what the group is set to
@@ -85,17 +96,14 @@ def _checked_value(hint: Any, value: Any, key: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
         return tuple(_checked_value(a, v, key) for a, v in zip(arguments, value, strict=True))
     if origin is dict and isinstance(value, dict):
-        return {
-            str(k): v if arguments[1] is Any else _checked_value(arguments[1], v, f"{key}.{k}")
-            for k, v in value.items()
-        }
+        return {str(k): _checked_value(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
         return value
     if origin in (tuple, list):
         raise UserError(f"{key}={value} is not a list: give it a list")
-    wanted = TYPE_NAMES.get(hint, str(hint))
+    wanted = TYPE_NAMES.get(origin or hint, str(hint))
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
 
 

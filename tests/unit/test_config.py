@@ -67,6 +67,7 @@ def test_a_run_has_one_folder_whatever_its_names(strategy: str, model: str) -> N
     changed = run_id(dataclasses.replace(config, strategy=named[0], model=named[1]))
     (folder,) = Path("comparison", changed).relative_to("comparison").parts
     assert folder == changed and "\0" not in folder and len(folder.encode()) <= 200
+    assert not folder.startswith(".")  # a hidden folder is no run's
     assert changed != run_id(config)  # names that look alike in an id are told apart by its hash
 
 
@@ -168,6 +169,8 @@ def test_an_unknown_key_is_named_with_all_keys() -> None:
         ("retry=[never]", "retry=never is not known: choose error, timeout, oom"),
         ("strategy.schedule=3", "strategy.schedule=3 is not text: give it text"),
         ("model=gpt_tiny model.dropout=1.5", "model.dropout=1.5 must be in [0, 1)"),
+        ("strategy.options=5", "strategy.options=5 is not a group like {key: value}"),
+        ("train.seed=9223372036854775808", "train.seed=9223372036854775808 does not fit 64 bits"),
         ("timeout_seconds=0", "timeout_seconds=0.0 is not positive: choose seconds"),
     ],
 )
