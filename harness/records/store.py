@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from harness.config.from_dict import INT_LIMIT
 from harness.records.columns import COLUMN_TYPES, column_type
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
@@ -65,13 +64,11 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
 
 
 def _of_column_type(column: str, value: Any) -> Any:
-    """Return a number in the type of its column; a whole one that exceeds 64 bits is unknown.
+    """Return a number in the type of its column.
 
     The mean bytes of a ring can have a fraction; the operations of a step on thousands of devices exceed 64 bits.
     """
     kind = column_type(column)
-    if kind is int and isinstance(value, int | float) and abs(value) >= INT_LIMIT:
-        return None
     if kind is int and isinstance(value, float):
         return round(value)
     return float(value) if kind is float and type(value) is int else value
@@ -100,12 +97,12 @@ def _check(record: Any) -> None:
 
 def _check_value(column: str, value: Any) -> None:
     kind = column_type(column)
-    if type(value) is kind and (not isinstance(value, int) or -INT_LIMIT <= value < INT_LIMIT):
+    if type(value) is kind and (not isinstance(value, int) or -(2**63) <= value < 2**63):
         return
     allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
     if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{column}={value!r} is not a value of type {kind.__name__ if kind else 'scalar'}")
-    if isinstance(value, int) and not -INT_LIMIT <= value < INT_LIMIT:
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{column}={value} does not fit 64 bits")
 
 
