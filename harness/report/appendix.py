@@ -86,11 +86,10 @@ def predicted_section(view: View) -> list[Section]:
         if any(value is not None for value in predicted):
             quantity = column(measured_name).title
             errors = [p / m - 1 if p is not None and m else None for p, m in zip(predicted, measured, strict=True)]
-            error_texts = ["" if error is None else f"{100 * error:+.1f}" for error in errors]
             columns += [
                 ShownColumn(f"predicted {quantity} {{unit}}", predicted, kind),
                 ShownColumn(f"measured {quantity} {{unit}}", measured, kind),
-                ShownColumn(f"error of the {quantity} %", error_texts),
+                ShownColumn(f"error of the {quantity} %", errors, "change"),
             ]
     if not columns:
         return []

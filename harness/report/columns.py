@@ -30,6 +30,7 @@ _UNITS: dict[str, Callable[[Sequence[float | None]], Unit]] = {
     "flops": flop_unit,
     "flop rate": flop_unit,
     "ms": lambda _: MILLISECONDS,
+    "share": lambda _: Unit("%", 0.01),
     "number": lambda _: ONE,
 }
 _FORMS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
@@ -37,6 +38,7 @@ _FORMS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
     "percent": format_percents,
     "fraction": format_fractions,
     "deviation": format_deviations,
+    "change": lambda values: ["" if value is None else f"{100 * value:+.1f}" for value in values],  # in percent
     "text": lambda values: [_text(value) for value in values],
 }
 _KIND_OF_UNIT = {"bytes": "bytes", "seconds": "ms", "fraction": "percent", "relative": "deviation", "": "text"}

@@ -1,31 +1,35 @@
 """The data of the chart whose axes the reader of the page chooses."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-
-import pandas as pd
+from dataclasses import dataclass, replace
 
 from harness.records.columns import column
+from harness.report.columns import ShownColumn, table_of, units_of, write
 from harness.report.document import Table
 from harness.report.frame import STATE_COLUMNS, column_values, distinct_values
-from harness.report.text import MILLISECONDS, ONE, Unit, byte_unit, format_deviations, format_numbers
+from harness.report.text import ONE
 from harness.report.view import View
 from harness.util.text import sanitize
 
 _TEXTS = ("strategy", "checkpointing", "status", "precision", "engine", "model", "measured_on")
 
-_STATE = "state_bytes"  # a column that only frames have
-
-_MEMORY = ("peak_allocated_bytes", _STATE, *STATE_COLUMNS, "activation_bytes")
-
-_TIMES = ("tokens_per_second_per_device", "step_seconds", "mfu", "pipeline_bubble")
-
-_SIZES = (_STATE, *STATE_COLUMNS, "activation_bytes", "communication_bytes", "loss_deviation", "grad_deviation")
-
-# The columns that can be an axis; the first two are the initial vertical and horizontal ones.
-_NUMBERS = ("tokens_per_second", "peak_allocated_bytes", *_TIMES, *_SIZES)
-
-_UNTIMED_NUMBERS = ("communication_bytes", "peak_allocated_bytes", *_SIZES)  # where charts have no speeds
+# The columns that can be an axis, with their kinds; the first two are the initial vertical and horizontal ones.
+_TIMES = {
+    "tokens_per_second": "number",
+    "peak_allocated_bytes": "bytes",
+    "tokens_per_second_per_device": "number",
+    "step_seconds": "ms",
+    "mfu": "share",
+    "pipeline_bubble": "number",
+}
+_SIZES = {
+    "state_bytes": "bytes",  # a column that only frames have
+    **dict.fromkeys((*STATE_COLUMNS, "activation_bytes"), "bytes"),
+    "communication_bytes": "sent",
+    "loss_deviation": "deviation",
+    "grad_deviation": "deviation",
+}
+_UNTIMED = {"communication_bytes": "sent", "peak_allocated_bytes": "bytes"}  # in place of times where charts have none
 
 # The columns that can be an axis where they differ between rows.
 _COUNTS = (
@@ -47,46 +51,31 @@ class ExplorerData:
 def build_explorer(view: View) -> ExplorerData | None:
     """Return the lines with every number that at least two of them have; None if there are no two such numbers."""
     table = view.line_medians
-    numbers: dict[str, str] = {}
-    columns: dict[str, list[float | None]] = {}
-    shown: dict[str, list[str]] = {}
-    for name, unit in _units(table, view.draws_speeds).items() if len(table) else ():
-        values = column_values(table, name)
-        if sum(value is not None for value in values) > 1:
-            title = "model state" if name == _STATE else column(name).title
-            numbers[name] = f"{title}, {unit.name}" if unit.name else title
-            columns[name] = [None if value is None else value / unit.size for value in values]
-            shown[name] = format_deviations(values) if name.endswith("_deviation") else format_numbers(values, unit)
+    counts = [name for name in _COUNTS if len(distinct_values(table, name)) > 1]
+    kinds = (_TIMES if view.draws_speeds else _UNTIMED) | _SIZES | dict.fromkeys(counts, "number")
+    columns = [ShownColumn(f"{_title(name)}, {{unit}}", column_values(table, name), kinds[name]) for name in kinds]
+    units = units_of(columns)
+    numbers, axes, shown = {}, {}, []
+    for name, values, written in zip(kinds, columns, write(columns), strict=True):
+        if sum(value is not None for value in values.cells) > 1:
+            size = units.get(values.kind, ONE).size
+            numbers[name] = written.header.removesuffix(", ")
+            axes[name] = [None if value is None else value / size for value in values.cells]
+            shown.append(replace(written, header=numbers[name]))
     if len(numbers) < 2:
         return None
-    texts = {name: column(name).title for name in _TEXTS if name == "strategy" or len(distinct_values(table, name)) > 1}
-    text_cells = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
+    texts = {name: _title(name) for name in _TEXTS if name == "strategy" or len(distinct_values(table, name)) > 1}
+    cells = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
     labels = column_values(table, "label")
-    rows = [{"label": sanitize(label), **_at(row, text_cells), **_at(row, columns)} for row, label in enumerate(labels)]
-    others = [name for name in texts if name != "strategy"]  # the label names the strategy
-    cells = [
-        [label, *(text_cells[name][row] for name in others), *(shown[name][row] for name in numbers)]
-        for row, label in enumerate(labels)
-    ]
-    header = ["run", *(texts[name] for name in others), *numbers.values()]
+    named = {"label": [sanitize(label) for label in labels], **cells, **axes}
+    rows = [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
+    others = [ShownColumn(texts[name], cells[name], number=False) for name in texts if name != "strategy"]
+    value_table = table_of(
+        [ShownColumn("run", labels, number=False), *others, *shown], caption="All values that can be drawn"
+    )
     strategies = [value or "" for value in column_values(table, "strategy")]
-    value_table = Table(header, cells, 1 + len(others), "All values that can be drawn", strategies)
-    return ExplorerData(rows, texts, numbers, value_table)
+    return ExplorerData(rows, texts, numbers, replace(value_table, strategies=strategies))
 
 
-def _at(row: int, columns: Mapping[str, Sequence[str | float | None]]) -> dict[str, str | float | None]:
-    """Return the values of one row, by the names of their columns."""
-    return {name: values[row] for name, values in columns.items()}
-
-
-def _units(table: pd.DataFrame, has_times: bool) -> dict[str, Unit]:
-    """Return every number that can be an axis, with the unit of its values."""
-    memory = byte_unit([value for name in _MEMORY for value in column_values(table, name)])
-    units = {
-        **dict.fromkeys(_MEMORY, memory),
-        "communication_bytes": byte_unit(column_values(table, "communication_bytes")),
-        "step_seconds": MILLISECONDS,
-        "mfu": Unit("%", 0.01),
-    }
-    numbers = {name: units.get(name, ONE) for name in (_NUMBERS if has_times else _UNTIMED_NUMBERS)}
-    return numbers | {name: ONE for name in _COUNTS if len(distinct_values(table, name)) > 1}
+def _title(name: str) -> str:
+    return "model state" if name == "state_bytes" else column(name).title

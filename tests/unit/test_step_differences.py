@@ -9,7 +9,7 @@ import pytest
 
 from harness.records.schema import PredictedStepEntry, Record
 from harness.report import markdown
-from harness.report.sources import parts_sentences, simulated_parts, sources, step_difference
+from harness.report.sources import largest_differences, simulated_parts, sources, step_difference
 from harness.report.view import View
 from tests.support.example_records import record_of, row
 
@@ -101,7 +101,7 @@ def test_the_parts_of_a_simulated_step_add_up() -> None:
     (rank,) = simulated(bubble_seconds=0.05).ranks
     assert rank.simulated_time is not None
     assert sum(simulated_parts(rank.simulated_time).values()) == pytest.approx(SIMULATED["step_seconds"])
-    assert parts_sentences({"forward": 1.0}, {"forward": 1.0}) == []
+    assert largest_differences({"forward": 1.0}, {"forward": 1.0}) == {}
 
 
 def test_nothing_is_said_of_a_step_inside_the_interval_or_without_a_plan() -> None:
