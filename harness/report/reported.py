@@ -8,7 +8,6 @@ from harness.records.schema import Record, Row
 from harness.report.frame import column_values, records_frame
 from harness.report.ranking import Group, common_baseline
 from harness.report.speeds import Speed, timed_runs
-from harness.report.text import at_most, bytes_text, join_words
 from harness.report.view import View
 
 
@@ -33,16 +32,6 @@ class Reported:
         peak: int | None = self.row.get("peak_allocated_bytes")
         return peak
 
-    @property
-    def peak_text(self) -> str:
-        """The peak memory with its unit."""
-        return bytes_text(self.peak or 0)
-
-    @property
-    def rate_text(self) -> str:
-        """The median speed with its unit and the range over runs."""
-        return f"{self.speed.median:,.0f} tokens/s [{self.speed.low:,.0f}–{self.speed.high:,.0f}]"
-
     @cached_property
     def timed(self) -> list[Record]:
         """The runs that speed and times are taken from."""
@@ -61,6 +50,16 @@ class ReportedGroup:
     smallest: Sequence[Reported]
     front: Sequence[Reported]
     baseline: Reported | None
+
+    @property
+    def winner(self) -> Reported | None:
+        """The configuration that certainly leads."""
+        return self.fastest[0] if self.fastest else None
+
+    @property
+    def reference(self) -> Reported | None:
+        """What the smallest is compared with: the winner, or the baseline."""
+        return self.winner or self.baseline
 
     @property
     def unranked(self) -> list[Reported]:
@@ -130,13 +129,3 @@ def _title(row: Row, differing: Sequence[str]) -> str:
     """Return what distinguishes the group of a row from the groups of the others, which differ in these columns."""
     known = [_FORMATS[name].format(row[name]) for name in differing if row.get(name) is not None]
     return ", ".join(known).replace("on 1 ranks", "on 1 rank") or "a further setting"
-
-
-def names(members: Sequence[Reported], most: int = 4) -> str:
-    """Return the labels as an enumeration, of which at most `most` are named."""
-    return join_words(at_most([member.label for member in members], most))
-
-
-def share_text(part: float, whole: float) -> str:
-    """Return a part of a whole in percent."""
-    return f"{100 * part / whole:.0f} %"

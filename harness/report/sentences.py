@@ -7,7 +7,16 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from harness.report.text import at_most, bytes_text, duration_text, join_words, percent_text, pluralize, span_text
+from harness.report.text import (
+    at_most,
+    bytes_text,
+    duration_text,
+    format_ratios,
+    join_words,
+    percent_text,
+    pluralize,
+    span_text,
+)
 
 MOST_LABELS = 6  # that a note lists
 
@@ -37,7 +46,7 @@ def _template() -> Template:
         "labels": labels_text,
         "percent": percent_text,
         "plural": pluralize,
-        "ratio": "{:.2f}".format,
+        "ratio": lambda number: format_ratios([number])[0],
         "span": span_text,
         "words": join_words,
     }

@@ -22,7 +22,7 @@ from harness.report.claim_peers import Claim
 from harness.report.columns import ShownColumn, run_table
 from harness.report.document import BulletList, Chart, Paragraph, Section, Table
 from harness.report.files import write_runs_parquet
-from harness.report.findings import figures, findings
+from harness.report.findings import beside, findings
 from harness.report.first_screen import first_screen
 from harness.report.frame import column_values
 from harness.report.overview import best, pivots
@@ -246,11 +246,10 @@ def test_what_a_paper_says_stands_behind_its_own_figure() -> None:
     state = Claim("zero3", "model state", "", "paper", 2.0, "", 1.6, False, "a copy in fp32", False)
     group = reported_groups(View("papers", entries), 1)[0]
     zero3, ddp = (next(line for line in group.members if line.label == name) for name in ("zero3", "ddp"))
-    assert list(figures(zero3, ddp, [claim, state])) == [
-        "60 % of its peak memory",
-        "1.50 × its bytes sent (by the paper's formula 1.50 ×)",
-        "0.62 × its model state (by the paper's formula 0.50 ×, different: a copy in fp32)",
-    ]
+    assert beside(zero3, ddp, [claim, state]) == (
+        "zero3 beside ddp: 60 % of its peak memory; 1.50 × its bytes sent (by the paper's formula 1.50 ×);"
+        " 0.62 × its model state (by the paper's formula 0.50 ×, different: a copy in fp32)."
+    )
     assert "as the paper says" not in everything(View("papers", entries))
 
 
