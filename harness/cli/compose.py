@@ -5,7 +5,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -18,7 +18,7 @@ from yaml import YAMLError
 from harness.cli.notice import Notice, import_slowly, showing
 from harness.config.arguments import find_mistake, normalize_arguments
 from harness.config.command import read_command_config
-from harness.config.from_dict import ConfigValues, GroupValues, from_dict, require_one_of
+from harness.config.from_dict import ConfigValues, GroupValues, from_dict, one_of
 from harness.config.hydra import composition_error, register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.schema import ClusterConfig
@@ -59,7 +59,7 @@ class Combinations:
         if self.user_error is not None:
             return
         try:
-            values = cast("ConfigValues", to_container(composed))
+            values = to_container(composed)
             if not self.is_sweep and isinstance(values["sweep"], dict):  # a single configuration is always tried
                 values["sweep"] |= {"skip_dominated": False}
             self.launcher = to_container(hydra_config.launcher)
@@ -109,7 +109,7 @@ def check(combinations: Combinations) -> None:
     Impossible combinations of a sweep become rows.
     """
     for name in {values["tracking"]["name"]: None for values in combinations.requested}:
-        require_one_of("tracking", name, ("none", *tracker_names()))
+        one_of("none", *tracker_names())(name, "tracking")
     parse_stop_after(combinations.requested[0]["stop_after"])
     is_single = not combinations.is_sweep and not combinations.is_for_slurm
     is_checked = not is_single or check_run(combinations.requested[0])

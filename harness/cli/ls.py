@@ -7,11 +7,11 @@ import yaml
 
 from harness.cli.command import argument, command
 from harness.config.from_dict import GroupValues
-from harness.config.locations import conf_folders, files_in, first_sentence, sweeps_folders
+from harness.config.locations import files_in, first_sentence
 from harness.util.errors import UserError
 from harness.util.text import sanitize
 
-# What can be listed, each with the group of the configuration that it is; sweeps lie in folders of their own.
+# What can be listed, each by its word in the singular, which is the group of the configuration that it is.
 KINDS = {"strategies": "strategy", "models": "model", "clusters": "cluster", "sweeps": "sweep"}
 
 
@@ -29,7 +29,7 @@ def listing(kind: str) -> Iterator[str]:
 
     Raises UserError for a file that cannot be read.
     """
-    paths = files_in(sweeps_folders(), "") if kind == "sweeps" else files_in(conf_folders(), KINDS[kind])
+    paths = files_in(kind if kind == "sweeps" else KINDS[kind])
     width = max((len(name) for name in paths), default=0)
     for name, path in paths.items():
         try:

@@ -3,11 +3,11 @@
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from harness import __version__
 from harness.cli.notice import import_slowly
-from harness.config.locations import conf_folders, names_in, sweeps_folders
+from harness.config.locations import files_in
 
 HELP = ("-h", "--help")
 
@@ -112,13 +112,12 @@ def help_text() -> str:
         *(f"  {command}\n      {about}" for command, about in EXAMPLES),
         "",
         "configuration groups (GROUP=NAME), searched in ./conf first:",
-        *(_listed(group, names_in(conf_folders(), group)) for group in GROUPS),
-        _listed("sweeps", names_in(sweeps_folders(), "")),
+        *(_listed(group, files_in(group)) for group in (*GROUPS, "sweeps")),
     ]
     return "\n".join(lines)
 
 
-def _listed(group: str, names: list[str]) -> str:
+def _listed(group: str, names: Iterable[str]) -> str:
     return textwrap.fill(
         " ".join(names), _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16, break_on_hyphens=False
     )

@@ -2,6 +2,7 @@
 
 import re
 from decimal import Decimal
+from typing import Annotated
 
 from harness.util.errors import UserError
 
@@ -32,6 +33,9 @@ def parse_bytes(text: str | int | float, key: str = "") -> int:
             choice = f"did you mean {match[1]}{letter}iB or {match[1]}{letter}B?"
         raise UserError(f"{setting} is not a size of 1 byte or more: {choice}")
     return int(size)
+
+
+Size = Annotated[str | int | float, parse_bytes]
 
 
 def format_bytes(size_bytes: float) -> str:

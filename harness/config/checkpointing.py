@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from harness.config.from_dict import require, require_one_of, require_positive
+from harness.config.from_dict import Positive, require
 
 Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
 SavedProducts = Literal["all", "every_second"]
@@ -17,21 +17,19 @@ class CheckpointingConfig:
     """The selection of the parts of forward that backward computes a second time instead of saving their results."""
 
     name: Checkpointing  # The kind of checkpointing.
-    every: int = 1  # The n of every_n: the last of every n decoder layers is checkpointed, counted through all stages.
+    # The n of every_n: the last of every n decoder layers is checkpointed, counted through all stages.
+    every: Positive = 1
     # Whether the host's memory holds the activations that layers keep for backward.
     offload_activations: bool = False
     # The products of a layer's projections that selective saves: all, or every_second, which are the first, third, etc.
     saved_products: SavedProducts = "all"
 
     def __post_init__(self) -> None:
-        require_one_of("checkpointing", self.name, get_args(Checkpointing))
-        require_positive("checkpointing", self, "every")
         is_every_n = self.name == "every_n"
         rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
         require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
         require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
         key, products = "checkpointing.saved_products", self.saved_products
-        require_one_of(key, products, get_args(SavedProducts))
         rule = f"is for checkpointing=selective, not {self.name}: choose it, or all"
         require(self.name == "selective" or products == "all", key, products, rule)
 

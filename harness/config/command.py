@@ -6,13 +6,26 @@ Nothing here changes what a run measures, so nothing here is part of a run's ide
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from harness.config.from_dict import ConfigValues, from_dict, require, require_one_of
+from harness.config.from_dict import ConfigValues, Positive, from_dict, one_of, rule
 from harness.config.schema import RunConfig
 from harness.util.errors import UserError
 
 RetryableStatus = Literal["error", "timeout", "oom"]  # interrupted runs are always run again
+NoiseFloors = Annotated[
+    float, rule(lambda value: value >= 1, "is not 1 or more: choose a number of noise floors, such as 10")
+]
+Parallel = Annotated[
+    int | str,
+    rule(
+        lambda value: value == "auto" or (isinstance(value, int) and value >= 1),
+        "is not a number of runs: choose auto, or 1 or more",
+    ),
+]
+Top = Annotated[int, rule(lambda value: value >= 1, "is not a number of configurations: choose 1 or more, or null")]
+TrackingMode = Annotated[str, one_of("offline", "online")]
+Seconds = Annotated[float, rule(lambda value: value > 0, "is not positive: choose seconds")]
 
 
 @dataclass(frozen=True)
@@ -22,11 +35,7 @@ class ProofConfig:
     reference: bool = True  # Whether every run is compared with one that trains the same, if possible a single process.
     # How many times as far from the reference a run may be as the reference's second training, which differs in
     # rounding only.
-    floor_multiple: float = 10.0
-
-    def __post_init__(self) -> None:
-        rule = "is not 1 or more: choose a number of noise floors, such as 10"
-        require(self.floor_multiple >= 1, "proof.floor_multiple", self.floor_multiple, rule)
+    floor_multiple: NoiseFloors = 10.0
 
 
 @dataclass(frozen=True)
@@ -42,14 +51,9 @@ class SweepConfig:
     """The configuration of a sweep: how many runs execute at the same time, and which of them are skipped."""
 
     # The number of runs at the same time, each on its own devices or cores; auto runs as many as have devices.
-    parallel: int | str = 1
+    parallel: Parallel = 1
     # Whether a run is refused that is at least as large as one that has run out of memory, in batch or depth.
     skip_dominated: bool = True
-
-    def __post_init__(self) -> None:
-        is_number = isinstance(self.parallel, int) and self.parallel >= 1
-        rule = "is not a number of runs: choose auto, or 1 or more"
-        require(is_number or self.parallel == "auto", "sweep.parallel", self.parallel, rule)
 
 
 @dataclass(frozen=True)
@@ -57,13 +61,9 @@ class PlanConfig:
     """The configuration of what a sweep does with predictions, for which the machine has to be described."""
 
     # The number of configurations that a sweep measures, those with the best predicted speed; null means all.
-    top: int | None = None
+    top: Top | None = None
     # Whether a sweep says how much slower than its best the predicted winner was; without plan.top it measures all.
     validate: bool = False
-
-    def __post_init__(self) -> None:
-        rule = "is not a number of configurations: choose 1 or more, or null"
-        require(self.top is None or self.top >= 1, "plan.top", self.top, rule)
 
     @property
     def needs_predictions(self) -> bool:
@@ -76,14 +76,11 @@ class TrackingConfig:
     """The tracker of a command's runs; the command line checks whether there is a tracker of that name."""
 
     name: str  # The name of the tracker.
-    mode: str = "offline"  # Whether runs are only written into their folders (offline) or also sent (online).
+    mode: TrackingMode = "offline"  # Whether runs are only written into their folders (offline) or also sent (online).
     project: str = "harness"  # The project of the tracker that has the runs.
     entity: str | None = None  # The user or team; null means the account's default.
     # Tags of every run, besides strategy, model, checkpointing, precision and status.
     tags: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_one_of("tracking.mode", self.mode, ("offline", "online"))
 
 
 def _between_attempts(default: Any) -> Any:
@@ -106,9 +103,9 @@ class CommandConfig:
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig, metadata={"names_rejected": False})
     plan: PlanConfig = field(default_factory=PlanConfig, metadata={"names_rejected": False})
-    repeats: int = 1  # How many times each configuration is measured, numbered from `repeat` on.
-    timeout_seconds: float = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
-    hang_seconds: float = 600.0  # The seconds without progress of any rank after which a run has failed.
+    repeats: Positive = 1  # How many times each configuration is measured, numbered from `repeat` on.
+    timeout_seconds: Seconds = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
+    hang_seconds: Seconds = 600.0  # The seconds without progress of any rank after which a run has failed.
     preflight: bool = True  # Whether a run that is predicted not to fit into memory is refused before a process starts.
     # The statuses whose runs are run again: error, timeout, oom; interrupted runs always are.
     retry: tuple[RetryableStatus, ...] = _between_attempts(())
@@ -116,14 +113,9 @@ class CommandConfig:
     stop_after: tuple[str | int | float, ...] = _between_attempts(())
     force: bool = _between_attempts(False)  # Whether runs that are already recorded are run again.
 
-    def __post_init__(self) -> None:
-        require(self.repeats >= 1, "repeats", self.repeats, "is not a positive whole number: choose 1 or more")
-        for key in ("timeout_seconds", "hang_seconds"):
-            require(getattr(self, key) > 0, key, getattr(self, key), "is not positive: choose seconds")
-
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""
-        return cast("ConfigValues", dataclasses.asdict(self))
+        return dataclasses.asdict(self)
 
 
 RUN_KEYS = tuple(entry.name for entry in dataclasses.fields(RunConfig))

@@ -1,11 +1,15 @@
-"""The construction of frozen dataclasses from plain values, which checks keys and types and names the dotted key."""
+"""The construction of frozen dataclasses from plain values, which checks keys and types and names the dotted key.
+
+A field's type may be annotated with a rule for its values.
+"""
 
 import dataclasses
+import math
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import cache
-from typing import Any, TypedDict, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from harness.util.errors import UserError
 
@@ -27,16 +31,9 @@ def from_dict(cls: type[T], values: Any, key: str = "") -> T:
 
     Raises UserError that names the dotted key of a missing, unknown or wrongly typed value.
     """
-    built: T = _from_values(cls, values, key)
-    return built
-
-
-def _from_values(cls: type, values: Any, key: str) -> Any:
-    if not dataclasses.is_dataclass(cls):
-        return _checked_value(cls, values, key)
     if not isinstance(values, dict):
         raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
-    keys = _keys(cls)
+    keys = _keys(cls)  # type: ignore[arg-type]  # a class is hashable
     values = {keys.new_names.get(name, name): value for name, value in values.items()}
     for unknown in sorted(values.keys() - keys.hints.keys()):
         raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(keys.hints)}")
@@ -46,10 +43,47 @@ def _from_values(cls: type, values: Any, key: str) -> Any:
     return cls(**{name: _from_values(keys.hints[name], values[name], _dotted_key(key, name)) for name in values})
 
 
+def _from_values(hint: Any, value: Any, key: str) -> Any:
+    """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return from_dict(hint, value, key)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, int):
+        require(-INT_LIMIT <= value < INT_LIMIT, key, value, "does not fit 64 bits: choose a smaller number")
+    if origin is typing.Annotated:
+        kind, check = arguments
+        checked = _from_values(kind, value, key)
+        check(checked, key)
+        return checked
+    if origin is typing.Literal:
+        _from_values(type(arguments[0]), value, key)
+        one_of(*arguments)(value, key)
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if type(value) in arguments:
+            return value
+        return _from_values(next(a for a in arguments if a is not type(None)), value, key)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        if arguments[1:] == (...,):
+            return tuple(_from_values(arguments[0], v, key) for v in value)
+        if len(value) == len(arguments):
+            return tuple(_from_values(a, v, key) for a, v in zip(arguments, value, strict=True))
+    if origin is dict and isinstance(value, dict):
+        return {str(k): _from_values(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+    if hint is Any:
+        return value
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
+        return value
+    wanted = "a list" if origin in (tuple, list) else TYPE_NAMES.get(origin or hint, str(hint))
+    raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
+
+
 class _Keys(typing.NamedTuple):
     """The keys of a group: the fields of its dataclass."""
 
-    hints: dict[str, Any]  # the type of each key
+    hints: dict[str, Any]  # the type of each key, with its rule
     required: tuple[str, ...]
     new_names: dict[str, str]  # by the name that old records have
 
@@ -58,7 +92,7 @@ class _Keys(typing.NamedTuple):
 def _keys(cls: type) -> _Keys:
     """Return the keys of a class, whose type hints are slow to resolve."""
     fields = dataclasses.fields(cls)
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return _Keys(
         {entry.name: hints[entry.name] for entry in fields},
         tuple(
@@ -74,73 +108,9 @@ def _dotted_key(key: str, name: str) -> str:
     return f"{key}.{name}" if key else name
 
 
-def _checked_value(hint: Any, value: Any, key: str) -> Any:
-    """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(value, int):
-        require(-INT_LIMIT <= value < INT_LIMIT, key, value, "does not fit 64 bits: choose a smaller number")
-    if hint is Any:
-        return value
-    if origin is typing.Literal:
-        _checked_value(type(arguments[0]), value, key)
-        require_one_of(key.removesuffix(".name"), value, arguments)  # a group's name is what the group is set to
-        return value
-    if origin is types.UnionType:
-        if value is None and type(None) in arguments:
-            return None
-        if type(value) in arguments:
-            return value
-        return _from_values(next(a for a in arguments if a is not type(None)), value, key)
-    if origin is tuple and isinstance(value, (list, tuple)) and arguments[1:] == (...,):
-        return tuple(_from_values(arguments[0], v, key) for v in value)
-    if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(arguments):
-        return tuple(_checked_value(a, v, key) for a, v in zip(arguments, value, strict=True))
-    if origin is dict and isinstance(value, dict):
-        return {str(k): _checked_value(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    if isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
-        return value
-    if origin in (tuple, list):
-        raise UserError(f"{key}={value} is not a list: give it a list")
-    wanted = TYPE_NAMES.get(origin or hint, str(hint))
-    raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
-
-
 GroupValues = dict[str, Any]  # the values of one group; harness.config.from_dict checks their keys and types
-
-
-class ConfigValues(TypedDict, total=False):
-    """The keys of a whole configuration: those of RunConfig and those of CommandConfig.
-
-    A group or a key may be missing in the record of an earlier version.
-    """
-
-    name: str
-    results_dir: str
-    proof: GroupValues
-    tracking: GroupValues
-    measure: GroupValues
-    sweep: GroupValues
-    plan: GroupValues
-    repeats: int
-    timeout_seconds: float
-    hang_seconds: float
-    preflight: bool
-    retry: Sequence[str]
-    stop_after: Sequence[str | int | float]
-    force: bool
-    model: GroupValues
-    strategy: GroupValues
-    checkpointing: GroupValues
-    precision: GroupValues
-    data: GroupValues
-    cluster: GroupValues
-    train: GroupValues
-    world_size: int | None
-    repeat: int
-    launch: str
-    simulate: GroupValues
+# The values of a whole configuration, with the keys of RunConfig and CommandConfig; an old record may lack some.
+ConfigValues = dict[str, Any]
 
 
 def require(holds: bool, key: str, value: object, rule: str) -> None:
@@ -149,16 +119,31 @@ def require(holds: bool, key: str, value: object, rule: str) -> None:
         raise UserError(f"{key}={value} {rule}")
 
 
-def require_positive(group: str, owner: object, *keys: str) -> None:
-    """Raise UserError unless each of these attributes of a group's dataclass is 1 or more."""
-    for key in keys:
-        value = getattr(owner, key)
-        require(value >= 1, f"{group}.{key}", value, "is not a positive whole number: choose 1 or more")
+Rule = Callable[[Any, str], object]  # raises UserError for a value, of a key, that breaks it
 
 
-def require_one_of(key: str, value: object, choices: Sequence[object]) -> None:
-    """Raise UserError, which lists the choices, unless the value is one of them."""
-    require(value in choices, key, value, f"is not known: choose {', '.join(map(str, choices))}")
+def rule(holds: Callable[[Any], bool], text: str) -> Rule:
+    """Return the rule that a value must keep; `text` says what is wrong with one that does not, and the remedy."""
+    return lambda value, key: require(holds(value), key, value, text)
+
+
+def one_of(*choices: object) -> Rule:
+    """Return the rule that a value is one of these; the error lists them. The name of a group is what it is set to."""
+    text = f"is not known: choose {', '.join(map(str, choices))}"
+    return lambda value, key: require(value in choices, key.removesuffix(".name"), value, text)
+
+
+Positive = Annotated[int, rule(lambda value: value >= 1, "is not a positive whole number: choose 1 or more")]
+NotNegative = Annotated[float, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
+Natural = Annotated[int, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
+Finite = Annotated[
+    float, rule(lambda value: math.isfinite(value) and value >= 0, "is not a finite number of 0 or more: choose one")
+]
+
+
+def is_above_zero(value: float) -> bool:
+    """Return whether a number is finite and above 0."""
+    return math.isfinite(value) and value > 0
 
 
 def divisors_text(number: int) -> str:

@@ -4,40 +4,40 @@ A file in conf/cluster has it under `hardware`. Figures of datasheets stand by t
 measurements, and only that, stands under `hardware.fitted`.
 """
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from harness.config.byte_size import parse_bytes
-from harness.config.from_dict import require
+from harness.config.byte_size import Size, parse_bytes
+from harness.config.from_dict import Finite, is_above_zero, rule
+
+Bandwidth = Annotated[
+    float, rule(is_above_zero, "is not a finite number above 0: give the bytes per second of one device, one way")
+]
+_ABOVE_ZERO = rule(is_above_zero, "is not a finite number above 0: choose one, or null")
+AboveZero = Annotated[float, _ABOVE_ZERO]
+Cores = Annotated[int, _ABOVE_ZERO]
 
 
 @dataclass(frozen=True)
 class FittedHardware:
     """The parameters of a device and its links that no datasheet has, at most twelve."""
 
-    matmul_efficiency: float  # The share of peak FLOP/s that an endlessly large matrix product reaches.
+    matmul_efficiency: Finite  # The share of peak FLOP/s that an endlessly large matrix product reaches.
     # The share of peak FLOP/s that a fused attention kernel reaches with endlessly large heads.
-    attention_efficiency: float
+    attention_efficiency: Finite
     # The FLOP/s of a fused attention kernel's backward in units of its forward's.
-    attention_backward_ratio: float
-    memory_efficiency: float  # The share of memory_bandwidth that kernels reach.
-    kernel_seconds: float  # The time of a kernel beside its operations and bytes.
-    launch_seconds: float  # The time in which the host launches one kernel.
-    intra_node_efficiency: float  # The share of intra_node_bandwidth that a ring in a node reaches.
-    intra_node_latency: float  # The seconds of one step of a ring between devices of a node.
-    inter_node_efficiency: float  # The share of inter_node_bandwidth that a ring over two nodes reaches.
-    inter_node_latency: float  # The seconds of one step of a ring between nodes.
+    attention_backward_ratio: Finite
+    memory_efficiency: Finite  # The share of memory_bandwidth that kernels reach.
+    kernel_seconds: Finite  # The time of a kernel beside its operations and bytes.
+    launch_seconds: Finite  # The time in which the host launches one kernel.
+    intra_node_efficiency: Finite  # The share of intra_node_bandwidth that a ring in a node reaches.
+    intra_node_latency: Finite  # The seconds of one step of a ring between devices of a node.
+    inter_node_efficiency: Finite  # The share of inter_node_bandwidth that a ring over two nodes reaches.
+    inter_node_latency: Finite  # The seconds of one step of a ring between nodes.
     # The power of the number of nodes, in units of two, by which the bandwidth between nodes falls.
-    node_contention: float
+    node_contention: Finite
     # The share of a collective's time by which it slows down the kernels that run beside it.
-    overlap_slowdown: float
-
-    def __post_init__(self) -> None:
-        for entry in dataclasses.fields(self):
-            value = getattr(self, entry.name)
-            rule = "is not a finite number of 0 or more: choose one"
-            require(math.isfinite(value) and value >= 0, f"cluster.hardware.fitted.{entry.name}", value, rule)
+    overlap_slowdown: Finite
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class HardwareConfig:
     """One device of a cluster and its links, by datasheets and by a few fitted parameters."""
 
     device_name: str  # The name of the device as CUDA reports it, by which its peak FLOP/s are known.
-    memory: str | int | float  # The bytes of device memory, such as 80GiB.
-    memory_bandwidth: float  # The bytes per second that a device reads and writes in its own memory.
-    intra_node_bandwidth: float  # The bytes per second that a device sends to the others of its node.
-    inter_node_bandwidth: float  # The bytes per second that a device sends to other nodes.
+    memory: Size  # The bytes of device memory, such as 80GiB.
+    memory_bandwidth: Bandwidth  # The bytes per second that a device reads and writes in its own memory.
+    intra_node_bandwidth: Bandwidth  # The bytes per second that a device sends to the others of its node.
+    inter_node_bandwidth: Bandwidth  # The bytes per second that a device sends to other nodes.
     sources: tuple[str, ...]  # Where the figures of datasheets are from.
     fitted: FittedHardware  # The parameters that no datasheet has.
     fitted_to: str  # The measurements behind `fitted`, and how it was fitted to them.
@@ -59,12 +59,13 @@ class HardwareConfig:
     compute_capability: int = 9
     # The bytes per second that a device sends to its host's memory, and as many back; null means that copies of offload
     # are not known, and that no search offloads.
-    host_bandwidth: float | None = None
+    host_bandwidth: AboveZero | None = None
     # The bytes of a host's memory, such as 2000GB, which its devices share; null means that no plan checks it.
-    host_memory: str | int | float | None = None
-    price_per_device_hour: float | None = None  # The price of one device for an hour, in any currency; null if unknown.
+    host_memory: Size | None = None
+    # The price of one device for an hour, in any currency; null if unknown.
+    price_per_device_hour: AboveZero | None = None
     # FLOP/s of dense products in the dtype of compute; null means those of device_name, as run records have them.
-    peak_flops: float | None = None
+    peak_flops: AboveZero | None = None
     # The only dtype, by torch's name, that peak_flops holds for; null means every one.
     peak_flops_dtype: str | None = None
     # Whether `harness calibrate` measured these figures, so that runs on such a device take them before other files'.
@@ -72,21 +73,8 @@ class HardwareConfig:
     # The processor of a machine whose ranks compute on a CPU; null on GPUs. Ranks of a node share memory,
     # memory_bandwidth and peak_flops, which are those of the whole machine.
     processor: str | None = None
-    cores: int | None = None  # The cores that the ranks of such a machine share; null on GPUs.
+    cores: Cores | None = None  # The cores that the ranks of such a machine share; null on GPUs.
     notes: str = field(default="", compare=False)  # What a reader of plans should know about these figures.
-
-    def __post_init__(self) -> None:
-        parse_bytes(self.memory, "cluster.hardware.memory")
-        if self.host_memory is not None:
-            parse_bytes(self.host_memory, "cluster.hardware.host_memory")
-        for key in ("memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth"):
-            value = getattr(self, key)
-            rule = "is not a finite number above 0: give the bytes per second of one device, one way"
-            require(math.isfinite(value) and value > 0, f"cluster.hardware.{key}", value, rule)
-        for key in ("peak_flops", "price_per_device_hour", "host_bandwidth", "cores"):
-            value = getattr(self, key)
-            rule = "is not a finite number above 0: choose one, or null"
-            require(value is None or (math.isfinite(value) and value > 0), f"cluster.hardware.{key}", value, rule)
 
     @property
     def is_cpu(self) -> bool:

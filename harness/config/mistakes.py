@@ -18,7 +18,7 @@ import yaml
 from harness.config import aliases
 from harness.config.aliases import BOOLEANS, canonical
 from harness.config.command import CommandConfig
-from harness.config.locations import conf_folders, files_in, names_in, sweeps_folders
+from harness.config.locations import files_in, preset_folders
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
 
@@ -31,15 +31,13 @@ FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a libra
 
 def group_names() -> list[str]:
     """Return the names of all configuration groups: the folders in conf/, and sweeps."""
-    folders = {
-        path.name for conf in conf_folders() for path in conf.iterdir() if path.is_dir() and path.name != "hydra"
-    }
-    return [*sorted(folders), "sweeps"]
+    folders = {path.name for conf in preset_folders("conf") for path in conf.iterdir() if path.is_dir()}
+    return [*sorted(folders - {"hydra"}), "sweeps"]
 
 
 def choices_of(group: str) -> list[str]:
     """Return the names that a configuration group has."""
-    return names_in(sweeps_folders(), "") if group == "sweeps" else names_in(conf_folders(), group)
+    return list(files_in(group))
 
 
 @cache
@@ -219,7 +217,7 @@ def nearest_size(number: str, unit: str, choices: Sequence[str], prefix: str) ->
 def sources(choices: Sequence[str]) -> dict[str, str]:
     """Return the name on the hub, without its owner and in lower case, of every model that has one."""
     names = {}
-    for model, path in files_in(conf_folders(), "model").items():
+    for model, path in files_in("model").items():
         match = re.match(r"[\w-]+/([\w.-]+)", str((yaml.safe_load(path.read_text()) or {}).get("source", "")))
         if match and model in choices:
             names[model] = match[1].lower()

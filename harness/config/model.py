@@ -1,10 +1,13 @@
 """The configuration of a model: the sizes of a transformer under the keys of a Hugging Face config.json."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from harness.config.architecture import ARCHITECTURES, Architecture
-from harness.config.from_dict import divisors_text, require, require_one_of, require_positive
+from harness.config.from_dict import Positive, divisors_text, one_of, require
+
+Family = Annotated[str, one_of(*ARCHITECTURES, "hf")]
+AttentionKernel = Annotated[str, one_of("flash", "eager")]
 
 
 @dataclass(frozen=True)
@@ -41,19 +44,19 @@ class ModelConfig:
     """Sizes of a transformer, and what its layers are made of."""
 
     name: str  # The name of the model, which is the value of the row's column `model`.
-    family: str  # The architecture: llama, gpt, or hf for a model of the transformers library.
-    hidden_size: int  # The size of the hidden states between layers.
-    num_hidden_layers: int  # The number of decoder layers.
-    num_attention_heads: int  # The number of query heads in each layer.
-    num_key_value_heads: int  # The number of key and value heads, each shared by equally many query heads.
-    intermediate_size: int  # The inner size of the MLP.
-    vocab_size: int  # The number of tokens that the model knows.
+    family: Family  # The architecture: llama, gpt, or hf for a model of the transformers library.
+    hidden_size: Positive  # The size of the hidden states between layers.
+    num_hidden_layers: Positive  # The number of decoder layers.
+    num_attention_heads: Positive  # The number of query heads in each layer.
+    num_key_value_heads: Positive  # The number of key and value heads, each shared by equally many query heads.
+    intermediate_size: Positive  # The inner size of the MLP.
+    vocab_size: Positive  # The number of tokens that the model knows.
     tie_word_embeddings: bool  # Whether the output head uses the weight of the token embedding.
-    context_length: int  # The most tokens that a sequence may have.
+    context_length: Positive  # The most tokens that a sequence may have.
     # The number of parameters that the model has in the sizes of its file; it only documents the file.
     parameters: int
     source: str  # The publication or configuration that the sizes are from.
-    attention: str = "flash"  # The attention kernel: flash is torch's fused one, eager stores the scores.
+    attention: AttentionKernel = "flash"  # The attention kernel: flash is torch's fused one, eager stores the scores.
     dropout: float = 0.0  # The dropout probability, at least 0 and below 1; family llama has none.
     rope_theta: float = 10000.0  # The base of the rotary position embedding, for family llama.
     rms_norm_eps: float = 1e-5  # The epsilon of RMSNorm, for family llama.
@@ -65,19 +68,10 @@ class ModelConfig:
     hf_info: HFModelInfo | None = field(default=None, metadata={"old_key": "asked"})
 
     def __post_init__(self) -> None:
-        require_one_of("model.family", self.family, (*ARCHITECTURES, "hf"))
-        require_one_of("model.attention", self.attention, ("flash", "eager"))
-        require_positive(
-            "model", self, "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
-        )
-        require_positive("model", self, "intermediate_size", "vocab_size", "context_length")
         rule = f"is a configuration of the transformers library: type model=hf model.path={self.path}"
         require(self.path is None or self.family == "hf", "model.path", self.path, rule)
-        if self.family in ARCHITECTURES:  # the transformers library has built its models, and so accepted their sizes
-            self._check_architecture()
-
-    def _check_architecture(self) -> None:
-        """Raise UserError where dropout or heads do not suit the family's decoder layers."""
+        if self.family not in ARCHITECTURES:
+            return  # the transformers library has built its models, and so accepted their sizes
         if self.architecture.dropout:
             rule = "must be in [0, 1): choose 0 or more, below 1"
             require(0 <= self.dropout < 1, "model.dropout", self.dropout, rule)

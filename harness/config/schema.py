@@ -8,14 +8,21 @@ The comments of the fields are the reference of all keys (docs/reference/configu
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal
 
-from harness.config.byte_size import parse_bytes
+from harness.config.byte_size import Size, parse_bytes
 from harness.config.checkpointing import CheckpointingConfig
-from harness.config.from_dict import ConfigValues, require, require_one_of, require_positive
+from harness.config.from_dict import (
+    ConfigValues,
+    Finite,
+    Natural,
+    Positive,
+    one_of,
+    require,
+    rule,
+)
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.optimizer import ADAMW, OptimizerSpec
@@ -25,6 +32,15 @@ from harness.config.strategy import StrategyConfig
 RequestedDevice = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]
 LaunchMode = Literal["processes", "virtual", "simulated"]
+WorldSize = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
+DataKind = Annotated[str, one_of("text", "synthetic")]
+SimulatedRank = Annotated[
+    str | int,
+    rule(
+        lambda value: value in ("peak", "all") or (isinstance(value, int) and value >= 0),
+        "is not a rank: choose peak, all, or a number of 0 or more",
+    ),
+]
 
 
 def _no_identity(default: Any) -> Any:
@@ -37,13 +53,12 @@ class DataConfig:
     """The text that every run trains on."""
 
     name: str  # The name of the data.
-    kind: str  # The kind of tokens: text is the bytes of real files, synthetic is uniform random tokens.
+    kind: DataKind  # The kind of tokens: text is the bytes of real files, synthetic is uniform random tokens.
     # A text file or a folder of them; null means the source text of the running Python's standard library.
     path: str | None = None
     cache: str = _no_identity("~/.cache/harness")  # The folder of prepared corpora and compiled libraries.
 
     def __post_init__(self) -> None:
-        require_one_of("data.kind", self.kind, ("text", "synthetic"))
         if self.kind == "text" and self.path is not None:
             source = Path(self.path).expanduser()
             require(source.exists(), "data.path", self.path, "does not exist: name a text file or a folder of them")
@@ -54,25 +69,18 @@ class ClusterConfig:
     """The machines to run on, and what one rank may use of them."""
 
     name: str = field(metadata={"identity": False})  # The name of the cluster.
-    nodes: int = 1  # The number of machines.
-    gpus_per_node: int | None = None  # The number of GPUs of each machine; null means as many as this machine has.
+    nodes: Positive = 1  # The number of machines.
+    gpus_per_node: Positive | None = None  # The number of GPUs of each machine; null means as many as this machine has.
     # The kind of device that trains; auto means cuda wherever the machine has a GPU, otherwise cpu.
     device: RequestedDevice = "auto"
     # The most bytes of tensors that a rank may hold, such as 24GiB; null means all that its device has.
-    memory_budget: str | int | float | None = None
+    memory_budget: Size | None = None
     partition: str | None = _no_identity(None)  # The partition of Slurm; null means the site's default.
     account: str | None = _no_identity(None)  # The account of Slurm; null means the user's default.
     # The time limit of a Slurm job as Slurm writes it, such as '4:00:00'; null derives it from timeout_seconds.
     time: str | None = _no_identity(None)
     # What a device and the links can do, for `harness plan`; null where plans are not made for this cluster.
     hardware: HardwareConfig | None = field(default=None, metadata={"identity": False})
-
-    def __post_init__(self) -> None:
-        require_positive("cluster", self, "nodes")
-        if self.gpus_per_node is not None:
-            require_positive("cluster", self, "gpus_per_node")
-        if self.memory_budget is not None:
-            parse_bytes(self.memory_budget, "cluster.memory_budget")
 
     @property
     def memory_budget_bytes(self) -> int | None:
@@ -89,20 +97,20 @@ PROFILED_STEPS, TRACED_STEPS = 1, 2
 class TrainConfig:
     """The training of a run: one step is `global_batch` sequences of `seq_len` tokens, and batches count sequences."""
 
-    global_batch: int  # The number of sequences in a step, over all ranks.
+    global_batch: Positive  # The number of sequences in a step, over all ranks.
     # The number of sequences that a rank takes through the model at once; gradients are accumulated over several.
-    micro_batch: int
-    seq_len: int  # The number of tokens in a sequence.
-    steps: int  # The number of timed steps.
-    warmup_steps: int  # The number of steps before the timed ones.
-    seed: int  # The seed of initial weights, data and dropout.
-    lr: float  # The learning rate of AdamW, which stays the same in all steps.
-    weight_decay: float  # The weight decay of AdamW.
+    micro_batch: Positive
+    seq_len: Positive  # The number of tokens in a sequence.
+    steps: Positive  # The number of timed steps.
+    warmup_steps: Positive  # The number of steps before the timed ones.
+    seed: Natural  # The seed of initial weights, data and dropout.
+    lr: Finite  # The learning rate of AdamW, which stays the same in all steps.
+    weight_decay: Finite  # The weight decay of AdamW.
     betas: tuple[float, float]  # The decay rates of AdamW's first and second moments.
-    eps: float  # The epsilon in the denominator of AdamW's update.
-    gradient_clipping: float  # The largest global norm of gradients; 0 measures the norm and clips nothing.
+    eps: Finite  # The epsilon in the denominator of AdamW's update.
+    gradient_clipping: Finite  # The largest global norm of gradients; 0 measures the norm and clips nothing.
     # The parts into which a micro-batch's tokens are split; head and loss compute one part after another.
-    loss_chunks: int = 1
+    loss_chunks: Positive = 1
     # Whether one kernel without temporaries updates the parameters, in the place of torch's foreach operators.
     fused_optimizer: bool = True
     compile: bool = False  # Whether torch.compile compiles every decoder layer.
@@ -117,16 +125,6 @@ class TrainConfig:
         """The index of the profiled step, whose gradients are compared with the reference's."""
         return self.warmup_steps + self.steps
 
-    def __post_init__(self) -> None:
-        require_positive(
-            "train", self, "global_batch", "micro_batch", "seq_len", "steps", "warmup_steps", "loss_chunks"
-        )
-        require(self.seed >= 0, "train.seed", self.seed, "is negative: choose 0 or more")
-        for key in ("lr", "weight_decay", "eps", "gradient_clipping"):
-            value = getattr(self, key)
-            rule = "is not a finite number of 0 or more: choose one"
-            require(math.isfinite(value) and value >= 0, f"train.{key}", value, rule)
-
 
 @dataclass(frozen=True)
 class SimulateConfig:
@@ -134,12 +132,7 @@ class SimulateConfig:
 
     # The rank that is run: peak is the one with the highest predicted memory, all is one rank of every pipeline stage,
     # and a number is that rank.
-    rank: str | int = "peak"
-
-    def __post_init__(self) -> None:
-        is_number = isinstance(self.rank, int) and self.rank >= 0
-        rule = "is not a rank: choose peak, all, or a number of 0 or more"
-        require(is_number or self.rank in ("peak", "all"), "simulate.rank", self.rank, rule)
+    rank: SimulatedRank = "peak"
 
 
 @dataclass(frozen=True)
@@ -153,17 +146,13 @@ class RunConfig:
     data: DataConfig
     cluster: ClusterConfig
     train: TrainConfig
-    world_size: int | None = None  # The number of ranks; null means as many as the cluster has.
+    world_size: WorldSize | None = None  # The number of ranks; null means as many as the cluster has.
     repeat: int = 0  # The number of this repeat, which tells repeated measurements of one configuration apart.
     # How ranks are run. processes runs every rank as a process; virtual runs one rank of the world on this machine,
     # without the others and without collectives; simulated runs the code of one rank on the devices that `cluster`
     # describes, with tensors that have no memory.
     launch: LaunchMode = "processes"
     simulate: SimulateConfig = field(default_factory=SimulateConfig)  # The rank of a simulated or virtual run.
-
-    def __post_init__(self) -> None:
-        if self.world_size is not None:
-            require(self.world_size >= 1, "world_size", self.world_size, "is not a positive number: choose 1 or more")
 
     @property
     def optimizer(self) -> OptimizerSpec:
@@ -177,4 +166,4 @@ class RunConfig:
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""
-        return cast("ConfigValues", dataclasses.asdict(self))
+        return dataclasses.asdict(self)

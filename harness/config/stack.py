@@ -4,12 +4,12 @@ Only the planner reads it, and it is no part of a run's identity.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 import yaml
 
-from harness.config.from_dict import from_dict, require, require_one_of
-from harness.config.locations import conf_folders, files_in
+from harness.config.from_dict import Natural, NotNegative, from_dict, rule
+from harness.config.locations import files_in
 from harness.config.optimizer import ADAMW
 from harness.util.errors import UserError
 
@@ -22,6 +22,15 @@ MemoryKind = Literal["harness", "replicated", "flat_units"]
 # How layers are spread over pipeline stages: evenly, by their parameters as this project does, or by their products'
 # FLOPs with the head's, as nanotron does.
 StageBalance = Literal["layers", "parameters", "products"]
+
+VocabularyMultiple = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
+RangeAroundOne = Annotated[
+    tuple[float, float],
+    rule(
+        lambda value: 0 < value[0] <= 1 <= value[1],
+        "is not a range around 1: choose a number up to 1 and one from 1 on",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -39,12 +48,13 @@ class StackMemory:
     # that buffer; otherwise each is added when it is computed.
     holds_backward_gradients: bool = False
     # The bytes per parameter of the buckets in which replicas without a sharded optimizer reduce gradients.
-    reduce_bucket_bytes: int = 0
+    reduce_bucket_bytes: Natural = 0
     # Whether gradients stay allocated after the optimizer's step, where nothing accumulates them from step to step.
     keeps_gradients_at_rest: bool = False
     # The copies of the parameters, in the optimizer's width, that its step makes; foreach operators make one.
-    optimizer_copies: int = 0
-    vocabulary_multiple: int = 1  # The vocabulary is padded to a multiple of this times tp; 1 means it is not.
+    optimizer_copies: Natural = 0
+    # The vocabulary is padded to a multiple of this times tp; 1 means it is not.
+    vocabulary_multiple: VocabularyMultiple = 1
     balance: StageBalance = "layers"  # How layers are spread over pipeline stages: layers, parameters or products.
     # Activations that a layer keeps for backward.
     # Whether sequence parallelism keeps the inputs of matrices as shards and gathers them again in backward.
@@ -55,12 +65,12 @@ class StackMemory:
     # The tensors as wide as its input that an RMSNorm of plain operations keeps beside its input and its output.
     rms_norm_copies: int = 0
     # The tensors as wide as queries that attention keeps beside queries, keys, values and its result.
-    attention_copies: int = 0
+    attention_copies: Natural = 0
     scores_bytes: int = 2  # The bytes per element of the softmax that eager attention keeps.
     # Head and loss.
     # The copies of the logits in the width of compute, and in fp32, at the worst moment of the loss.
     narrow_logits: int = 1
-    fp32_logits: int = 1
+    fp32_logits: Natural = 1
     loss_chunk_tokens: int = 0  # The tokens that head and loss compute at once; 0 means all of a micro-batch.
     # Buffers.
     # The tensors of the residual stream, of each pipeline stage of a rank, that live from step to step: what the last
@@ -81,20 +91,6 @@ class StackMemory:
     # null means that there are none.
     measured_over_predicted: tuple[float, float] | None = None
 
-    def __post_init__(self) -> None:
-        require_one_of("stack.memory.kind", self.kind, ("harness", "replicated", "flat_units"))
-        require_one_of("stack.memory.balance", self.balance, ("layers", "parameters", "products"))
-        for key in (
-            "reduce_bucket_bytes",
-            "optimizer_copies",
-            "attention_copies",
-            "fp32_logits",
-        ):
-            value = getattr(self, key)
-            require(value >= 0, f"stack.memory.{key}", value, "is negative: choose 0 or more")
-        rule = "is not a positive number: choose 1 or more"
-        require(self.vocabulary_multiple >= 1, "stack.memory.vocabulary_multiple", self.vocabulary_multiple, rule)
-
 
 @dataclass(frozen=True)
 class StackTiming:
@@ -106,7 +102,7 @@ class StackTiming:
     overlaps_parameter_gather: bool = False
     # Time of the host for each rank's slice of each parameter, where ZeRO gathers into a list of slices and copies one
     # after the other into its parameter; 0 where one flat buffer is gathered.
-    shard_slice_seconds: float = 0.0
+    shard_slice_seconds: NotNegative = 0.0
     # Whether gathered parameters of the next layer arrive while a layer computes, in ZeRO's stage 3.
     prefetches_parameters: bool = True
     # Whether replicas of shards sum their gradients in every micro-batch, in stage 3; otherwise once a step.
@@ -118,69 +114,41 @@ class StackTiming:
     skips_masked_scores: bool = True  # Whether the fused attention kernel skips the half that the causal mask hides.
     # The memory traffic of kernels between matrix products in units of one read and one write for each operator, as
     # torch runs them without a compiler.
-    elementwise_traffic: float = 1.0
-    logit_bytes: float = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
-    kernels_per_layer: int = 90  # Kernels of a decoder layer, in forward and backward.
+    elementwise_traffic: NotNegative = 1.0
+    logit_bytes: NotNegative = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
+    kernels_per_layer: Natural = 90  # Kernels of a decoder layer, in forward and backward.
     # Time in which a device at least waits for its host in both passes of a layer, and beside the layers in those of a
     # stage for a micro-batch.
-    layer_seconds: float = 0.0
-    micro_batch_seconds: float = 0.0
+    layer_seconds: NotNegative = 0.0
+    micro_batch_seconds: NotNegative = 0.0
     # What the host does beside a layer's own kernels, in launches that take as long, on a CPU, where it was measured:
     # to gather or reduce a layer's parameters in stage 3, or a parameter of an engine that gathers them one by one; in
     # a layer that tensor-parallel ranks divide; and in a micro-batch outside its layers.
-    layer_gather_launches: int = 0
-    parameter_gather_launches: int = 0
-    divided_layer_launches: int = 0
-    micro_batch_launches: int = 0
-    collective_launch_seconds: float = 0.0  # Time of the host for one tensor-parallel collective, beside a kernel's.
+    layer_gather_launches: Natural = 0
+    parameter_gather_launches: Natural = 0
+    divided_layer_launches: Natural = 0
+    micro_batch_launches: Natural = 0
+    # Time of the host for one tensor-parallel collective, beside a kernel's.
+    collective_launch_seconds: NotNegative = 0.0
     # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
-    collective_seconds_per_rank: float = 0.0
-    pipelined_collective_seconds_per_rank: float = 0.0
+    collective_seconds_per_rank: NotNegative = 0.0
+    pipelined_collective_seconds_per_rank: NotNegative = 0.0
     # Time of one step of a ring between nodes beside the hardware's, such as that of processes that wait for others.
-    inter_node_step_seconds: float = 0.0
+    inter_node_step_seconds: NotNegative = 0.0
     blocking_transfers: bool = False  # Whether a stage waits for its transfers instead of computing meanwhile.
     # Time of a transfer between stages on two nodes beside its bytes, and the power of the number of nodes, in units
     # of two, by which it grows.
-    transfer_seconds: float = 0.0
-    transfer_growth: float = 0.0
+    transfer_seconds: NotNegative = 0.0
+    transfer_growth: NotNegative = 0.0
     # Time of each micro-batch beside everything else on 64 nodes, and the power of the nodes by which it grows.
-    inter_node_micro_batch_seconds: float = 0.0
-    inter_node_micro_batch_growth: float = 0.0
+    inter_node_micro_batch_seconds: NotNegative = 0.0
+    inter_node_micro_batch_growth: NotNegative = 0.0
     # Bytes that the update reads and writes for each parameter, masters included.
-    optimizer_bytes: float = ADAMW.update_bytes
-    step_seconds: float = 0.0  # Time of a step beside everything else.
+    optimizer_bytes: NotNegative = ADAMW.update_bytes
+    step_seconds: NotNegative = 0.0  # Time of a step beside everything else.
     # The range of measured over predicted step time of a step without exposed communication in published measurements
     # of this stack, nine of ten rows inside; null means that there are none.
-    measured_over_predicted: tuple[float, float] | None = None
-
-    def __post_init__(self) -> None:
-        low, high = self.measured_over_predicted or (1.0, 1.0)
-        rule = "is not a range around 1: choose a number up to 1 and one from 1 on"
-        require(0 < low <= 1 <= high, "stack.timing.measured_over_predicted", self.measured_over_predicted, rule)
-        for key in (
-            "elementwise_traffic",
-            "logit_bytes",
-            "kernels_per_layer",
-            "layer_seconds",
-            "micro_batch_seconds",
-            "layer_gather_launches",
-            "parameter_gather_launches",
-            "divided_layer_launches",
-            "micro_batch_launches",
-            "collective_launch_seconds",
-            "collective_seconds_per_rank",
-            "pipelined_collective_seconds_per_rank",
-            "transfer_seconds",
-            "transfer_growth",
-            "inter_node_step_seconds",
-            "inter_node_micro_batch_seconds",
-            "inter_node_micro_batch_growth",
-            "optimizer_bytes",
-            "shard_slice_seconds",
-            "step_seconds",
-        ):
-            value = getattr(self, key)
-            require(value >= 0, f"stack.timing.{key}", value, "is negative: choose 0 or more")
+    measured_over_predicted: RangeAroundOne | None = None
 
 
 @dataclass(frozen=True)
@@ -193,14 +161,9 @@ class StackConfig:
     timing: StackTiming = field(default_factory=StackTiming)
 
 
-def stack_names() -> list[str]:
-    """Return the names of all stacks that have a file."""
-    return list(files_in(conf_folders(), "stack"))
-
-
 def load_stack(name: str) -> StackConfig:
     """Return the stack of this name as its file in conf/stack has it. Raises UserError if there is none."""
-    files = files_in(conf_folders(), "stack")
+    files = files_in("stack")
     if name not in files:
         raise UserError(f"stack={name} is not known: choose {', '.join(files)}")
-    return from_dict(StackConfig, yaml.safe_load(files[name].read_text()))
+    return from_dict(StackConfig, yaml.safe_load(files[name].read_text()), "stack")

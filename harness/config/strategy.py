@@ -1,9 +1,9 @@
 """The configuration of a strategy: the engine, and how ranks divide the work."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from harness.config.from_dict import require, require_one_of, require_positive
+from harness.config.from_dict import Positive, one_of, rule
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
 DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")  # the same axes, in the order in which they are read
@@ -13,6 +13,14 @@ MODEL_AXES = ("tp", "cp", "pp")  # those that divide more than the batch and the
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 DataParallel = Literal["none", "ddp", "fsdp"]
 Offload = Literal["none", "optimizer", "parameters"]
+ZeroStage = Annotated[int, one_of(0, 1, 2, 3)]
+Degree = Annotated[
+    int,
+    rule(
+        lambda value: value == -1 or value >= 1,
+        "is not a degree: choose 1 or more, or -1 for whatever is left of the world",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -24,19 +32,19 @@ class StrategyConfig:
     # The wrapper of PyTorch for data parallelism: ddp is DistributedDataParallel, fsdp is fully_shard (FSDP2).
     data_parallel: DataParallel = "none"
     # The ZeRO stage: dp_shard divides nothing (0), the optimizer state (1), also gradients (2), also parameters (3).
-    zero_stage: int = 0
-    dp_replicate: int = 1  # The number of copies of the model, or of the group of ranks that shards it.
+    zero_stage: ZeroStage = 0
+    dp_replicate: Degree = 1  # The number of copies of the model, or of the group of ranks that shards it.
     # The number of ranks that divide model state by zero_stage; the data-parallel degree is dp_replicate x dp_shard.
-    dp_shard: int = 1
-    tp: int = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
+    dp_shard: Degree = 1
+    tp: Degree = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
     # Whether tensor-parallel ranks also divide norms and the residual stream, along the sequence.
     sequence_parallel: bool = False
     # Whether tensor-parallel ranks also divide embedding and output head; otherwise each rank has both as a whole.
     vocabulary_parallel: bool = True
-    cp: int = 1  # The context-parallel degree: the number of ranks that divide every sequence.
-    pp: int = 1  # The pipeline-parallel degree: the number of ranks that divide the layers.
+    cp: Degree = 1  # The context-parallel degree: the number of ranks that divide every sequence.
+    pp: Degree = 1  # The pipeline-parallel degree: the number of ranks that divide the layers.
     schedule: Schedule = "1f1b"  # The order of a pipeline's forwards and backwards.
-    virtual_stages: int = 1  # The number of pipeline stages on each rank, for schedules that interleave them.
+    virtual_stages: Positive = 1  # The number of pipeline stages on each rank, for schedules that interleave them.
     # The number of decoder layers in each pipeline stage, in order; null balances the stages by their parameters.
     layers_per_stage: tuple[int, ...] | None = None
     # The model state that the host's memory holds: optimizer moves optimizer state and gradients, parameters moves all.
@@ -44,14 +52,6 @@ class StrategyConfig:
     # Whether bytes sent and shares of model state must be those of the published methods; others make the run an error.
     literature: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # Settings of the engine, which are passed on as they are.
-
-    def __post_init__(self) -> None:
-        require_one_of("strategy.zero_stage", self.zero_stage, (0, 1, 2, 3))
-        require_positive("strategy", self, "virtual_stages")
-        for axis in DEGREES:
-            degree = getattr(self, axis)
-            rule = "is not a degree: choose 1 or more, or -1 for whatever is left of the world"
-            require(degree == -1 or degree >= 1, f"strategy.{axis}", degree, rule)
 
     @property
     def gradient_as_bucket_view(self) -> bool:

@@ -9,7 +9,7 @@ import yaml
 
 from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
-from harness.config.locations import conf_folders, files_in, names_in
+from harness.config.locations import files_in
 from harness.config.schema import ClusterConfig, Device
 from harness.hardware.machine import Machine, processor_name
 from harness.util.errors import UserError
@@ -54,7 +54,7 @@ def described_cluster(cluster: ClusterConfig) -> DescribedCluster:
     """Return the cluster of a configuration. Raises UserError if its hardware is not known."""
     hardware = cluster.hardware
     if hardware is None:
-        known = [name for name in names_in(conf_folders(), "cluster") if name not in ("local", "slurm")]
+        known = [name for name in files_in("cluster") if name not in ("local", "slurm")]
         choice = f"choose {', '.join(f'cluster={name}' for name in known)}" if known else "give cluster.hardware"
         raise UserError(
             f"cluster={cluster.name} has no cluster.hardware, from which plans and simulations take their figures:"
@@ -127,7 +127,7 @@ def _hardware_in_files() -> Iterator[HardwareConfig]:
 
     A file with a mistake is left out, because it need not be that of the run.
     """
-    for path in files_in(conf_folders(), "cluster").values():
+    for path in files_in("cluster").values():
         try:
             values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
             hardware: HardwareConfig | None = from_dict(HardwareConfig, values, "cluster.hardware") if values else None

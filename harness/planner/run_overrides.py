@@ -9,7 +9,7 @@ import yaml
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.from_dict import GroupValues
-from harness.config.locations import conf_folders, files_in
+from harness.config.locations import files_in
 from harness.config.schema import RunConfig
 from harness.config.strategy import StrategyConfig
 
@@ -52,7 +52,7 @@ def strategy_presets() -> list[GroupValues]:
     The one that stands for all strategies is not among them. A value that depends on the machine is still its formula.
     """
     defaults = vars(StrategyConfig(name=SEARCH))
-    paths = files_in(conf_folders(), "strategy")
+    paths = files_in("strategy")
     return [defaults | yaml.safe_load(path.read_text()) for name, path in paths.items() if name != SEARCH]
 
 

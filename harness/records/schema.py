@@ -131,7 +131,7 @@ class Record:
     """
 
     row: Row
-    config: ConfigValues = field(default_factory=ConfigValues)
+    config: ConfigValues = field(default_factory=dict)
     layout: JsonObject | None = None  # None for a run whose layout could not be resolved
     rank_entries: list[JsonObject] = field(default_factory=list)  # the ranks' reports without their long lists
     environment: JsonObject = field(default_factory=dict)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from harness.config.locations import conf_folders, files_in, first_sentence
+from harness.config.locations import files_in, first_sentence
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
 from harness.report.caveats import caveats
@@ -107,7 +107,7 @@ def words(view: View) -> list[Section]:
 
 def _strategies(view: View) -> Iterator[tuple[str, str]]:
     """Yield what the file of each strategy says of it; those of other folders than are at hand have no line."""
-    files = files_in(conf_folders(), "strategy")
+    files = files_in("strategy")
     for name in dict.fromkeys(str(line.row.get("strategy")) for line in view.lines):
         if name in files and (about := first_sentence(files[name].read_text(encoding="utf-8"))):
             yield name, about

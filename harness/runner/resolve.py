@@ -8,7 +8,7 @@ import yaml
 
 from harness.config.command import read_run_config
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
-from harness.config.locations import conf_folders, files_in
+from harness.config.locations import files_in
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import Device, RunConfig
@@ -43,24 +43,24 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
 
 def preset_values(group: str, name: str) -> GroupValues:
     """Return the values of a file of conf/."""
-    values: GroupValues = yaml.safe_load(files_in(conf_folders(), group)[name].read_text())
+    values: GroupValues = yaml.safe_load(files_in(group)[name].read_text())
     return values
 
 
 def load_model_presets() -> list[ModelConfig]:
     """Return the models that have a file and a known size, to suggest one that would fit."""
-    presets = (preset_values("model", name) for name in files_in(conf_folders(), "model"))
-    return [from_dict(ModelConfig, values) for values in presets if values["family"] != "hf"]
+    presets = (preset_values("model", name) for name in files_in("model"))
+    return [from_dict(ModelConfig, values, "model") for values in presets if values["family"] != "hf"]
 
 
 def load_strategy_preset(name: str) -> StrategyConfig:
     """Return the strategy of this name as its file in conf/strategy has it."""
-    return from_dict(StrategyConfig, preset_values("strategy", name))
+    return from_dict(StrategyConfig, preset_values("strategy", name), "strategy")
 
 
 def load_precision_preset(name: str) -> PrecisionConfig:
     """Return the precision of this name as its file in conf/precision has it."""
-    return from_dict(PrecisionConfig, preset_values("precision", name))
+    return from_dict(PrecisionConfig, preset_values("precision", name), "precision")
 
 
 def with_layers(config: RunConfig, layers: int) -> RunConfig:
@@ -71,7 +71,7 @@ def with_layers(config: RunConfig, layers: int) -> RunConfig:
     model = dataclasses.replace(config.model, num_hidden_layers=layers)
     if model.family == "hf":
         values = {key: getattr(model, key) for key in _HF_KEYS}
-        model = from_dict(ModelConfig, _fill_hf_model(values, config.train.seq_len))
+        model = from_dict(ModelConfig, _fill_hf_model(values, config.train.seq_len), "model")
     return dataclasses.replace(config, model=model)
 
 

@@ -130,7 +130,10 @@ def code(value: object) -> str:
 def type_text(annotation: str) -> str:
     """Return an annotation in a user's words: the choices of a Literal, and null for None."""
     for name in re.findall(r"\w+", annotation):
-        choices = get_args(next((vars(module)[name] for module in CONFIG_MODULES if name in vars(module)), None))
+        known = next((vars(module)[name] for module in CONFIG_MODULES if name in vars(module)), None)
+        if hasattr(known, "__metadata__"):  # a type whose values must keep a rule
+            annotation = annotation.replace(name, getattr(known.__origin__, "__name__", str(known.__origin__)))
+        choices = get_args(known)
         if choices and all(isinstance(choice, str) for choice in choices):
             annotation = annotation.replace(name, ", ".join(choices))
     return cell(re.sub(r"\bNone\b", "null", annotation.replace("tuple[", "list[").replace(", ...]", "]")))

@@ -11,7 +11,8 @@ import yaml
 from harness.cli.main import main
 from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
-from harness.config.stack import load_stack, stack_names
+from harness.config.locations import files_in
+from harness.config.stack import load_stack
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.memory import estimate_rank_memory
@@ -346,7 +347,7 @@ def test_a_page_is_of_a_search(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_every_stack_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     """The stack is the file that its name chooses; implementations need different memory and time for one layout."""
     figures = {}
-    for name in stack_names():
+    for name in files_in("stack"):
         (row,) = planned(capsys, "model=7b", "cluster=eight", "strategy=ddp", "precision=bf16_mixed", f"stack={name}")
         assert row["stack"] == name
         figures[name] = (row["predicted_peak_bytes"], row["predicted_step_seconds"])

@@ -10,6 +10,7 @@ import pytest
 from harness.config.checkpointing import Checkpointing, CheckpointingConfig
 from harness.config.command import CommandConfig, PlanConfig, merge_values
 from harness.config.fingerprint import make_run_id, result_affecting_keys
+from harness.config.from_dict import from_dict
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.records.plan_validation import (
@@ -104,7 +105,7 @@ def test_a_machine_without_a_description_has_to_be_calibrated() -> None:
     with pytest.raises(UserError, match=r"plan.validate=true needs to know the machine"):
         order_by_plan([run], PlanConfig(validate=True))
     with pytest.raises(UserError, match=r"plan.top=0 is not a number of configurations"):
-        PlanConfig(top=0)
+        from_dict(PlanConfig, {"top": 0}, "plan")
 
 
 def test_plans_are_no_part_of_a_run_s_identity() -> None:

@@ -8,10 +8,12 @@ from itertools import pairwise
 import pytest
 
 from harness.config.checkpointing import CheckpointingConfig
+from harness.config.from_dict import from_dict
+from harness.config.locations import files_in
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
-from harness.config.stack import StackConfig, StackMemory, load_stack, stack_names
+from harness.config.stack import StackConfig, StackMemory, load_stack
 from harness.config.strategy import StrategyConfig
 from harness.cost_model import stack_memory, stack_moments, stack_parameters
 from harness.cost_model.fits import fit_verdict
@@ -280,7 +282,7 @@ def test_the_parameters_of_all_parts_are_the_models(name: str) -> None:
 # --- Predictions of all stacks
 
 
-OTHER_STACKS = [name for name in stack_names() if name != "harness"]
+OTHER_STACKS = [name for name in files_in("stack") if name != "harness"]
 
 LAYOUTS = [
     {"zero_stage": 0, "dp_replicate": 8, "data_parallel": "ddp"},
@@ -359,7 +361,7 @@ def test_a_stack_or_layout_that_does_not_exist_is_refused_in_one_line() -> None:
     with pytest.raises(UserError, match=r"^strategy\.tp=2 does not exist in stack=llm_foundry: choose 1$"):
         predict_memory(config, layout_of(2, tp=2), load_stack("llm_foundry"))
     with pytest.raises(UserError, match=r"^stack\.memory\.kind=other"):
-        StackMemory(kind="other")  # type: ignore[arg-type]
+        from_dict(StackMemory, {"kind": "other"}, "stack.memory")
 
 
 def test_16_bit_training_has_no_masters() -> None:

@@ -6,7 +6,9 @@ from statistics import mean, median
 
 import pytest
 
-from harness.config.stack import StackTiming, load_stack, stack_names
+from harness.config.from_dict import from_dict
+from harness.config.locations import files_in
+from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
 from harness.planner.problems import predict
@@ -68,11 +70,11 @@ def test_intervals_grow_with_exposed_communication_and_nodes() -> None:
 def test_a_stack_without_measurements_has_the_range_of_the_least_predictable_one() -> None:
     """No range on file is wider than the one that stands in where there is none."""
     low, high = UNMEASURED_RANGE
-    for name in stack_names():
+    for name in files_in("stack"):
         on_file = load_stack(name).timing.measured_over_predicted
         assert on_file is None or (low <= on_file[0] and on_file[1] <= high), name
     with pytest.raises(UserError, match=r"stack.timing.measured_over_predicted=\(1.1, 1.2\) is not a range around 1"):
-        StackTiming(measured_over_predicted=(1.1, 1.2))
+        from_dict(StackTiming, {"measured_over_predicted": (1.1, 1.2)}, "stack.timing")
 
 
 def test_a_plan_has_its_interval() -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
-from harness.config.locations import conf_folders, files_in
+from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from tests.support.published import PublishedRow
@@ -28,7 +28,7 @@ Parameters = Mapping[Parameter, float]
 @cache
 def cluster_hardware(name: str) -> HardwareConfig:
     """Return the hardware in a file of conf/cluster."""
-    values = yaml.safe_load(files_in(conf_folders(), "cluster")[name].read_text())
+    values = yaml.safe_load(files_in("cluster")[name].read_text())
     hardware: HardwareConfig = from_dict(HardwareConfig, values["hardware"], "cluster.hardware")
     return hardware
 
