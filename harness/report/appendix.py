@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
-from harness.report.charts import losses, memory
+from harness.report.charts import expected, losses
 from harness.report.columns import ShownColumn, from_frame, run_table
 from harness.report.comparability import group_by, is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
@@ -94,7 +94,9 @@ def predicted_section(view: View) -> list[Section]:
     if not columns:
         return []
     words = "The error is the difference of the prediction from the measurement, relative to the measurement."
-    return section("Predicted and measured values", memory.predicted(view), run_table(table, columns), Paragraph(words))
+    return section(
+        "Predicted and measured values", expected.predicted(view), run_table(table, columns), Paragraph(words)
+    )
 
 
 _FLOORS = (

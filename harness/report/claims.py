@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.records.schema import Record
-from harness.report.charts.literature import measured_against_papers
+from harness.report.charts.expected import measured_against_papers
 from harness.report.claim_peers import TABLE, Claim, ClaimRun, ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section

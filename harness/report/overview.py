@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.records.columns import column as registered
 from harness.records.schema import Record
-from harness.report.charts import front, speed
+from harness.report.charts import speed, tradeoffs
 from harness.report.columns import ShownColumn, from_frame, table_of, write
 from harness.report.comparability import EQUAL_BYTES
 from harness.report.comparison_columns import comparison_columns, speed_texts
@@ -52,7 +52,7 @@ def comparison(view: View) -> list[Section]:
         main,
         Paragraph(" ".join(_legend(table, baseline, bool(winners)))),
         speed.throughput(view),
-        front.trade(view),
+        tradeoffs.trade(view),
     )
 
 

@@ -4,8 +4,7 @@ import pandas as pd
 
 from harness.records.columns import column
 from harness.records.schema import Record
-from harness.report.charts import times as time_charts
-from harness.report.charts import traffic
+from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_frame, run_table, table_of
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import baseline_name, column_values, labelled
@@ -71,8 +70,8 @@ def time(view: View) -> list[Section]:
     ]
     return section(
         "Breakdown of step time (ms)",
-        time_charts.step(view),
-        time_charts.exposed_communication(view),
+        speed.step(view),
+        speed.exposed_communication(view),
         run_table(table, columns),
         Paragraph(
             "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
@@ -227,7 +226,7 @@ def _formula(view: View) -> list[Section]:
     ]
     return section(
         "Bytes sent compared with the formula",
-        traffic.traffic(view),
+        expected.traffic(view),
         table_of(columns),
         Paragraph(
             "The formula is the volume that the papers give, for this layout, model and number of micro-batches. It"

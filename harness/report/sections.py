@@ -7,7 +7,8 @@ from harness.config.locations import files_in, first_sentence
 from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
 from harness.report.batches import batches
 from harness.report.caveats import caveats
-from harness.report.charts import growth, speed, tradeoffs
+from harness.report.charts import memory as memory_charts
+from harness.report.charts import speed, tradeoffs
 from harness.report.charts.first import first_picture
 from harness.report.claims import literature
 from harness.report.document import Banner, BulletList, Paragraph, Section, section
@@ -53,7 +54,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *sources(view),
         *memory(part),
         *peak(part),
-        *section("Peak memory by model size", growth.largest_model(view), growth.memory_wall(part)),
+        *section("Peak memory by model size", memory_charts.largest_model(view), memory_charts.memory_wall(part)),
         *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
         *batches(part),
         *time(part),

@@ -29,7 +29,7 @@ def memory_wall(view: View) -> str:
     if limit is None or len(worlds) != 1 or all(line.ok for line in points):
         return ""
     largest = {
-        series.name: max((line.row["parameters"] for line in series.points if line.ok), default=0) for series in curves
+        series.label: max((line.row["parameters"] for line in series.points if line.ok), default=0) for series in curves
     }
     sizes = sorted(group_by(largest, largest.get).items(), reverse=True)
     is_cut = len(sizes) > _MOST_SIZES
@@ -53,7 +53,7 @@ def scaling_sentences(view: View) -> Iterator[str]:
         if len(ranked) > 1:
             (few, slow), *_, (many, fast) = ranked
             times = None if are_alike(slow, fast) else fast.median / slow.median
-            yield sentence("scaling", name=series.name, few=few, many=many, times=times)
+            yield sentence("scaling", name=series.label, few=few, many=many, times=times)
 
 
 def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:

@@ -167,7 +167,7 @@ def test_tables_and_chart_have_the_figures_of_the_rows(page: Page) -> None:
     read = "all => all.map(row => [...row.cells].map(cell => cell.innerText.trim()))"
     assert page.locator("form.memory + .table tbody tr").evaluate_all(read) == expected
     (chart,) = data["charts"]
-    points = chart["spec"]["datasets"]["front"]
+    points = chart["spec"]["datasets"]["rows"]
     assert [point["label"] for point in points] == [label(row) for row in front]
     for point, row in zip(points, front, strict=True):
         assert point["x"] == pytest.approx(needed(row) / GIB, abs=1e-3)

@@ -16,7 +16,7 @@ from harness.report import markdown
 from harness.report.appendix import failures
 from harness.report.caveats import by_kind, caveats
 from harness.report.charts import render
-from harness.report.charts.growth import memory_wall
+from harness.report.charts.memory import memory_wall
 from harness.report.charts.render import svgs
 from harness.report.claim_peers import Claim
 from harness.report.columns import ShownColumn, run_table

@@ -41,7 +41,7 @@ def test_markdown_has_a_chart_and_its_rows_beside_it(tmp_path: Path, monkeypatch
     assert sorted(path.name for path in folder.iterdir()) == ["figures", "plans.csv", "report.md"]
     links = re.findall(r"\]\((figures/.+?)\)", page)
     assert links == ["figures/front.svg"] and (folder / links[0]).read_text() == "<svg/>"
-    points = drawn["front"]["datasets"]["front"]
+    points = drawn["front"]["datasets"]["rows"]
     best, front = (
         sorted((row for row in rows if row[place]), key=lambda row: int(row[place])) for place in PLACE_COLUMNS
     )

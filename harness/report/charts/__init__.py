@@ -1,12 +1,14 @@
-"""The report's charts, as Vega-Lite made with altair. Each is a function of a View that returns a Chart or None.
+"""The report's charts, as Vega-Lite. Each is a function of a View that returns a Chart, or None.
 
-The charts are memory.{peak, predicted, batches}, speed.{throughput, step, scaling}, tradeoffs.{trade, checkpointing},
-traffic.traffic, losses.losses and growth.memory_wall. A chart is None if there is nothing to draw.
+A chart selects its rows and declares their fields. marks.py has what it is declared by and what is made of that: the
+data of marks, tooltips, the table of exact values and the range in the alternative text. Three kinds are in bars.py,
+curves.py and points.py. The charts are memory.{peak, batches, memory_wall, largest_model}, speed.{throughput, scaling,
+step, exposed_communication}, expected.{predicted, traffic, measured_against_papers}, tradeoffs.{trade, checkpointing},
+losses.losses, first.first_picture and, of a plan, front.front_chart.
 
-lines.py and series.py select the data as plain values, marks.py has the layers that charts share, label_placement.py
-places labels, style.py has colors, sizes and the configs for light and dark pages, which are not part of a spec, and
-render.py turns specs into SVG and provides Vega's library for a page.
+lines.py and series.py select the data as plain values, style.py and theme.json have what is no part of a spec, and
+render.py turns specs into files and provides Vega's library for a page.
 
-A spec's width is fixed. A page that embeds a spec with usermeta {"fluid": true} sets its width to "container". A
-spec's parameter `hidden` is a list of strategies whose marks are left out.
+A spec's width is fixed; a page or a paper may give it another. A spec's parameter `hidden` is a list of strategies
+whose marks are left out.
 """

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,9 @@ _SECONDS = 120.0  # for all charts of a report
 
 _PAPER_FONT = 8.0  # points of a label in a paper
 
-_NARROW, _EDGES, _LETTER = 500, 44, 6.2  # pixels, as in page.js: a narrow chart, its edges, and a subtitle's character
+_NARROW = 500  # pixels of a picture that is too narrow for plots beside each other
 
-_BOLD = 7.5  # pixels of a title's character
-
-_PLOT = 0.55  # of a chart's width that its plot has, at least
-
-_TWO_LINES = 28  # pixels of a bar whose label has two lines, as in page.js
+_BOLD, _LETTER = 7.5, 6.2  # pixels of a character of a title, and of the setting under it
 
 _CACHE = Path("~/.cache/harness")
 
@@ -48,10 +44,20 @@ class DrawingError(RuntimeError):
 
 def svgs(specs: Mapping[str, VegaLite], dark: bool = False) -> dict[str, str]:
     """Return every spec as a whole SVG document, the same for the same spec. Raise DrawingError if that fails."""
-    if not specs:
-        return {}
-    drawn = _request({"specs": dict(specs), "config": style.config(dark) | {"background": "white"}})
-    return {name: _described(drawn[name], str(spec.get("description", ""))) for name, spec in specs.items()}
+    described = {}
+    for name, svg in _drawn(specs, "svg", dark=dark).items():
+        root, rest = svg.split(">", 1)
+        text = str(specs[name].get("description", ""))
+        # The attributes are those that Vega sets in a browser.
+        roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(text)}'
+        described[name] = f"{root} {roles}><desc>{escape(text)}</desc>{rest}\n"
+    return described
+
+
+def _drawn(specs: Mapping[str, VegaLite], form: str, scale: float = 1.0, dark: bool = False) -> dict[str, str]:
+    """Return every spec in a form, which is base64 but for svg."""
+    config = style.config(dark) | {"background": "white"}
+    return _request({"specs": dict(specs), "config": config, "form": form, "scale": scale}) if specs else {}
 
 
 def drawn(charts: Iterable[Chart], consequence: str) -> dict[str, str]:
@@ -71,97 +77,42 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
         form: svg, png or pdf.
         width: The width in millimetres; by default that of the report, at 96 pixels per inch.
     """
-    if not specs:
-        return {}
-    if width is None:
-        texts, unit, zoom = svgs(specs), "px", 2.0
-    else:
-        scale = _PAPER_FONT / style.FONT_SIZE  # points of a pixel
-        fitted = svgs({name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()})
-        texts, unit, zoom = {name: _sized(text, scale) for name, text in fitted.items()}, "pt", 300 / 72
+    scale, unit, dots = 1.0, "px", 2.0
+    if width is not None:
+        scale, unit, dots = _PAPER_FONT / style.FONT_SIZE, "pt", 300 / 72  # points of a pixel, and pixels of a point
+        specs = {name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()}
     if form == "svg":
-        size = rf'\1 width="\2{unit}" height="\3{unit}"'
-        return {name: re.sub(_SIZE, size, text).encode() for name, text in texts.items()}
-    # vl_convert takes the pixels of an SVG for points of a PDF.
-    contents = _request({"svgs": texts, "form": form, "scale": zoom})
-    return {name: base64.b64decode(content) for name, content in contents.items()}
+        return {name: _sized(text, scale, unit).encode() for name, text in svgs(specs).items()}
+    # A pixel of a chart is a point of a PDF.
+    drawn = _drawn(specs, form, scale * dots if form == "png" else scale)
+    return {name: base64.b64decode(content) for name, content in drawn.items()}
 
 
-_SIZE = r'^(<svg\b[^>]*?) width="([\d.]+)" height="([\d.]+)"'
+def _sized(svg: str, scale: float, unit: str) -> str:
+    """Return an SVG whose size is scaled; its drawing is what it was."""
+
+    def size(match: re.Match[str]) -> str:
+        width, height = (f"{float(pixels) * scale:g}{unit}" for pixels in match.groups()[1:])
+        return f'{match[1]} width="{width}" height="{height}"'
+
+    return re.sub(r'^(<svg\b[^>]*?) width="([\d.]+)" height="([\d.]+)"', size, svg)
 
 
 def fit(spec: VegaLite, width: int) -> VegaLite:
-    """Return a spec for another width in pixels; as in the page, fewer plots are beside each other if it is narrow."""
+    """Return a spec for another width in pixels; if that is small, plots and legends have one column."""
     title = {
-        "text": _wrapped([spec["title"]["text"]], round(width * _LETTER / _BOLD)),
-        "subtitle": _wrapped(spec["title"]["subtitle"], width),
+        "text": textwrap.wrap(spec["title"]["text"], round(width / _BOLD)),
+        "subtitle": textwrap.wrap(" ".join(spec["title"]["subtitle"]), round(width / _LETTER)),
     }
-    fitted: VegaLite = _with_short_titles(spec, width) | {"title": spec["title"] | title}
-    if width < _NARROW:
-        fitted = _narrowed(_replaced(fitted, "legend", {"columns": 1}))
-    if "concat" not in spec:
+    is_narrow = width < _NARROW
+    fitted: VegaLite = spec | {"title": title} | ({"config": {"legend": {"columns": 1}}} if is_narrow else {})
+    if "columns" not in spec:
         return fitted | {"width": width}
-    meta = spec["usermeta"]["panels"]
-    columns, beside = meta["narrow"] if width < _NARROW else (meta["columns"], meta["beside"])
-    each = max(60, (width - _EDGES - beside) // columns)
-    cells = [cell | {"width": each} for cell in fitted["concat"]]
-    if columns == 1:  # the labels that only the first plot of a row has
-        cells = [_replaced(cell, "axis", {"labels": True, "ticks": True, "domain": True}, "labels") for cell in cells]
-    return fitted | {"columns": columns, "concat": cells}
-
-
-def _with_short_titles(value: Any, width: int) -> Any:
-    """Return a spec whose titles of axes have as many lines as they need in this width."""
-    if isinstance(value, list):
-        return [_with_short_titles(item, width) for item in value]
-    if not isinstance(value, dict):
-        return value
-    inner = {key: item if key == "datasets" else _with_short_titles(item, width) for key, item in value.items()}
-    if isinstance(title := inner.get("title"), str) and len(title) * _LETTER > _PLOT * width:
-        inner["title"] = _wrapped([title], round(_PLOT * width))
-    return inner
-
-
-def _narrowed(spec: VegaLite) -> VegaLite:
-    """Return a spec whose long labels have two lines, which need bars that are far enough apart."""
-    data = [datum for values in spec.get("datasets", {}).values() for datum in values]
-    is_long = any(len(datum.get("bar") or datum.get("label") or "") > style.LONG for datum in data)
-    params = [param | {"value": True} if param["name"] in ("narrow", "tiny") else param for param in spec["params"]]
-
-    def spaced(plot: VegaLite) -> VegaLite:
-        height = plot.get("height")
-        if not (is_long and isinstance(height, dict)):
-            return plot
-        return plot | {"height": {"step": max(height["step"], _TWO_LINES)}}
-
-    cells = {"concat": [spaced(cell) for cell in spec["concat"]]} if "concat" in spec else {}
-    return spaced(spec | {"params": params} | cells)
-
-
-def _wrapped(lines: Sequence[str], width: int) -> list[str]:
-    return textwrap.wrap(" ".join(lines), max(20, round(width / _LETTER)))
-
-
-def _replaced(value: Any, name: str, changes: Mapping[str, Any], unless: str = "") -> Any:
-    """Return a spec in which every object of this name has the changes, except where `unless` is not False."""
-    if isinstance(value, list):
-        return [_replaced(item, name, changes, unless) for item in value]
-    if not isinstance(value, dict):
-        return value
-    inner = {key: _replaced(item, name, changes, unless) for key, item in value.items()}
-    own = inner.get(name)
-    if isinstance(own, dict) and (not unless or own.get(unless) is False):
-        inner[name] = {**own, **changes}
-    return inner
-
-
-def _sized(svg: str, scale: float) -> str:
-    """Return an SVG whose size is scaled; its drawing is what it was."""
-    return re.sub(
-        _SIZE,
-        lambda match: f'{match[1]} width="{float(match[2]) * scale:g}" height="{float(match[3]) * scale:g}"',
-        svg,
-    )
+    columns = 1 if is_narrow else spec["columns"]
+    params = [param | {"value": columns} if param["name"] == "columns" else param for param in spec["params"]]
+    each = {"width": style.plot_width(width, columns, spec["usermeta"]["beside"])}
+    plots = {"spec": spec["spec"] | each} if "spec" in spec else {"concat": [cell | each for cell in spec["concat"]]}
+    return fitted | {"columns": columns, "params": params} | plots
 
 
 def library() -> str:
@@ -182,13 +133,6 @@ def library() -> str:
     return script
 
 
-def _described(svg: str, description: str) -> str:
-    """Return the SVG with the attributes that Vega sets in a browser, and with a description."""
-    root, rest = svg.split(">", 1)
-    roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(description)}'
-    return f"{root} {roles}><desc>{escape(description)}</desc>{rest}\n"
-
-
 def _request(request: dict[str, Any]) -> dict[str, str]:
     command = [sys.executable, "-m", __name__]
     try:
@@ -206,31 +150,30 @@ def _request(request: dict[str, Any]) -> dict[str, str]:
     return answer
 
 
-def _converted(svg: str, request: dict[str, Any]) -> bytes:
-    import vl_convert
-
-    if request["form"] == "pdf":
-        pdf: bytes = vl_convert.svg_to_pdf(svg)
-        return pdf
-    png: bytes = vl_convert.svg_to_png(svg, scale=request["scale"])
-    return png
-
-
 def _answer(request: dict[str, Any]) -> dict[str, str]:
     import vl_convert
 
     if "snippet" in request:
         return {"library": vl_convert.javascript_bundle(request["snippet"])}
-    if "svgs" in request:
-        return {name: base64.b64encode(_converted(svg, request)).decode() for name, svg in request["svgs"].items()}
-    drawn = {}
+    answer = {}
     for name, spec in request["specs"].items():
         try:
-            drawn[name] = vl_convert.vegalite_to_svg(spec, config=request["config"], allowed_base_urls=[])
+            drawn = _converted(spec, request["form"], request["scale"], request["config"])
         except Exception as error:
             message = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
             sys.exit(f"{name}: {one_line(message)[:300]}")
-    return drawn
+        answer[name] = drawn if isinstance(drawn, str) else base64.b64encode(drawn).decode()
+    return answer
+
+
+def _converted(spec: VegaLite, form: str, scale: float, config: dict[str, Any]) -> str | bytes:
+    import vl_convert
+
+    if form == "png":
+        png: bytes = vl_convert.vegalite_to_png(spec, scale=scale, config=config, allowed_base_urls=[])
+        return png
+    svg: str = vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[])
+    return svg if form == "svg" else vl_convert.svg_to_pdf(_sized(svg, scale, ""))
 
 
 if __name__ == "__main__":

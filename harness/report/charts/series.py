@@ -1,16 +1,13 @@
 """The curves that charts draw: lines of a report that differ in one quantity alone, and losses by step."""
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from harness.config.strategy import DEGREES
-from harness.report.charts.lines import ChartLine, Datum, finite_number, median_record
-from harness.report.comparability import curve_columns, curve_key
+from harness.report.charts.lines import ChartLine, Item
+from harness.report.comparability import curve_columns, curve_key, group_by
 from harness.report.labels import VARYING, configuration_name, value_text
-from harness.report.view import View
 from harness.util.text import sanitize
 
 # The columns that follow from the number of ranks.
@@ -23,26 +20,20 @@ _SIZES = (
     *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
 )
 
-_POINTS = 240  # of one curve
-
 
 @dataclass(frozen=True)
-class Series:
-    """The lines that are the points of one curve, in the order of the quantity in which they differ."""
+class Series(Item):
+    """The lines that are the points of one curve, in the order of the quantity in which they differ.
 
-    name: str  # no two series of a chart have the same
-    strategy: str
-    position: int
+    No two series of a chart have the same label.
+    """
+
     points: Sequence[ChartLine]
 
     @property
     def speed(self) -> float | None:
-        """The speed of the fastest point."""
+        """The speed of the fastest point, None where none is known."""
         return max((line.speed for line in self.points if line.speed is not None), default=None)
-
-    def datum(self, **values: Any) -> Datum:
-        """Return the data of one of the series' marks."""
-        return {"strategy": self.strategy, "label": self.name, "position": self.position} | values
 
 
 def by_world(lines: Sequence[ChartLine]) -> list[Series]:
@@ -72,16 +63,16 @@ def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
 def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[Series]:
     """Return the series over a column with more than one point; the first of several lines at a point counts."""
     columns = curve_columns(free)
-    settings = [tuple(map(line.row.get, columns)) for line in lines]
-    values: dict[tuple[Any, ...], set[float | None]] = {}
-    for setting, line in zip(settings, lines, strict=True):
-        values.setdefault(setting, set()).add(line.number(name))
-    groups: dict[tuple[Any, ...], dict[float, ChartLine]] = {}
-    for setting, line in zip(settings, lines, strict=True):
-        if len(values[setting]) > 1:  # otherwise it is alone on its curve, whatever its options are
-            key = curve_key(line.row, line.record.config, free)
-            groups.setdefault(key, {}).setdefault(line.number(name) or 0.0, line)
-    curves = {key: [points[value] for value in sorted(points)] for key, points in groups.items() if len(points) > 1}
+    settings = group_by(lines, lambda line: tuple(map(line.row.get, columns))).values()
+    varied = {
+        line.position for members in settings if len({line.number(name) for line in members}) > 1 for line in members
+    }
+    known = [line for line in lines if line.position in varied]  # others are alone, whatever their options are
+    curves = {}
+    for key, members in group_by(known, lambda line: curve_key(line.row, line.record.config, free)).items():
+        points = {line.number(name) or 0.0: line for line in reversed(members)}
+        if len(points) > 1:
+            curves[key] = [points[value] for value in sorted(points)]
     names = _names(list(curves), columns)
     return [
         Series(label, points[0].strategy, position, points)
@@ -108,32 +99,3 @@ def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]
         name = sanitize(" ".join(words))
         names.append(f"{name} ({len(names) + 1})" if name in names else name)
     return names
-
-
-def step_losses(view: View, line: ChartLine) -> list[tuple[int, float, str]]:
-    """Return step, loss and phase of a line's median run from its steps.jsonl; empty if there is no such file."""
-    folder = view.folders.get(median_record(line).row["run_id"])
-    return list(_read_losses(folder / "steps.jsonl")) if folder else []
-
-
-def _read_losses(path: Path) -> Iterator[tuple[int, float, str]]:
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # the last line of a run that was killed
-        entry = entry if isinstance(entry, dict) else {}
-        step, loss = finite_number(entry.get("step")), finite_number(entry.get("loss"))
-        if step is not None and loss is not None:
-            yield int(step), loss, sanitize(entry.get("phase") or "")
-
-
-def downsample(count: int) -> list[int]:
-    """Return the positions of at most _POINTS of `count` points: evenly, the first and the last among them."""
-    if count <= _POINTS:
-        return list(range(count))
-    return [round(point * (count - 1) / (_POINTS - 1)) for point in range(_POINTS)]

@@ -1,27 +1,17 @@
 """Charts of speed: tokens per second by configuration and over ranks."""
 
-from __future__ import annotations
+from collections.abc import Mapping, Sequence
 
-from collections.abc import Sequence
-
-from harness.report.charts import bar_marks, marks
-from harness.report.charts.curves import Scale, curves
-from harness.report.charts.lines import (
-    ChartLine,
-    Datum,
-    chart_lines,
-    failure_text,
-    range_text,
-    select,
-    untimed_text,
-    value_table,
-)
-from harness.report.charts.series import Series, by_world
-from harness.report.charts.style import alt
-from harness.report.document import Chart, Table
+from harness.report.charts.bars import Bars, bars, endings, row_fields
+from harness.report.charts.curves import Curves, curve_points
+from harness.report.charts.lines import ChartLine, chart_lines, failure_text, finite_number, ordered, untimed_text
+from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
+from harness.report.charts.series import by_world
+from harness.report.document import Chart, VegaLite
+from harness.report.labels import STEP_TITLES
 from harness.report.speeds import MINIMUM_RUNS
-from harness.report.text import ONE, format_numbers, format_percents, join_words, pluralize
-from harness.report.view import View
+from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, join_words
+from harness.report.view import View, median_run
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
 
@@ -34,87 +24,51 @@ def throughput(view: View) -> Chart | None:
     Speeds of enough repeats are bars with the range of their runs. Others are hollow points, which rank nothing, and
     disturbed ones and those of ranks that shared cores are not drawn. Without ranked speeds there is no chart.
     """
-    lines = bar_marks.ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
+    lines = ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
     if not view.draws_speeds or not any(line.speed for line in lines):
         return None
-    known = [line for line in lines if line.speed]
-    text = (
-        f"{TOKENS.capitalize()} of {pluralize(len(known), 'configuration')},"
-        f" {range_text([(line.label, line.speed or 0.0) for line in known])}.{how_drawn(known)}"
-        f"{untimed_text(lines)}{failure_text(lines)}"
-    )
-    layers = [*speed_layers(view, lines, TOKENS), *bar_marks.notes(lines, TOKENS, is_timed=True)]
-    strategies = [line.strategy for line in lines]
-    return bar_marks.bar_chart(
-        view, "throughput", "Tokens per second", text, strategies, layers, _speed_columns(lines), TOKENS, 2
-    )
+    status = {"status": column("status", [line.state for line in lines], True)}
+    plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), Scale(TOKENS))
+    text = plot.rows.described(f"{TOKENS.capitalize()} of {{}}", "median")
+    text += how_drawn(lines) + untimed_text(lines) + failure_text(lines)
+    return plot.chart("throughput", "Tokens per second", text, "median", speed_marks(plot))
 
 
 def how_drawn(lines: Sequence[ChartLine]) -> str:
     """Return a sentence on what bars and points of speeds are, with a space before it."""
-    ranked = any(line.is_ranked for line in lines)
-    single = any(not line.is_ranked for line in lines)
-    text = " Bars are medians, with the range of the undisturbed repeats." if ranked else ""
-    return text + (f" Hollow points are of fewer than {MINIMUM_RUNS} repeats and rank nothing." if single else "")
+    kinds = {line.timing.is_ranked for line in lines if line.speed}
+    text = " Bars are medians, with the range of the undisturbed repeats." if True in kinds else ""
+    return text + (f" Hollow points are of fewer than {MINIMUM_RUNS} repeats and rank nothing." * (False in kinds))
 
 
-def speed_layers(
-    view: View, lines: Sequence[ChartLine], title: str, labels: bool = True, ticks: int | None = None
-) -> list[alt.Chart]:
-    """Return the layers of speeds: bars with ranges of those that are ranked, hollow points of the others."""
-    known = [(line, line.standing.speed) for line in lines if line.speed]
-    shown = format_numbers([speed.median if speed else None for _, speed in known], ONE)
-    values = [
-        line.datum(
-            value=speed.median,
-            low=speed.low,
-            high=speed.high,
-            runs=speed.runs,
-            total=speed.high if speed.is_ranked else speed.median,
-            shown=text if speed.is_ranked else f"{text} (n = {speed.runs})",
-        )
-        for (line, speed), text in zip(known, shown, strict=True)
-        if speed
-    ]
-    is_ranked = {line.label: line.is_ranked for line in lines}
-    ranked = [datum for datum in values if is_ranked[datum["label"]]]
-    single = [datum for datum in values if not is_ranked[datum["label"]]]
-    y = bar_marks.label_axis(labels)
-    tooltip = marks.tooltips(
-        ("value:Q", f"{TOKENS}, median", ",.2f"),
-        ("low:Q", "slowest run", ",.2f"),
-        ("high:Q", "fastest run", ",.2f"),
-        ("runs:Q", "undisturbed runs", "d"),
-    )
-    value, low, high = (bar_marks.from_zero(field, title, ticks) for field in ("value", "low", "high"))
-    color = marks.strategy_color(view)
-    with_range = bar_marks.bar_layer(ranked)
-    hollow = bar_marks.bar_layer(single).mark_point(filled=False, size=55, strokeWidth=2)
-    layers = [
-        with_range.mark_bar().encode(x=value, y=y, color=color, tooltip=tooltip),
-        with_range.mark_rule(style="spread").encode(x=low, x2="high:Q", y=y, tooltip=tooltip),
-        *(
-            with_range.mark_tick(style="spread", size=8, thickness=1.5).encode(x=end, y=y, tooltip=tooltip)
-            for end in (low, high)
+def speed_fields(lines: Sequence[ChartLine]) -> dict[str, Field]:
+    """Return median, range and number of runs of the speeds, and what stands behind their bars."""
+    speeds = [line.timing if line.speed else None for line in lines]
+    fields = {
+        name: numbers(title, [getattr(speed, name, None) for speed in speeds], ONE, ",.2f")
+        for name, title in (("median", TOKENS), ("low", "slowest run"), ("high", "fastest run"))
+    }
+    runs = [speed.runs if speed else None for speed in speeds]
+    texts = zip(speeds, fields["median"].cells, strict=True)
+    return fields | {
+        "runs": Field("runs", runs, [str(count or "") for count in runs], "d"),
+        "ranked": unseen([speed and speed.is_ranked for speed in speeds]),
+        "total": unseen([speed and (speed.high if speed.is_ranked else speed.median) for speed in speeds]),
+        "shown": unseen(
+            [text if speed is None or speed.is_ranked else f"{text} (n = {speed.runs})" for speed, text in texts]
         ),
-    ]
-    layers = layers if ranked else []
-    layers += [hollow.encode(x=value, y=y, color=color, tooltip=tooltip)] if single else []
-    text = bar_marks.bar_layer(values).mark_text(align="left", dx=7, style="value")
-    return [*layers, text.encode(x=bar_marks.from_zero("total", title), y=y, text="shown:N")] if values else layers
+    }
 
 
-def _speed_columns(lines: Sequence[ChartLine]) -> dict[str, list[str]]:
-    """Return median, range and number of runs of every line whose speed is known."""
-    speeds = [line.standing.speed if line.ok else None for line in lines]
-    columns = {"run": [line.label for line in lines], "status": list(map(bar_marks.state, lines))}
-    for title, name in ((TOKENS, "median"), ("slowest run", "low"), ("fastest run", "high")):
-        texts = format_numbers([None if speed is None else getattr(speed, name) for speed in speeds], ONE)
-        columns[title] = [text if line.is_timed else "" for line, text in zip(lines, texts, strict=True)]
-    columns["runs"] = [
-        str(speed.runs) if speed and line.is_timed else "" for line, speed in zip(lines, speeds, strict=True)
+def speed_marks(plot: Bars) -> list[VegaLite]:
+    """Return the layers of speeds: bars with ranges of those that are ranked, hollow points of the others."""
+    ends = [plot.mark("tick end", end, "bar", "datum.ranked") for end in ("low", "high")]
+    return [
+        plot.mark("bar", "median", "bar", "datum.ranked"),
+        plot.mark("rule spread", "low", "bar", "datum.ranked", x2="high"),
+        *ends,
+        plot.mark("point hollow", "median", "bar", "!datum.ranked"),
     ]
-    return columns
 
 
 def scaling(view: View) -> Chart | None:
@@ -122,75 +76,120 @@ def scaling(view: View) -> Chart | None:
     series = by_world(chart_lines(view)) if view.draws_speeds else []
     if not series:
         return None
-    drawn = select(series)
-    points = [
-        curve.datum(x=_world(line), y=line.speed, ideal=ideal, efficiency=100 * (line.speed or 0) / ideal)
-        for curve in drawn
-        for line, ideal in zip(curve.points, _ideal(curve), strict=True)
-    ]
-    all_ranked = all(line.is_ranked for curve in drawn for line in curve.points)
-    text = (
-        f"Tokens per second of {pluralize(len(drawn), 'configuration')} on {_count(points)} ranks, compared with linear"
-        " scaling from the fewest ranks of each; efficiency on the most ranks in %:"
-        f" {range_text([(curve.name, _efficiency(curve)) for curve in drawn])}."
-        + ("" if all_ranked else f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing.")
-        + untimed_text(chart_lines(view))
-    )
-    worlds = sorted({point["x"] for point in points})
-    wide = worlds[-1] / worlds[0] > _WIDE
-    highest = max(max(point["y"], point["ideal"]) for point in points)
-    lowest = min(point["y"] for point in points)
-    across = (worlds[0] / 1.1, worlds[-1] * 1.1) if wide else (0.0, worlds[-1] * 1.03)
-    up = (lowest / 1.2, highest * 1.2) if wide else (0.0, highest * 1.05)
-    scales = (
-        Scale("number of ranks", across, wide, worlds, "d"),
-        Scale(TOKENS, up, wide),
-    )
-    tooltip = marks.tooltips(
-        ("x:Q", "ranks", ",d"),
-        ("y:Q", "tokens per second", ",.2f"),
-        ("ideal:Q", "linear scaling", ",.2f"),
-        ("efficiency:Q", "efficiency, %", ".2f"),
-    )
-    x, ideal, color = scales[0].channel("x", "x"), scales[1].channel("y", "ideal"), marks.strategy_color(view)
-    linear = (
-        points,
-        lambda layer: layer.mark_line(style="reference", opacity=0.6).encode(
-            x=x, y=ideal, color=color, detail="label:N"
-        ),
-    )
-    name = "Tokens per second by number of ranks (dotted: linear scaling)"
-    table = _scaling_table(drawn)
-    return curves(view, "scaling", name, text, series, points, scales, tooltip, table, behind=[linear])
-
-
-def _world(line: ChartLine) -> float:
-    return line.number("world_size") or 0.0
-
-
-def _ideal(series: Series) -> list[float]:
-    fewest = series.points[0]
-    return [(fewest.speed or 0.0) * _world(line) / _world(fewest) for line in series.points]
-
-
-def _efficiency(series: Series) -> float:
-    return 100 * (series.points[-1].speed or 0.0) / _ideal(series)[-1]
-
-
-def _count(points: Sequence[Datum]) -> str:
-    worlds = sorted({int(point["x"]) for point in points})
-    return join_words([str(world) for world in worlds])
-
-
-def _scaling_table(drawn: Sequence[Series]) -> Table:
-    pairs = [(series, line) for series in drawn for line in series.points]
-    ideals = [ideal for series in drawn for ideal in _ideal(series)]
-    speeds = [line.speed or 0.0 for _, line in pairs]
-    columns = {
-        "run": [series.name for series, _ in pairs],
-        "ranks": [str(line.row["world_size"]) for _, line in pairs],
-        "tokens per second": format_numbers(speeds, ONE),
-        "linear scaling": format_numbers(ideals, ONE),
-        "efficiency (%)": format_percents([speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]),
+    points = curve_points(series)
+    ranks, speeds = [line.number("world_size") or 0 for _, line in points], [line.speed or 0.0 for _, line in points]
+    per_rank = [_speed_per_rank(curve.points[0]) for curve, _ in points]
+    ideals = [speed * count for speed, count in zip(per_rank, ranks, strict=True)]
+    shares = [speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]
+    ends = [share if curve.points[-1] is line else None for (curve, line), share in zip(points, shares, strict=True)]
+    fields = {
+        "x": Field("ranks", ranks, list(map(str, ranks)), ",d"),
+        "y": numbers(TOKENS, speeds, ONE, ",.2f"),
+        "ideal": numbers("linear scaling", ideals, ONE, ",.2f"),
+        "efficiency": Field("efficiency (%)", [100 * share for share in shares], format_percents(shares), ".2f"),
+        "last": Field("", ends, format_percents(ends)),
     }
-    return value_table([series.strategy for series, _ in pairs], columns)
+    rows = Rows([curve for curve, _ in points], fields)
+    counts = sorted(set(ranks))
+    is_wide = counts[-1] / counts[0] > _WIDE
+    across, up = (0.0, counts[-1] * 1.03), (0.0, max(*speeds, *ideals) * 1.05)
+    if is_wide:
+        across, up = (counts[0] / 1.1, counts[-1] * 1.1), (min(speeds) / 1.2, max(*speeds, *ideals) * 1.2)
+    x, y = Scale("number of ranks", across, is_wide, counts, "d"), Scale(TOKENS, up, is_wide)
+    curves = Curves(view, rows, x, y)
+    text = rows.described(
+        f"Tokens per second of {{}} on {join_words(list(map(str, counts)))} ranks, compared with linear scaling from"
+        " the fewest ranks of each; efficiency on the most ranks in %",
+        "last",
+    )
+    if not all(line.timing.is_ranked for _, line in points):
+        text += f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing."
+    text += untimed_text(chart_lines(view))
+    linear = curves.mark("line linear", y="ideal", detail="label")
+    name = "Tokens per second by number of ranks (dotted: linear scaling)"
+    return curves.chart("scaling", name, text, "y", len(series), behind=[linear])
+
+
+def _speed_per_rank(line: ChartLine) -> float:
+    return (line.speed or 0.0) / (line.number("world_size") or 1)
+
+
+_TOTAL = "step time"
+
+_EXPOSED = "exposed_communication_seconds"
+
+_EXACT = ("value", "ms", ",.4f")
+
+# What is overlapped follows the parts of a step, so that exposed communication has its own color in both charts.
+_OVERLAPPED = "overlapped with computing"
+
+
+def step(view: View) -> Chart | None:
+    """Draw the parts of the step time of every line's median repeat, the shortest step first."""
+    lines = [line for line in chart_lines(view) if not line.ok or line.row.get("step_seconds") is not None]
+    times = {line.label: [value or None for value in _seconds(line, *STEP_TITLES)] for line in lines}
+    totals = {label: sum(filter(None, seconds)) or None for label, seconds in times.items()}
+    if not view.draws_speeds or not any(totals.values()):
+        return None
+    lines = [line for line in lines if not line.is_timed or totals[line.label]]
+    lines = ordered(lines, lambda line: totals[line.label])
+    parts = STEP_TITLES.values()
+    rows = [dict(zip((*parts, _TOTAL), (*times[line.label], totals[line.label]), strict=True)) for line in lines]
+    fields = {"status": column("status", [line.state for line in lines], True)} | row_fields(rows, MILLISECONDS)
+    ends = [row[_TOTAL] for row in rows]
+    plot = _stacked(view, lines, fields, fields[_TOTAL].title, ends, ends)
+    drawn = [part for part in parts if plot.rows.known(part)]
+    text = plot.rows.described(f"Step time of {{}} in ms, stacked by its parts, {', '.join(drawn)}", _TOTAL)
+    if any(len(line.record.runs) > 1 for line in lines):
+        text += " Repeated runs are represented by the one with the median speed."
+    text += untimed_text(lines) + failure_text(lines)
+    return plot.chart("step", "Breakdown of step time", text, _TOTAL, [plot.stack(list(parts), MILLISECONDS, _EXACT)])
+
+
+def exposed_communication(view: View) -> Chart | None:
+    """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
+    lines = chart_lines(view) if view.draws_speeds else []
+    timed = [line for line in lines if line.ok and line.row.get("step_seconds") is not None]
+    ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
+    times = {line.label: _seconds(line, _EXPOSED, "overlapped_communication_seconds") for line in ranks}
+    lines = [line for line in ranks if not line.is_timed or (line.row.get("pp") or 1) == 1 or any(times[line.label])]
+    if not any(times[line.label][0] for line in lines):
+        return None
+    lines = ordered(lines, lambda line: times[line.label][0])
+    exposed, overlapped = ([times[line.label][place] for line in lines] for place in (0, 1))
+    fields = {
+        STEP_TITLES[_EXPOSED]: numbers("exposed", exposed, MILLISECONDS),
+        _OVERLAPPED: numbers(_OVERLAPPED, overlapped, MILLISECONDS),
+    }
+    ends = [
+        None if first is None else first + (second or 0.0) for first, second in zip(exposed, overlapped, strict=True)
+    ]
+    title = "communication per step (ms; the figure is what is exposed)"
+    plot = _stacked(view, lines, fields, title, ends, exposed)
+    what = "Communication of {} in ms per step, exposed while nothing is computed, and overlapped with computing"
+    text = plot.rows.described(f"{what}; exposed", STEP_TITLES[_EXPOSED])
+    text += " What pipelines send is part of their idle time." * (len(lines) < len(ranks)) + untimed_text(lines)
+    stack = plot.stack([*STEP_TITLES.values(), _OVERLAPPED], MILLISECONDS, _EXACT)
+    return plot.chart("exposed", "Exposed communication", text, STEP_TITLES[_EXPOSED], [stack])
+
+
+def _seconds(line: ChartLine, *names: str) -> list[float | None]:
+    """Return times of a line's median repeat; the parts of a step add up within one run only."""
+    row = median_run(line.record).row if line.is_timed else {}
+    return [finite_number(row.get(name)) for name in names]
+
+
+def _stacked(
+    view: View,
+    lines: Sequence[ChartLine],
+    fields: Mapping[str, Field],
+    title: str,
+    ends: Sequence[float | None],
+    figures: Sequence[float | None],
+) -> Bars:
+    """Return stacked bars of times, with these figures in ms behind their ends."""
+    behind = {
+        "total": unseen(numbers("", ends, MILLISECONDS).values),
+        "shown": unseen(format_numbers(figures, MILLISECONDS)),
+    }
+    return bars(view, lines, {**fields, **endings(lines, is_timed=True), **behind}, Scale(title))

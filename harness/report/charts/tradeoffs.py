@@ -1,147 +1,232 @@
-"""The chart of the memory that checkpointing saves against the time that it costs."""
+"""Charts of what memory costs: peak memory against speed, and what checkpointing saves against its time."""
 
-from __future__ import annotations
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-
-from harness.records.schema import Row
-from harness.report.charts import bar_marks, marks, style
-from harness.report.charts.lines import (
-    ChartLine,
-    Datum,
-    chart_lines,
-    finite_number,
-    range_text,
-)
+from harness.report.charts import marks, style
+from harness.report.charts.bars import bars
+from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_text, ordered
+from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, numbers, spanning, unseen, words
+from harness.report.charts.points import Points
+from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import ok_runs, peer
-from harness.report.comparability import PARTITION_COLUMNS
+from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
-from harness.report.document import Chart
-from harness.report.speeds import are_alike
-from harness.report.text import format_percents, pluralize
+from harness.report.document import Chart, VegaLite
+from harness.report.reported import group_titles
+from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, MINIMUM_RUNS, are_alike
+from harness.report.text import ONE, format_percents, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
+_ROOM = 90  # pixels behind the longest bar for the time added
 
-@dataclass(frozen=True)
-class Saving:
-    """The effect of a kind of checkpointing on a run, relative to the same run without it."""
+_MOST_POINTS = 200  # of one chart
 
-    line: ChartLine
-    kind: str
-    peak: float  # the part of the peak that it saves
-    activations: float | None  # the part of activation memory that it saves
-    cost: float | None  # the relative increase of step time, negative if the step is shorter; None if not ranked
-    is_certain: bool  # whether the runs tell the two speeds apart
+_MOST_FRONTS = 3  # groups of comparable configurations that are drawn beside each other
 
-    @property
-    def mark(self) -> str:
-        """The mark behind a cost that the runs do not show with certainty."""
-        return UNSETTLED_MARK * (self.cost is not None and not self.is_certain)
+_RATE = "tokens per second"
 
 
-def savings(view: View) -> list[Saving]:
-    """Return the savings of the lines that checkpoint and have a peer that does not; a cost only of ranked speeds."""
-    known = [line for line in chart_lines(view) if line.ok]
-    speeds = {line.row["run_id"]: line.standing.speed for line in known if line.is_ranked or line.is_simulated}
-    lines = [line for line in known if line.row.get("checkpointing") not in (None, "none")]
-    runs = ok_runs(view.lines) if lines else []
-    by_id = {run.row["run_id"]: run for run in runs}
-    all_savings = []
-    for line in lines:
-        run = by_id[line.row["run_id"]]
-        plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
-        names = ("peak_allocated_bytes", "activation_bytes", "step_seconds")
-        peak, activations, cost = (_change(plain.row, run.row, name) if plain else None for name in names)
-        if plain is not None and peak is not None:
-            kind = sanitize(line.row["checkpointing"])
-            speed, plain_speed = (speeds.get(record.row["run_id"]) for record in (run, plain))
-            is_certain = False
-            if speed is None or plain_speed is None:
-                cost = None
-            else:
-                is_certain = speed.is_simulated or not are_alike(speed, plain_speed)
-            saved = None if activations is None else -activations
-            all_savings.append(Saving(line, kind, -peak, saved, cost, is_certain))
-    return all_savings
+def trade(view: View) -> Chart | None:
+    """Draw peak memory against speed, for each of the largest groups of comparable configurations.
+
+    The front connects ranked configurations by memory, each certainly faster than those before it. It is worked out
+    over all of them, and again by the page over those that are visible.
+    """
+    lines = [line for line in chart_lines(view) if line.speed and line.peak] if view.draws_speeds else []
+    by_group = group_by(lines, lambda line: line.standing.group)
+    shown = dict([entry for entry in sorted(by_group.items()) if len(entry[1]) > 1][:_MOST_FRONTS])
+    drawn = {number: _drawn(group) for number, group in shown.items()}
+    if not drawn:
+        return None
+    lines = [line for group in drawn.values() for line in group]
+    rows = _rows(lines)
+    total = sum(map(len, shown.values()))
+    speeds, peaks = rows.span("x"), rows.span("y")
+    title = rows.fields["y"].title
+    text = (
+        f"{title.capitalize()} against {_RATE} of {pluralize(len(lines), 'configuration')}"
+        f"{_group_text(len(shown), len(by_group))}. {_front_text(shown)} Peaks {peaks}, {_RATE} {speeds}."
+        f"{omitted_text(len(lines), total, 'all that can be on a front, then the others in the order of the report')}"
+    )
+    columns, height, beside = (1, style.HEIGHT, 29) if len(drawn) == 1 else (2, 280, 45)  # pixels
+    size = (style.plot_width(style.WIDTH, columns, beside), height)
+    labels: dict[str, list[Datum]] = {}
+    cells: list[VegaLite] = []
+    for number in drawn:
+        name, title = f"labels{number}", group_titles(view)[number or 0]
+        layers, labels[name] = _panel(view, rows, number, name, size)
+        head = {"text": sanitize(title[:1].upper() + title[1:]), "fontSize": style.FONT_SIZE, "offset": 4}
+        own = [{"filter": f"datum.group === {number}"}]
+        cells.append({"layer": layers, "title": head, "transform": own, "width": size[0], "height": height})
+    candidates = [_candidate(line) for group in shown.values() for line in group if line.timing.is_ranked]
+    meta = {"beside": beside, "candidates": candidates, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS}
+    plot = {"concat": cells, "columns": columns, "usermeta": meta}
+    name, setting = "Peak memory and speed", setting_lines(view)
+    chart = marks.draw("trade", name, setting, text, rows, "x", plot, labels)
+    front = [line.position for line in lines if line.standing.is_on_front]
+    chart.spec["params"].append({"name": "front", "value": front})
+    return chart
 
 
-def _change(before: Row, after: Row, name: str) -> float | None:
-    old, new = finite_number(before.get(name)), finite_number(after.get(name))
-    return new / old - 1 if old and new is not None else None
+def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:
+    """Return the lines to draw: if there are too many, first those that can be on a front when strategies are hidden.
+
+    Such a line is on the front of its own strategy.
+    """
+    if len(group) <= _MOST_POINTS:
+        return list(group)
+    own = {line.position for line in group if line.standing.is_on_front}
+    for members in group_by([line for line in group if line.timing.is_ranked], lambda line: line.strategy).values():
+        highest = 0.0
+        for line in sorted(members, key=lambda line: (line.peak or 0.0, -(line.speed or 0.0))):
+            if (line.speed or 0.0) > highest:
+                highest = line.speed or 0.0
+                own.add(line.position)
+    first = [line for line in group if line.position in own]
+    others = [line for line in group if line.position not in own]
+    positions = {line.position for line in [*first, *others[: max(0, _MOST_POINTS - len(first))]]}
+    return [line for line in group if line.position in positions]
+
+
+def _rows(lines: Sequence[ChartLine]) -> Rows:
+    """Return the lines with their peaks, speeds, repeats, and whether each is on the front."""
+    peaks, speeds = [line.peak for line in lines], [line.timing for line in lines]
+    fields = {
+        "y": bytes_field("peak", peaks),
+        "x": numbers(_RATE, [speed.median for speed in speeds], ONE, ",.2f"),
+        "low": Field("slowest run", [speed.low for speed in speeds], form=",.2f"),
+        "high": Field("fastest run", [speed.high for speed in speeds], form=",.2f"),
+        "runs": Field("runs", [speed.runs for speed in speeds], [str(speed.runs) for speed in speeds], "d"),
+        "on": column("on the front", ["yes" if line.standing.is_on_front else "" for line in lines]),
+        "first": unseen([line.standing.is_on_front for line in lines]),
+        "ranked": unseen([speed.is_ranked for speed in speeds]),
+        "group": unseen([line.standing.group for line in lines]),
+        "name": unseen(
+            [line.label.removesuffix(f" on {pluralize(line.row.get('world_size') or 1, 'rank')}") for line in lines]
+        ),
+    }
+    return Rows(lines, fields)
+
+
+def _candidate(line: ChartLine) -> list[Any]:
+    """Return what the page works a front out from.
+
+    It is position, strategy, group and peak, the slowest, median and fastest run, and the number of runs.
+    """
+    speed = line.timing
+    place = [line.position, line.strategy, line.standing.group, line.peak]
+    return [*place, speed.low, speed.median, speed.high, speed.runs]
+
+
+def _group_text(shown: int, groups: int) -> str:
+    if groups == 1:
+        return ""
+    return f", of {'the largest' if shown == 1 else f'{shown}'} of {groups} groups of comparable ones"
+
+
+def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
+    """Return which configurations are on a front; speeds of too few repeats are on none."""
+    fronts = [
+        sorted((line for line in group if line.standing.is_on_front), key=lambda line: line.peak or 0.0)
+        for group in shown.values()
+    ]
+    names = [", ".join(line.label for line in front) for front in fronts if front]
+    if not names:
+        return f"No front is drawn: no speed here has {MINIMUM_RUNS} undisturbed repeats."
+    return f"On the front, each certainly faster than those before it: {'; '.join(names)}."
+
+
+def _panel(
+    view: View, rows: Rows, number: int | None, name: str, size: tuple[int, int]
+) -> tuple[list[VegaLite], list[Datum]]:
+    """Return the front, the ranges of the speeds, their points and labels of a group, and the data of the labels."""
+    points = [datum for datum in rows.data if datum["group"] == number]
+    x = spanning(f"{_RATE} (higher is better)", [point[at] for point in points for at in ("x", "low", "high")])
+    y = spanning(rows.fields["y"].title.replace(")", ", lower is better)"), [point["y"] for point in points])
+    plot = Points(view, rows, x, y)
+    front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
+    ranges = [[point | {"x": point[end]} for end in ("low", "high")] for point in points if point["ranked"]]
+    order = {"field": "x", "type": "quantitative"}
+    layers = [
+        plot.mark("line front", test="datum.ranked && indexof(front, datum.position) >= 0", order=order),
+        plot.mark("rule spread", "low", test="datum.ranked", x2="high"),
+        plot.mark("point", test="datum.ranked"),
+        plot.mark("point hollow", test="!datum.ranked"),
+        plot.labels(name),
+    ]
+    return layers, plot.placed(points, [front, *ranges], size)
 
 
 def checkpointing(view: View) -> Chart | None:
     """Draw the memory that each kind of checkpointing saves, with the time it costs if that is ranked.
 
-    The largest saving comes first.
+    Each is relative to the same run without checkpointing. The largest saving comes first.
     """
-    computed = savings(view)
-    peaks = {saving.line.label: saving.peak for saving in computed}
-    rows = bar_marks.ordered([saving.line for saving in computed], lambda line: -peaks[line.label])
-    places = {line.label: line.position for line in rows}
-    drawn = sorted(computed, key=lambda saving: places[saving.line.label])
-    if not drawn:
+    pairs = {line.label: (line, plain) for line, plain in _pairs(view)}
+    if not pairs:
         return None
-    bars = [_bar(saving, places[saving.line.label]) for saving in drawn]
-    costs = [(saving.line.label, 100 * saving.cost) for saving in drawn if saving.cost is not None]
-    text = (
-        f"Memory saved{' and time added' * bool(costs)} by checkpointing in"
-        f" {pluralize(len(drawn), 'configuration')}, each relative to the same run without: peak memory saved, in %,"
-        f" {range_text([(bar['label'], bar['value']) for bar in bars])}"
-        + (f"; step time added, in %, {range_text(costs)}{_uncertain_text(drawn)}." if costs else ".")
+    lines = ordered(
+        [line for line, _ in pairs.values()], lambda line: _change(*pairs[line.label], "peak_allocated_bytes")
     )
-    figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * any(saving.mark for saving in drawn)}"
-    title = f"memory saved (%; bar: peak, |: activations{figure * bool(costs)})"
-    exact = [("kind:N", "checkpointing", ""), ("value:Q", "peak memory saved, %", ".2f")]
-    exact += [("activations:Q", "activations saved, %", ".2f")]
-    tooltip = marks.tooltips(*exact, *([("cost:Q", "step time added, %", "+.2f")] if costs else []))
-    y, color = bar_marks.label_axis(), marks.strategy_color(view)
-    known = [bar for bar in bars if bar["activations"] is not None]
-    ticks = bar_marks.bar_layer(known).mark_tick(style="formula", thickness=3, size=style.step(len(bars)) - 4)
-    layers = [
-        bar_marks.bar_layer(bars)
-        .mark_bar()
-        .encode(x=bar_marks.from_zero("value", title), y=y, color=color, tooltip=tooltip),
-        *([ticks.encode(x=bar_marks.from_zero("activations", title), y=y, tooltip=tooltip)] if known else []),
-        *([bar_marks.numbers(bars, title)] if costs else []),
-    ]
-    name = "Memory savings and cost of activation checkpointing" if costs else "Memory saved by checkpointing"
-    strategies, columns = [saving.line.strategy for saving in drawn], _columns(drawn)
-    margin, measure = _ROOM if costs else 0, "peak memory saved (%)"
-    return bar_marks.bar_chart(view, "checkpointing", name, text, strategies, layers, columns, measure, 2, margin)
-
-
-def _uncertain_text(drawn: Sequence[Saving]) -> str:
-    """Return which costs the runs do not show with certainty."""
-    labels = [saving.line.label for saving in drawn if saving.mark]
-    return f" (no certain difference: {', '.join(labels)})" if labels else ""
-
-
-_ROOM = 90  # pixels behind the longest bar for the time added
-
-
-def _bar(saving: Saving, position: int) -> Datum:
-    """Return the data of a saving's bar, with the time added where that is known."""
-    line, peak = replace(saving.line, position=position), 100 * saving.peak
-    activations = None if saving.activations is None else 100 * saving.activations
-    return line.datum(
-        kind=saving.kind,
-        value=peak,
-        activations=activations,
-        cost=None if saving.cost is None else 100 * saving.cost,
-        total=max(peak, activations or 0.0, 0.0),
-        shown="" if saving.cost is None else f"{100 * saving.cost:+.0f} %{saving.mark}",
+    peaks, activations = (
+        [_change(*pairs[line.label], name) for line in lines] for name in ("peak_allocated_bytes", "activation_bytes")
     )
-
-
-def _columns(drawn: Sequence[Saving]) -> dict[str, list[str]]:
-    pairs = [format_percents([saving.peak, saving.activations]) for saving in drawn]
-    return {
-        "run": [saving.line.label for saving in drawn],
-        "checkpointing": [saving.kind for saving in drawn],
-        "peak memory saved (%)": [peak for peak, _ in pairs],
-        "activations saved (%)": [activations for _, activations in pairs],
-        "step time added (%)": [format_percents([saving.cost])[0] + saving.mark for saving in drawn],
+    costs = [_cost(*pairs[line.label]) for line in lines]
+    cells = [f"{format_percents([cost])[0]}{mark}" for cost, mark in costs]
+    fields = {
+        "kind": words("checkpointing", [sanitize(line.row["checkpointing"]) for line in lines]),
+        "value": _saved("peak memory saved (%)", peaks),
+        "activations": _saved("activations saved (%)", activations),
+        "cost": Field("step time added (%)", [cost and 100 * cost for cost, _ in costs], cells, "+.2f"),
+        "shown": unseen([None if cost is None else f"{100 * cost:+.0f} %{mark}" for cost, mark in costs]),
     }
+    saved = zip(fields["value"].values, fields["activations"].values, strict=True)
+    fields["total"] = unseen([max(peak, part or 0.0, 0.0) for peak, part in saved])
+    uncertain = [line.label for line, (_, mark) in zip(lines, costs, strict=True) if mark]
+    figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * bool(uncertain)}"
+    title = f"memory saved (%; bar: peak, |: activations{figure * any(cells)})"
+    plot = bars(view, lines, fields, Scale(title))
+    what = (
+        f"Memory saved{' and time added' * any(cells)} by checkpointing in {{}}, each relative to the same run without"
+    )
+    text = plot.rows.described(f"{what}; peak memory saved, in %", "value")
+    if any(cells):
+        doubt = f" (no certain difference: {', '.join(uncertain)})" if uncertain else ""
+        text += f" Step time added, in %: {plot.rows.span('cost')}{doubt}."
+    layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "activations", "bar")]
+    name = "Memory savings and cost of activation checkpointing" if any(cells) else "Memory saved by checkpointing"
+    return plot.chart("checkpointing", name, text, "value", layers, _ROOM * any(cells))
+
+
+def _pairs(view: View) -> Iterator[tuple[ChartLine, ChartLine]]:
+    """Yield the lines that checkpoint, each with its peer that does not, of which both peaks are known."""
+    lines = {line.row["run_id"]: line for line in chart_lines(view)}
+    runs = ok_runs(view.lines)
+    for run in runs:
+        if run.row.get("checkpointing") not in (None, "none"):
+            plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
+            pair = (lines[run.row["run_id"]], lines[plain.row["run_id"]]) if plain else None
+            if pair and _change(*pair, "peak_allocated_bytes") is not None:
+                yield pair
+
+
+def _change(line: ChartLine, plain: ChartLine, name: str) -> float | None:
+    """Return the relative increase of a column."""
+    old, new = plain.number(name), line.number(name)
+    return new / old - 1 if old and new is not None else None
+
+
+def _cost(line: ChartLine, plain: ChartLine) -> tuple[float | None, str]:
+    """Return the relative increase of step time, if both speeds are ranked, and the mark of one that is not certain."""
+    speeds = line.timing, plain.timing
+    cost = _change(line, plain, "step_seconds")
+    if cost is None or not all(speed.is_ranked or speed.is_simulated for speed in speeds):
+        return None, ""
+    return cost, UNSETTLED_MARK * (not line.timing.is_simulated and are_alike(*speeds))
+
+
+def _saved(title: str, changes: Sequence[float | None]) -> Field:
+    shares = [None if change is None else -change for change in changes]
+    return Field(title, [share and 100 * share for share in shares], format_percents(shares), ".2f")

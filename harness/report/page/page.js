@@ -289,49 +289,25 @@
     logLevel: 1, // errors only: Vega warns of axes without extent where all strategies are hidden
   };
 
-  // On narrower screens a legend is one column above or below the chart, and panels are fewer beside each other.
-  const NARROW = 500;
+  // A chart is as wide as the page has space for, but no narrower than it was made: then its box scrolls.
+  const WIDTH = 620;
 
   const BOLD = 7.5; // pixels of a title's character
 
-  const PLOT = 0.55; // of a chart's width that its plot has, at least
-
-  const LONG = 24; // characters: on a narrow screen a longer label of a bar has two lines
-
   const LETTER = 6.2; // pixels of a character of the setting under a title
 
-  function fitted(source, width) {
+  function fitted(source, space) {
+    const width = Math.max(space, WIDTH);
     const spec = { ...source };
     if (spec.title?.subtitle) {
       const { text, subtitle } = spec.title;
       spec.title = { ...spec.title, text: wrapped([text].flat(), width / BOLD), subtitle: wrapped(subtitle, width / LETTER) };
     }
-    const panels = spec.usermeta?.panels;
-    if (panels) {
-      const [columns, beside] = width < NARROW ? panels.narrow : [panels.columns, panels.beside];
-      const each = Math.max(60, Math.floor((width - 44 - beside) / columns));
-      spec.columns = columns;
-      spec.concat = spec.concat.map((cell) => ({ ...cell, width: each }));
-      if (columns === 1) spec.concat = spec.concat.map(labelled);
-    }
-    if (width >= NARROW) return spec;
-    spec.params = spec.params?.map((param) => (["narrow", "tiny"].includes(param.name) ? { ...param, value: true } : param));
-    const isLong = Object.values(spec.datasets ?? {}).flat().some(({ bar, label }) => (bar ?? label ?? "").length > LONG);
-    const spaced = (plot) => (isLong && plot.height?.step ? { ...plot, height: { step: Math.max(plot.height.step, 28) } } : plot);
-    Object.assign(spec, spaced(spec));
-    spec.concat &&= spec.concat.map(spaced);
-    const legend = (options) => ({ ...options, columns: 1, orient: options.orient === "top" ? "top" : "bottom" });
-    return JSON.parse(JSON.stringify(spec), (key, value) => {
-      if (key === "legend" && value) return legend(value);
-      if (key === "title" && value?.length * LETTER > PLOT * width) return wrapped([value], (PLOT * width) / LETTER);
-      if (key === "color" && value?.field && value.legend === undefined) return { ...value, legend: legend({}) };
-      return value;
-    });
+    const wider = (cell) => ({ ...cell, width: cell.width + Math.floor((width - WIDTH) / spec.columns) });
+    if (spec.spec) spec.spec = wider(spec.spec);
+    spec.concat &&= spec.concat.map(wider);
+    return spec;
   }
-
-  // Panels below each other all have the labels that only the first of a row has.
-  const labelled = (cell) => JSON.parse(JSON.stringify(cell), (key, value) =>
-    (key === "axis" && value?.labels === false ? { ...value, labels: true, ticks: true, domain: true } : value));
 
   function wrapped(lines, most) {
     const wrap = [""];
@@ -345,7 +321,7 @@
   // The equivalent of the width "container", for which Vega-Lite would warn of charts whose bars have a fixed height.
   function container(spec) {
     const { width, ...rest } = spec;
-    const update = `isFinite(containerSize()[0]) ? containerSize()[0] : ${Number(width) || 400}`;
+    const update = `isFinite(containerSize()[0]) ? max(containerSize()[0], ${WIDTH}) : ${Number(width) || WIDTH}`;
     const signal = { name: "width", init: update, on: [{ update, events: "window:resize" }] };
     return { ...rest, autosize: { type: "fit-x", contains: "padding" }, signals: [...(spec.signals ?? []), signal] };
   }
@@ -420,7 +396,7 @@
       try {
         const spec = fitted(chart.spec(), box.clientWidth);
         chart.width = box.clientWidth;
-        const fluid = spec.usermeta?.fluid;
+        const fluid = Boolean(spec.layer); // several plots have fixed widths
         const options = { ...OPTIONS, config: DATA.config[chart.dark ? 1 : 0], ...(fluid && { patch: container }) };
         chart.view = (await vegaEmbed(target, { ...spec, ...(fluid && { autosize: "pad" }) }, options)).view;
         if (hidden.size) await hide(chart);
@@ -456,7 +432,7 @@
     addEventListener("resize", () => {
       clearTimeout(resizing);
       resizing = setTimeout(() => drawn.forEach((chart, box) => {
-        if (chart.work && chart.source.usermeta?.panels && chart.width !== box.clientWidth) draw(box);
+        if (chart.work && (chart.source.concat || chart.source.spec) && chart.width !== box.clientWidth) draw(box);
       }), 150);
     });
   }
@@ -510,7 +486,7 @@
       });
       const labels = known.length <= FEW ? [label("left", 8, { lte: middle }), label("right", -8, { gt: middle })] : [];
       return {
-        usermeta: { fluid: true }, width: 600, height: 360,
+        width: 600, height: 360,
         data: { values: known },
         params: [{ name: "hidden", value: [] }],
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],

@@ -1,10 +1,13 @@
-"""The placement of labels beside points so that they cover neither each other nor points: greedy, in pixels."""
+"""Points of two quantities, with labels beside them where there is space: neither on each other nor on points."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Literal
 
-from harness.report.charts import style
+from harness.report.charts import marks, style
+from harness.report.charts.lines import Datum
+from harness.report.charts.marks import Plot
+from harness.report.document import VegaLite
 
 _LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a character's mean width
 
@@ -89,3 +92,37 @@ def _box(side: str, x: float, y: float, length: float) -> Box:
 
 def _overlap(a: Box, b: Box) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+class Points(Plot):
+    """Points of the fields x and y, of which `name` is the label, and those with `first` have theirs first."""
+
+    def labels(self, name: str) -> VegaLite:
+        """Return the layer of labels with this name of their data."""
+        return marks.layer("text beside", name, x=self.x.channel("x"), y=self.y.channel("y"), text="short")
+
+    def placed(
+        self,
+        points: Sequence[Datum],
+        lines: Sequence[Sequence[Datum]],
+        size: tuple[int, int] = (style.WIDTH - 70, style.HEIGHT),
+    ) -> list[Datum]:
+        """Return the data of the labels that have space.
+
+        Args:
+            points: The data of the points.
+            lines: The corners of lines that labels must not cover.
+            size: Width and height of the plot in pixels.
+        """
+
+        def relative(datum: Datum) -> Point:
+            return self.x.share(datum["x"]), 1 - self.y.share(datum["y"])
+
+        texts, first = [point["name"] for point in points], [point.get("first", False) for point in points]
+        corners = [[relative(corner) for corner in line] for line in lines]
+        sides = place_labels([relative(point) for point in points], texts, first, corners, size)
+        return [
+            point | dict(zip(("align", "dx", "dy"), SIDES[side], strict=True)) | {"short": shortened(text)}
+            for point, text, side in zip(points, texts, sides, strict=True)
+            if side
+        ]

@@ -1,0 +1,133 @@
+"""Charts of what is measured beside what is expected: of peaks, of bytes sent, and of the figures of papers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.report.charts import marks
+from harness.report.charts.bars import bars
+from harness.report.charts.lines import ChartLine, Item, chart_lines, finite_number, ordered
+from harness.report.charts.marks import Field, Rows, Scale, numbers, spanning, unseen, words
+from harness.report.charts.points import Points
+from harness.report.charts.setting import setting_lines
+from harness.report.claim_peers import Claim
+from harness.report.comparability import EQUAL_BYTES, is_measured
+from harness.report.document import Chart
+from harness.report.text import byte_unit, format_numbers, pluralize
+from harness.report.view import View, median_run
+from harness.util.text import sanitize
+
+
+def predicted(view: View) -> Chart | None:
+    """Draw the predicted peak against the measured one; on the diagonal they are equal."""
+    lines = [line for line in chart_lines(view) if is_measured(line.row) and line.number("predicted_peak_bytes")]
+    lines = [line for line in lines if line.peak]
+    if not lines:
+        return None
+    planned, measured = [line.number("predicted_peak_bytes") or 0 for line in lines], [line.peak or 0 for line in lines]
+    unit = byte_unit([*planned, *measured])
+    errors = [100 * (size / peak - 1) for size, peak in zip(planned, measured, strict=True)]
+    farthest = sorted(range(len(lines)), key=lambda place: abs(errors[place]))[-_MOST_LABELS:]
+    named = [place for place in farthest if abs(errors[place]) >= _LEAST_ERROR]
+    fields = {
+        "x": numbers("predicted peak memory", planned, unit),
+        "y": numbers("measured peak memory", measured, unit),
+        "error": Field("error (%)", errors, [f"{error:+.2f}" for error in errors], "+.2f"),
+        "name": unseen([line.label if place in named else "" for place, line in enumerate(lines)]),
+    }
+    rows = Rows(lines, fields)
+    text = rows.described(
+        f"Predicted against measured peak memory of {{}} in {unit.name}; relative error of the prediction in %", "error"
+    )
+    both = spanning("", [*fields["x"].values, *fields["y"].values]).domain
+    plot = Points(view, rows, Scale(fields["x"].title, both), Scale(fields["y"].title, both))
+    ends = [{"strategy": "", "x": end, "y": end} for end in both or ()]
+    labels = plot.placed(rows.data, [ends])
+    diagonal = marks.layer("line reference", "ends", x=plot.x.channel("x"), y=plot.y.channel("y"))
+    layers = marks.single([diagonal, plot.mark("point"), plot.labels("labels")])
+    name, setting = "Predicted and measured peak memory", setting_lines(view)
+    return marks.draw("predicted", name, setting, text, rows, "error", layers, {"ends": ends, "labels": labels})
+
+
+_MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
+
+
+def traffic(view: View) -> Chart | None:
+    """Draw the bytes that the rank that sends most sends along each mesh axis, the fewest first.
+
+    There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
+    """
+    known = [line for line in chart_lines(view) if line.ok and _entries(line)]
+    lines = ordered(known, lambda line: sum(sent for _, sent, _ in _entries(line)))
+    entries = [(line, *entry) for line in lines for entry in _entries(line)]
+    sizes = [sent for *_, sent, _ in entries]
+    if not entries or max(sizes) - min(sizes) <= EQUAL_BYTES * max(sizes):
+        return None
+    axes, formulas = [axis for _, axis, *_ in entries], [formula for *_, formula in entries]
+    pairs = list(zip(sizes, formulas, strict=True))
+    differs = [due is not None and abs(sent - due) > EQUAL_BYTES * due for sent, due in pairs]
+    unit = byte_unit([*sizes, *formulas])
+    fields = {
+        "axis": words("mesh axis", axes),
+        "value": numbers("sent", sizes, unit),
+        "formula": numbers("formula", formulas, unit),
+        "differs": unseen(differs),
+        "total": unseen([max(sent, due or 0.0) / unit.size for sent, due in pairs]),
+        "shown": unseen(format_numbers(sizes, unit)),
+        "bar": unseen([f"{line.label} · {axis}" if len(set(axes)) > 1 else line.label for line, axis, *_ in entries]),
+    }
+    scale = Scale(f"sent per step ({unit.name}{'; | = formula' * any(differs)})")
+    plot = bars(view, [replace(line, position=rank) for rank, (line, *_) in enumerate(entries)], fields, scale)
+    what = f"Bytes that a rank of {{}} sends per step by mesh axis ({', '.join(dict.fromkeys(axes))}) in {unit.name}"
+    ticks = "The ticks are the bytes of the layout's formula, where those that were sent differ."
+    formula = ticks if any(differs) else "All are those of the layout's formula."
+    text = f"{plot.rows.described(what, 'value')} {formula}"
+    layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "formula", "bar", "datum.differs")]
+    return plot.chart("traffic", "Bytes sent by mesh axis", text, "value", layers)
+
+
+def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
+    """Return each mesh axis, the bytes that a rank sends along it in a step, and the formula's."""
+    return [
+        (sanitize(entry.get("axis") or ""), sent, finite_number(entry.get("formula_bytes")))
+        for entry in median_run(line.record).traffic
+        if (sent := finite_number(entry.get("bytes"))) is not None
+    ]
+
+
+def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None:
+    """Draw each claim's figure at this layout and the measured one on one row, those that are farthest apart first."""
+    known = sorted((claim for claim in claims if claim.expected > 0 and claim.measured > 0), key=_apart, reverse=True)
+    if not known:
+        return None
+    strategies = {line.label: line.strategy for line in chart_lines(view)}
+    items = [
+        Item(f"{sanitize(claim.label)}: {claim.subject}", strategies.get(sanitize(claim.label), ""), place)
+        for place, claim in enumerate(known)
+    ]
+    expected, measured = [claim.expected for claim in known], [claim.measured for claim in known]
+    apart = [100 * (claim.measured / claim.expected - 1) for claim in known]
+    fields = {
+        "expected": Field("paper at this layout", expected, [f"{figure:.3g}" for figure in expected], ".3~g"),
+        "measured": Field("measured", measured, [f"{figure:.3g}" for figure in measured], ".3~g"),
+        "apart": Field("difference (%)", apart, [f"{part:+.1f}" for part in apart], "+.1f"),
+    }
+    ends = [*expected, *measured]
+    scale = Scale("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
+    plot = bars(view, items, fields, scale, noun="claim")
+    layers = [
+        plot.mark("rule quiet", "expected", "bar", x2="measured"),
+        plot.mark("point paper", "expected", "bar"),
+        plot.mark("point", "measured", "bar"),
+    ]
+    far = [claim for claim in known if not claim.agrees]
+    text = (
+        f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
+        f" {len(known) - len(far)} agree."
+        + (f" The farthest apart is {items[0].label}, by a factor of {_apart(known[0]):.2f}." if far else "")
+    )
+    return plot.chart("papers", "Measured against the papers", text, "apart", layers, margin=0)
+
+
+def _apart(claim: Claim) -> float:
+    ratio = claim.measured / claim.expected
+    return max(ratio, 1 / ratio)
