@@ -4,14 +4,14 @@
           |
           +--> prediction.py ---- one Prediction for runs and for plans, worked out as it is read
                   |
-        memory ---+--- memory.py <- rank_memory.py <- step_peaks.py      the fullest rank, its worst moment
+        memory ---+--- memory.py <- rank_memory.py                      the fullest rank, its worst moment
                   |        |            |
-                  |        |            +-- stage_memory.py <- stage_activations.py <- activations.py,
-                  |        |            |       attention_activations.py, layer_backward.py    what passes keep
-                  |        |            +-- fully_shard_memory.py, deepspeed_memory.py,
-                  |        |                deepspeed_buffers.py, transient_buffers.py         what engines add
+                  |        |            +-- step.py <- stage_activations.py <- activations.py,
+                  |        |            |       attention_activations.py, layer_backward.py    a pass as a tape.py
+                  |        |            +-- sharding.py, fully_shard.py, deepspeed_zero.py,
+                  |        |                deepspeed_zero_3.py                                what a library allocates
                   |        +-- stack_memory.py, stack_moments.py, stack_parameters.py          other implementations
-                  |    predicted_peak.py, fits.py                which rank and phase; whether it fits, and remedies
+                  |    predicted_peak.py, fits.py                whether it fits, and remedies
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them
         work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight

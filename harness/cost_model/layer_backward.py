@@ -24,7 +24,7 @@ Tensors = dict[str, int]  # their bytes by name
 
 
 @dataclass(frozen=True)
-class Moment:
+class LayerMoment:
     """What is alive of one layer when an operator of its backward has made its results and freed nothing."""
 
     saved: int  # bytes of the tensors that the layer saved or recomputed
@@ -43,7 +43,7 @@ class LayerBackward:
         self.saved = dict(saved)
         self.temporaries = {"residual.grad": shape.hidden_bytes}
         self.weights = 0
-        self.moments: list[Moment] = []
+        self.moments: list[LayerMoment] = []
 
     def run(self, results: Tensors, frees: Iterable[str] = (), weight: int = 0) -> None:
         """Run an operator that makes these results and, if it is a matrix's, the gradient of so many elements."""
@@ -60,7 +60,8 @@ class LayerBackward:
 
     def _record(self, weight: int, is_accumulation: bool = False, is_followed_by_matrix: bool = True) -> None:
         saved, temporaries = sum(self.saved.values()), sum(self.temporaries.values())
-        self.moments.append(Moment(saved, temporaries, self.weights, weight, is_accumulation, is_followed_by_matrix))
+        at_weight = (self.weights, weight, is_accumulation, is_followed_by_matrix)
+        self.moments.append(LayerMoment(saved, temporaries, *at_weight))
 
     def free(self, *prefixes: str) -> None:
         """Free all kept tensors whose names begin so."""
@@ -76,7 +77,7 @@ class Recomputation:
     whole_layer: bool
 
 
-def layer_backward_moments(shape: MicroBatchShape, saved: Tensors, recomputation: Recomputation) -> list[Moment]:
+def layer_backward_moments(shape: MicroBatchShape, saved: Tensors, recomputation: Recomputation) -> list[LayerMoment]:
     """Return the moments of the backward of a layer that saved these tensors."""
     backward = LayerBackward(shape, saved)
     for number, branch in enumerate(reversed(shape.model.architecture.branches)):

@@ -11,23 +11,33 @@ from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.activations import loss_bytes
-from harness.cost_model.buffers import WORKSPACE_BYTES, buffer_tensors, transient_buffers
+from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.rank_memory import (
     RankPeak,
+    RankStep,
     highest_rank,
     max_offloaded_bytes,
     max_saved_bytes,
     rank_backward_starts,
-    rank_cost,
     rank_stages,
+    sharding_of,
 )
-from harness.cost_model.stage_activations import host_gradient_bytes
-from harness.cost_model.stage_memory import Bytes, local_parameter_count, stage_costs
-from harness.cost_model.transient_buffers import ONLY_PASS, Pass
+from harness.cost_model.stage_activations import StageActivations, stage_activations
+from harness.cost_model.step import forward_buffers
+from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, whole_model
 from harness.layout.state_widths import StateWidths
+
+# The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
+# (parseChosenWorkspaceSize): ":4096:2:16:8" on devices before compute capability 9, where the plan of the stack harness
+# is 48 MiB too high, and 32 MiB on later ones. CUBLAS_WORKSPACE_CONFIG changes it, and cuBLASLt has the same workspace
+# unless TORCH_CUBLASLT_UNIFIED_WORKSPACE=0. There is one for each handle and stream (setWorkspaceForHandle), and a
+# thread has a handle of its own: that of forward, and the one in which autograd runs backward. Products run in the
+# default stream alone.
+CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
+WORKSPACE_BYTES = 2 * CUBLAS_WORKSPACE_BYTES[1]  # allocated from a rank's first products to its end
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
 # (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries,
@@ -77,35 +87,25 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
 
 
 def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
-    """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be."""
-    stage = whole_model(config.model)
-    total = local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp)
-    parameter_bytes, gradient_bytes, optimizer_bytes = (
-        -(-width * total // layout.shard_count(kind))
-        for kind, width in (
-            ("parameters", widths.parameters),
-            ("gradients", widths.gradients),
-            ("optimizer", widths.optimizer),
-        )
-    )
-    buffers = sum(buffer_tensors(config, layout, widths, [stage]).values()) + widths.backward_buffer_bytes
-    (host_gradients,) = host_gradient_bytes(widths, layout, [total])
-    gradient_bytes += host_gradients
-    at_peak = {"parameters": parameter_bytes, "optimizer": optimizer_bytes, "gradients": gradient_bytes}
-    host_bytes = 0 if device == "cpu" else sum(at_peak.pop(kind) for kind in layout.offloaded_state)
-    # Parameters are whole in forward, when there are no gradients yet.
-    buffers += max(0, transient_buffers(config, layout, widths, stage, device).forward - gradient_bytes)
-    at_peak["buffers"] = buffers
+    """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be.
+
+    Parameters are whole in forward, when there are no gradients yet.
+    """
+    step = RankStep(sharding_of(config, layout, widths, device, [whole_model(config.model)]))
+    own = step.sharding
+    buffers = own.buffer_bytes + widths.backward_buffer_bytes
+    buffers += max(0, forward_buffers(own) - own.gradient_bytes)
+    gradients = own.gradient_bytes if own.is_cpu or layout.offload == "none" else 0
     return MemoryEstimate(
-        parameter_bytes,
-        gradient_bytes,
-        optimizer_bytes,
+        own.parameter_bytes,
+        own.gradient_bytes,
+        own.optimizer_bytes,
         activation_bytes=0,
         loss_bytes=0,
         communication_buffer_bytes=buffers,
-        host_bytes=host_bytes,
+        host_bytes=step.host_bytes,
         process_bytes=PROCESS_BYTES[device],
-        at_peak=at_peak,
+        at_peak=step.state | {"gradients": gradients, "buffers": buffers},
     )
 
 
@@ -113,35 +113,41 @@ def estimate_rank_memory(
     config: RunConfig, layout: Layout, widths: StateWidths, device: Device, pp_rank: int, stages: Sequence[Stage]
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
-    starts = rank_backward_starts(config, layout, pp_rank)
-    return rank_estimate(RankPeak(rank_cost(config, layout, widths, device, tuple(stages)), pp_rank, starts))
+    step = RankStep(sharding_of(config, layout, widths, device, stages))
+    return rank_estimate(RankPeak(step, pp_rank, rank_backward_starts(config, layout, pp_rank)))
 
 
 def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     """Return the memory of a rank whose worst moment is known."""
-    cost, costs = peak.cost, peak.cost.costs
-    offloaded = 0 if cost.device == "cpu" else max_offloaded_bytes(costs, peak.starts)
+    at_peak, own, step = dict(peak.at_peak), peak.step.sharding, peak.step
+    offloaded = 0 if own.is_cpu else max_offloaded_bytes(own.activations, peak.starts)
     return MemoryEstimate(
-        cost.parameter_bytes,
-        cost.gradient_bytes,
-        cost.optimizer_bytes,
-        activation_bytes=max_saved_bytes(costs, peak.starts),
-        loss_bytes=sum(loss_bytes(part.shape) for part in costs if part.stage.holds_head),
-        communication_buffer_bytes=cost.buffer_bytes
-        + max(part.transient(moment).largest for part in costs for moment in (ONLY_PASS, Pass(False, False, False))),
-        host_bytes=cost.offloaded_state_bytes + offloaded,
-        process_bytes=PROCESS_BYTES[cost.device],
-        at_peak=dict(peak.at_peak),
+        own.parameter_bytes,
+        own.gradient_bytes,
+        own.optimizer_bytes,
+        activation_bytes=max_saved_bytes(own.activations, peak.starts),
+        loss_bytes=sum(loss_bytes(own.shape) for stage in own.stages if stage.holds_head),
+        communication_buffer_bytes=own.buffer_bytes + max(tape.most_buffers for tape in step.tapes.values()),
+        host_bytes=step.host_bytes + offloaded,
+        process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
+        at_peak=at_peak,
     )
+
+
+def stages_of(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> list[StageActivations]:
+    """Return what passes through the stages of a rank of the pipeline keep."""
+    shape = micro_batch_shape(config, layout, device)
+    stages = rank_stages(config.model, layout, pp_rank)
+    return [stage_activations(shape, stage, config.checkpointing) for stage in stages]
 
 
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
-    costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
-    return max_saved_bytes(costs, rank_backward_starts(config, layout, pp_rank))
+    starts = rank_backward_starts(config, layout, pp_rank)
+    return max_saved_bytes(stages_of(config, layout, device, pp_rank), starts)
 
 
 def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
-    costs = stage_costs(config, layout, device, rank_stages(config.model, layout, pp_rank))
-    return max_offloaded_bytes(costs, rank_backward_starts(config, layout, pp_rank))
+    starts = rank_backward_starts(config, layout, pp_rank)
+    return max_offloaded_bytes(stages_of(config, layout, device, pp_rank), starts)

@@ -8,12 +8,11 @@ from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
-from harness.cost_model.rank_memory import RankPeak, highest_rank, rebuilds_buckets_beside_gradients
+from harness.cost_model.rank_memory import highest_rank
+from harness.cost_model.sharding import local_parameter_count
 from harness.cost_model.stack_memory import RankMemory, predict_rank_memory, ranks, reserved_bytes
 from harness.cost_model.stack_moments import model_state
 from harness.cost_model.stack_parameters import rank_parts
-from harness.cost_model.stage_memory import local_parameter_count
-from harness.cost_model.step_peaks import PARTS
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import whole_model
@@ -49,21 +48,7 @@ def predicted_peak(
     # A CPU's allocator takes nothing beyond what is requested.
     reserved = estimate.peak_bytes if device == "cpu" else reserved_bytes(stack.memory, estimate, 0, 0)
     peak = highest_rank(of_decoder(config), layout, widths, device)
-    return PredictedPeak(RankMemory(estimate, resting, reserved), peak.pp_rank * per_stage, phase_of(peak))
-
-
-def phase_of(peak: RankPeak) -> str:
-    """Return the phase of a rank's peak: backward, unless it is one of the moments outside of backward.
-
-    The last of these is the forward in which DDP rebuilds its buckets, if it does; others are the optimizer's.
-    """
-    cost = peak.cost
-    moving = {part: peak.at_peak[part] for part in PARTS}
-    rebuilds = rebuilds_buckets_beside_gradients(cost.config, cost.layout)
-    for position, other in enumerate(cost.other_peaks):
-        if moving == other | {"buffers": other["buffers"] + cost.buffer_bytes}:
-            return "forward" if rebuilds and position == len(cost.other_peaks) - 1 else "optimizer"
-    return "backward"
+    return PredictedPeak(RankMemory(estimate, resting, reserved), peak.pp_rank * per_stage, peak.phase)
 
 
 def phase_of_stack(config: RunConfig, layout: Layout, stack: StackConfig, pp_rank: int, memory: RankMemory) -> str:

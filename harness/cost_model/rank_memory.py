@@ -1,41 +1,24 @@
 """The memory of one rank of a pipeline, and which rank's peak is the highest. Imports no torch.
 
-Ranks whose stages are alike differ by the order of their passes alone, so that one rank's costs serve all of them.
+Ranks whose stages are alike differ by the order of their passes alone, so that one rank's tapes serve all of them.
 """
 
-import heapq
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.buffers import buffer_tensors, gradients_at_start, keeps_grad_buffers, rebuilds_buckets
-from harness.cost_model.deepspeed_memory import (
-    gloo_gather_peak,
-    gradient_copy_bytes,
-    kept_host_gradient_bytes,
-    norm_peak,
-    offloaded_reduction_bytes,
-    stage_2_gradient_bytes,
-    summed_gradient_bytes,
-    widening_peak,
-)
+from harness.cost_model.deepspeed_zero import ZeroStage1, ZeroStage2
+from harness.cost_model.deepspeed_zero_3 import ZeroStage3
+from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
-from harness.cost_model.stage_activations import host_gradient_bytes
-from harness.cost_model.stage_memory import Bytes, StageCost, stage_costs
-from harness.cost_model.step_peaks import PARTS, highest_step_peak
-from harness.cost_model.transient_buffers import shard_groups, without_data_parallelism
+from harness.cost_model.sharding import DistributedDataParallel, Pass, Sharding
+from harness.cost_model.stage_activations import StageActivations
+from harness.cost_model.step import play_pass
+from harness.cost_model.tape import Bytes, Moment, Tape
 from harness.layout.layout import Layout
-from harness.layout.partition import (
-    Stage,
-    local_sizes,
-    representative_stage,
-    split_into_stages,
-    split_model,
-    whole_model,
-)
+from harness.layout.partition import Stage, representative_stage, split_into_stages, split_model, whole_model
 from harness.layout.state_widths import StateWidths
 
 
@@ -50,171 +33,143 @@ def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]
 
 
 def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> list[BackwardStart]:
-    """Return the backwards of a rank's step; without a pipeline all after the second are like the second."""
+    """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike."""
     micro_batches = layout.grad_accumulation_steps(config.train)
-    return backward_starts(layout, micro_batches if layout.pp_enabled else min(2, micro_batches), pp_rank)
+    return backward_starts(layout, micro_batches if layout.pp_enabled else min(3, micro_batches), pp_rank)
 
 
-@dataclass(frozen=True)
-class RankCost:
-    """The bytes of a pipeline's rank that do not depend on the order of its passes."""
+def sharding_of(
+    config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
+) -> Sharding:
+    """Return the way in which a rank with these stages shards its state."""
+    if layout.uses_deepspeed_zero:
+        policy: type[Sharding] = (ZeroStage1, ZeroStage2, ZeroStage3)[layout.zero_stage - 1]
+    else:
+        policy = {"ddp": DistributedDataParallel, "fsdp": FullyShard}.get(layout.data_parallel, Sharding)
+    return policy(config, layout, widths, device, stages)
 
-    config: RunConfig
-    layout: Layout
-    widths: StateWidths
-    device: Device
-    stages: tuple[Stage, ...]
-    costs: list[StageCost]
-    resident: Bytes  # parameters and optimizer state on the device
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    offloaded_state_bytes: int
-    gradients: list[int]  # the most bytes of each stage's gradients on the device
-    sums: list[int]  # those that are kept from one micro-batch to the next
-    gradients_at_start: list[int]  # those that exist when a step begins
-    buffer_bytes: int
-    host_gradient_bytes: int  # that a CPU, where the host is the device, has all the time
-    other_peaks: list[Bytes]  # at the moments of a step outside backward, without resident state and buffers
 
-    def step_peak(self, starts: Sequence[BackwardStart]) -> Bytes:
-        """Return the bytes at the worst moment of a step with these starts of backwards, without resident state."""
-        keeps_sent = self.layout.schedule != "1f1b"  # torch's other schedules wait for all sends at the end of the step
-        micro_batches = self.layout.grad_accumulation_steps(self.config.train)
-        backward = highest_step_peak(
-            self.costs, self.gradients, self.sums, self.gradients_at_start, starts, keeps_sent, micro_batches
-        )
-        peaks = (backward, *self.other_peaks)
-        highest = max(peaks, key=lambda peak: sum(peak.values()))
-        gradients = highest["gradients"] + self.host_gradient_bytes
-        return highest | {"gradients": gradients, "buffers": highest["buffers"] + self.buffer_bytes}
+@dataclass(frozen=True, eq=False)
+class RankStep:
+    """The step of a pipeline's rank; what does not depend on the order of its passes is worked out once."""
+
+    sharding: Sharding
+
+    @cached_property
+    def state(self) -> Bytes:
+        """The bytes of parameters and optimizer state on the device."""
+        own, away = self.sharding, () if self.sharding.is_cpu else self.sharding.layout.offloaded_state
+        state = {"parameters": own.parameter_bytes, "optimizer": own.optimizer_bytes}
+        return {kind: size for kind, size in state.items() if kind not in away}
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The bytes of state on a host that has memory of its own."""
+        own = self.sharding
+        if own.is_cpu:
+            return 0
+        state = own.parameter_bytes + own.optimizer_bytes - sum(self.state.values())
+        return state + sum(own.host_gradients) + own.widths.host_buffer_bytes
+
+    @property
+    def lasting_bytes(self) -> int:
+        """The bytes that the device has at all moments of a step."""
+        return sum(self.state.values()) + self.sharding.buffer_bytes + self.sharding.host_gradient_bytes
+
+    @cached_property
+    def outside(self) -> Moment:
+        """The worst moment of a step outside of passes, without state and lasting buffers."""
+        tape = Tape()
+        tape.phase = "optimizer"
+        self.sharding.step(tape)
+        return tape.highest
+
+    @cached_property
+    def tapes(self) -> dict[tuple[object, ...], Tape]:
+        """The tapes of the passes that have been played, by what decides them."""
+        return {}
+
+    def play(self, start: BackwardStart, kept: Sequence[int]) -> Tape:
+        """Return the tape of the pass that begins its backward so, with these gradients of each stage before it."""
+        own, index = self.sharding, start.stage
+        place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
+        key = (index, start.kind, own.gradients[index] - kept[index], *place)
+        if key not in self.tapes:
+            each = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
+            self.tapes[key] = play_pass(own, each)
+        return self.tapes[key]
+
+    def between(self, start: BackwardStart, kept: Sequence[int]) -> Bytes:
+        """Return what the rank keeps of other passes when a backward starts, with these gradients of each stage.
+
+        torch's schedules but 1F1B wait for all sends at the end of the step.
+        """
+        own = self.sharding
+        keeps_sent = own.layout.schedule != "1f1b"
+        buffers = activations = loss = temporaries = 0
+        for index, stage in enumerate(own.activations):
+            pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
+            sent, sent_back = start.forwards[index], awaiting + start.done[index]
+            if not keeps_sent:
+                sent, sent_back = pending, min(1, sent_back)
+            if index == start.stage:  # the pass itself has a tape
+                pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
+            elif start.done[index] < own.micro_batches:
+                buffers += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
+            passes = pending + awaiting
+            activations += passes * stage.before_backward
+            buffers += sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes
+            loss += pending * stage.log_probability_bytes
+            temporaries += awaiting * stage.deferred_grad_bytes
+        sizes = {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
+        return {"gradients": sum(kept)} | sizes
+
+    def peak(self, starts: Sequence[BackwardStart]) -> tuple[str, Bytes]:
+        """Return the phase of the worst moment of a step with these starts of backwards, and its bytes by part."""
+        own, phase, highest = self.sharding, self.outside.phase, self.outside.parts
+        total = self.outside.total
+        for start in starts:
+            done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
+            kept = [between if number else at_start for number, between, at_start in done]
+            moment, between = self.play(start, kept).highest, self.between(start, kept)
+            size = moment.total + sum(between.values())
+            if size > total:
+                total, phase = size, moment.phase
+                highest = {part: number + between[part] for part, number in moment.parts.items()}
+        gradients = highest["gradients"] + own.host_gradient_bytes
+        highest |= {"gradients": gradients, "buffers": highest["buffers"] + own.buffer_bytes}
+        return phase, self.state | highest
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
         """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
-        micro_batches = self.layout.grad_accumulation_steps(self.config.train)
-        if self.layout.pp_enabled and all(cost.waiting_exceeds_sent_back for cost in self.costs):
-            return heaviest_starts(self.layout, micro_batches, pp_ranks)
-        return {rank: rank_backward_starts(self.config, self.layout, rank) for rank in pp_ranks}
+        own = self.sharding
+        if own.layout.pp_enabled and all(stage.waiting_exceeds_sent_back for stage in own.activations):
+            return heaviest_starts(own.layout, own.micro_batches, pp_ranks)
+        return {rank: rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 
 
-def rank_cost(
-    config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: tuple[Stage, ...]
-) -> RankCost:
-    """Return the bytes of a rank of the pipeline that has these stages; device is cpu or cuda.
-
-    On a CPU that includes the copies that gloo makes of what it gathers and reduces. NCCL makes none.
-    """
-    costs = stage_costs(config, layout, device, stages, widths)
-    is_padded = layout.data_parallel == "fsdp"
-    counts = [shard_groups(config.model, layout, c.stage).padded if is_padded else c.parameter_count for c in costs]
-    total = sum(counts)
-    parameter_bytes = -(-widths.parameters * total // layout.shard_count("parameters"))
-    shards = layout.shard_count("optimizer")
-    optimizer_count = -(-total // shards) if is_padded else optimizer_parameter_count(config.model, layout, stages)
-    optimizer_bytes = widths.optimizer * optimizer_count
-    gradients = [-(-widths.gradients * count // layout.shard_count("gradients")) for count in counts]
-    host_gradients = host_gradient_bytes(widths, layout, counts)
-    gradient_bytes = sum(gradients) + sum(host_gradients)
-    resident = {"parameters": parameter_bytes, "optimizer": optimizer_bytes}
-    offloaded_state_bytes = 0
-    kept_gradients = 0
-    if device == "cpu" and not layout.uses_deepspeed_zero:  # the host's memory is the device's
-        gradients = [sum(sizes) for sizes in zip(gradients, host_gradients, strict=True)]
-    elif device == "cpu":
-        kept_gradients = kept_host_gradient_bytes(config, layout, widths, stages, sum(host_gradients))
-    else:
-        offloaded_state = [resident.pop(kind) for kind in layout.offloaded_state if kind in resident]
-        offloaded_state_bytes = sum(offloaded_state) + sum(host_gradients) + widths.host_buffer_bytes
-    sums = summed_gradient_bytes(config, layout, widths, gradients)
-    # torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
-    received = layout.grad_accumulation_steps(config.train) * sum(
-        cost.input_bytes + cost.output_bytes for cost in costs
-    )
-    buffer_bytes = received + sum(buffer_tensors(config, layout, widths, stages).values())
-    buffer_bytes += widths.host_buffer_bytes if device == "cpu" else 0
-    if layout.uses_deepspeed_zero and layout.zero_stage == 2 and layout.offload == "none":
-        in_backward, between = stage_2_gradient_bytes(config, layout, widths, stages, device)
-        gradients, sums = [in_backward], [between]
-    freed_buckets = widths.buffer_bytes if layout.uses_deepspeed_zero and layout.zero_stage == 1 else 0
-    copied = gradient_copy_bytes(config, layout, widths, total, device)
-    temporaries = copied if layout.zero_stage == 3 else 0
-    if not config.train.fused_optimizer:
-        width = config.optimizer.foreach_copies * config.precision.master_bytes
-        temporaries += -(-width * total // shards)
-    nothing = dict.fromkeys(PARTS, 0)
-    others = [nothing | {"gradients": sum(gradients), "temporaries": temporaries}]
-    others.append(nothing | {"gradients": sum(gradients), "temporaries": copied, "buffers": -freed_buckets})
-    others.append(nothing | {"gradients": sum(gradients)} | widening_peak(config, layout, widths, stages))
-    if device == "cuda":
-        others.append(nothing | norm_peak(config, layout, widths, stages, sum(sums)))
-        in_reduction = offloaded_reduction_bytes(config, layout, widths, stages)
-        others.append(nothing | {"gradients": sum(gradients), "temporaries": in_reduction})
-    if device == "cpu":
-        others.append(nothing | gloo_gather_peak(config, layout, widths, total))
-    if rebuilds_buckets_beside_gradients(config, layout):
-        in_buckets = sum(gradients) * keeps_grad_buffers(config, layout, widths)
-        rebuilt = in_buckets + buffer_tensors(config, layout, widths, stages).get("ddp_buckets", 0)
-        others.append(nothing | {"gradients": in_buckets, "temporaries": rebuilt})
-    return RankCost(
-        config,
-        layout,
-        widths,
-        device,
-        stages,
-        costs,
-        resident,
-        parameter_bytes,
-        gradient_bytes,
-        optimizer_bytes,
-        offloaded_state_bytes,
-        gradients,
-        sums=sums,
-        gradients_at_start=gradients_at_start(config, layout, widths, sums, device),
-        buffer_bytes=buffer_bytes,
-        host_gradient_bytes=kept_gradients,
-        other_peaks=others,
-    )
-
-
-def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
-    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
-    shards = layout.shard_count("optimizer")
-    if layout.partitions_by_parameter:
-        return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards)
-    return math.ceil(_local_total(model, without_data_parallelism(layout), tuple(stages)) / shards)
-
-
-@lru_cache(maxsize=1024)
-def _local_total(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...]) -> float:
-    return sum(local_sizes(model, layout, stages))
-
-
-@lru_cache(maxsize=256)
-def _largest_partition(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> int:
-    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
-
-    Each goes to the rank that has fewest, and to the first of several such ranks.
-    """
-    sizes = local_sizes(model, layout, stages)
-    ranks = [(0.0, rank) for rank in range(shards)]
-    for size in sorted(sizes, reverse=True):
-        total, rank = ranks[0]
-        heapq.heapreplace(ranks, (total + size, rank))
-    return math.ceil(max(ranks)[0])
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RankPeak:
     """A rank of the pipeline with the starts of its step's backwards among which the worst one is."""
 
-    cost: RankCost
+    step: RankStep
     pp_rank: int
     starts: Sequence[BackwardStart]
 
     @cached_property
+    def highest(self) -> tuple[str, Bytes]:
+        """The phase of the worst moment of a step, and its bytes by what they are."""
+        return self.step.peak(self.starts)
+
+    @property
+    def phase(self) -> str:
+        """The phase of the worst moment of a step."""
+        return self.highest[0]
+
+    @property
     def at_peak(self) -> Bytes:
         """The bytes at the worst moment of a step, by what they are."""
-        return self.cost.resident | self.cost.step_peak(self.starts)
+        return self.highest[1]
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -222,24 +177,16 @@ class RankPeak:
         return sum(self.at_peak.values())
 
 
-def rebuilds_buckets_beside_gradients(config: RunConfig, layout: Layout) -> bool:
-    """Return whether DDP allocates its buckets anew in a timed step, while gradients lie in the old ones.
-
-    These are the gradients of an earlier micro-batch, if there is one.
-    """
-    return rebuilds_buckets(config, layout) and layout.grad_accumulation_steps(config.train) > 1
-
-
 def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:
     """Return the first of the pipeline's ranks whose peak is highest."""
     ranks = []
     for stages, pp_ranks in alike_ranks(config.model, layout, config.checkpointing.every):
-        cost = rank_cost(config, layout, widths, device, stages)
-        ranks += [RankPeak(cost, rank, starts) for rank, starts in cost.heaviest_starts(pp_ranks).items()]
+        step = RankStep(sharding_of(config, layout, widths, device, stages))
+        ranks += [RankPeak(step, rank, starts) for rank, starts in step.heaviest_starts(pp_ranks).items()]
     highest = max(ranks, key=lambda rank: (rank.peak_bytes, -rank.pp_rank))
     # What is most at other moments than the peak's is among all starts of that rank.
-    (starts,) = highest.cost.heaviest_starts((highest.pp_rank,)).values()
-    return RankPeak(highest.cost, highest.pp_rank, starts)
+    (starts,) = highest.step.heaviest_starts((highest.pp_rank,)).values()
+    return RankPeak(highest.step, highest.pp_rank, starts)
 
 
 def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:
@@ -262,35 +209,30 @@ def _alike_ranks(
     return tuple((own, tuple(ranks)) for own, ranks in alike.items())
 
 
-def max_offloaded_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
+def max_offloaded_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
     """Return the most bytes of activations that are on the host at once."""
-    return max(
-        sum(
-            (pending + awaiting) * cost.offloaded_bytes
-            for cost, pending, awaiting in zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
-        )
-        for start in starts
-    )
+    kept = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
+    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in kept)
 
 
-def max_saved_bytes(costs: Sequence[StageCost], starts: Sequence[BackwardStart]) -> int:
+def max_saved_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
     """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
     highest = 0
     for start in starts:
-        passes = zip(costs, start.pending, start.awaiting_weight_grad, strict=True)
+        passes = zip(stages, start.pending, start.awaiting_weight_grad, strict=True)
         saved = sum(
-            (pending + awaiting) * cost.activations.before_backward + pending * cost.log_probability_bytes
-            for cost, pending, awaiting in passes
+            (pending + awaiting) * stage.before_backward + pending * stage.log_probability_bytes
+            for stage, pending, awaiting in passes
         )
-        own = costs[start.stage]
-        last = own.activations.layers[0]
+        own = stages[start.stage]
+        last = own.layer(0)
+        most = own.outside(0) + max(moment.saved for moment in last.moments)
         change = {
             "backward": max(
-                last.outside + last.own.most_saved - own.activations.before_backward - own.log_probability_bytes,
-                own.recomputed_log_probability_bytes,
+                most - own.before_backward - own.log_probability_bytes, own.recomputed_log_probability_bytes
             ),
-            "inputs": own.activations.recomputed,  # nothing is freed
-            "weights": max(own.weight_pass_activations) - own.activations.before_backward,
+            "inputs": last.recomputed,  # nothing is freed
+            "weights": max(own.in_weights_pass) - own.before_backward,
         }[start.kind]
         highest = max(highest, saved, saved + change)
     return highest

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import MODEL_AXES
-from harness.cost_model.buffers import CUBLAS_WORKSPACE_BYTES
-from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
+from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.stack_moments import activation_moments, model_state
 from harness.cost_model.stack_parameters import rank_parts

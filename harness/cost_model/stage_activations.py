@@ -1,9 +1,7 @@
 """The bytes that a pass through a pipeline stage keeps for backward, and when. Imports no torch."""
 
-import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import (
@@ -13,91 +11,32 @@ from harness.cost_model.activations import (
     norm_tensors,
     recomputed_tensors,
 )
-from harness.cost_model.layer_backward import BEFORE_SCORES, Moment, Recomputation, layer_backward_moments
-from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape
-from harness.layout.layout import Layout
+from harness.cost_model.layer_backward import (
+    BEFORE_SCORES,
+    LayerMoment,
+    Recomputation,
+    deferred_weight_grad_bytes,
+    layer_backward_moments,
+)
+from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.layout.partition import Stage
-from harness.layout.state_widths import StateWidths
 
 
 @dataclass(frozen=True)
 class LayerActivations:
-    """The bytes kept for backward when it is in one of a stage's layers, those of the layers before it included."""
-
-    following: int  # the number of the stage's layers that backward has left behind
-    outside: int  # without those of the layer itself
-    own: "OneLayerActivations"  # of the layer itself
-    at_scores: int  # when its forward computes its attention
-
-
-@dataclass(frozen=True)
-class OneLayerActivations:
     """The bytes that one layer keeps for backward, whatever the stage that has it."""
 
     saved: int  # when its forward has ended
     recomputed: int  # by its second forward, beside what it keeps; without what that takes and frees
     kept_for_weights: int  # for the weights' half of a backward, a second forward's tensors included
     at_scores: int  # when its forward computes its attention
-    moments: tuple[Moment, ...]  # of its backward: those that can be the worst one
-    all_moments: tuple[Moment, ...]
-    weight_moments: tuple[Moment, ...]  # all, without their bytes, which is the same for all micro-batches
-    most_saved: int  # at any moment of its backward
-    saved_at_end: int  # at the last moment of its backward
-
-
-@dataclass(frozen=True)
-class StageActivations:
-    """The bytes kept for backward by one micro-batch's pass through a stage, without the logits."""
-
-    before_backward: int
-    in_final_norm: int  # in the final norm's backward, without what that freed; 0 without the head
-    in_head: int  # those of the final norm and the head
-    layers: tuple[LayerActivations, ...]  # the last layer, the one before it and the first, each once
-    recomputed: int  # by one layer's second forward; 0 without checkpointing
-
-
-@lru_cache(maxsize=4096)
-def stage_activations(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> StageActivations:
-    """Return the bytes that a pass through a stage keeps, with what the backward of its layers recomputes."""
-    norm = head_tensors(shape, stage)
-    saved, head = saved_by_layers_bytes(shape, stage, checkpointing), sum(norm.values())
-    return StageActivations(
-        before_backward=saved + head,
-        in_final_norm=saved + head - weight_pass_bytes(norm, shape) if stage.holds_head else 0,
-        in_head=head,
-        layers=tuple(
-            layer_backward_activations(shape, stage, checkpointing, following)
-            for following in observed_layers(stage.layers)
-        ),
-        recomputed=one_layer_activations(
-            shape, checkpointing, checkpointing.recomputes_layer(stage.layer_indices[-1])
-        ).recomputed,
-    )
-
-
-def observed_layers(layers: int) -> list[int]:
-    """Return how many layers follow the last one of a stage, the one before it and the first, each once.
-
-    Of all layers' backwards only theirs can be the worst: from one to the next, activations and gradients change by
-    the same bytes.
-    """
-    return sorted({0, min(1, layers - 1), layers - 1})
-
-
-def layer_backward_activations(
-    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, following: int
-) -> LayerActivations:
-    """Return the bytes kept at the moments of the backward of the layer that so many of the stage's layers follow."""
-    indices = stage.layer_indices[: stage.layers - following]
-    own = one_layer_activations(shape, checkpointing, checkpointing.recomputes_layer(indices[-1]))
-    outside = saved_by_layers_bytes(shape, stage, checkpointing, indices) - own.saved
-    return LayerActivations(following, outside, own, outside + own.at_scores)
+    moments: tuple[LayerMoment, ...]  # of its backward
 
 
 @lru_cache(maxsize=4096)
 def one_layer_activations(
     shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
-) -> OneLayerActivations:
+) -> LayerActivations:
     """Return what a layer keeps; layers differ by whether they are recomputed."""
     saved = layer_activations(shape, checkpointing, is_recomputed)
     recomputed = recomputed_tensors(shape, checkpointing, is_recomputed)
@@ -111,87 +50,155 @@ def one_layer_activations(
             names |= {"input_layernorm.output"} | rotated
         until_scores |= {name: size for name, size in (block_tensors(shape) | saved).items() if name in names}
     consumed = consumed_by_recompute(shape, checkpointing)
-    recomputation = Recomputation(recomputed, consumed, whole_layer=is_recomputed)
-    moments = layer_backward_moments(shape, saved, recomputation)
     for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, is_recomputed)
-    return OneLayerActivations(
+    return LayerActivations(
         saved=sum(saved.values()),
         recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
         kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
-        moments=possible_peaks(moments),
-        all_moments=tuple(moments),
-        weight_moments=tuple(dataclasses.replace(moment, saved=0, temporaries=0) for moment in moments),
-        most_saved=max(moment.saved for moment in moments),
-        saved_at_end=moments[-1].saved,
+        moments=tuple(layer_backward_moments(shape, saved, Recomputation(recomputed, consumed, is_recomputed))),
     )
 
 
-def possible_peaks(moments: Sequence[Moment]) -> tuple[Moment, ...]:
-    """Return the moments of which one is the worst, and the first of equally bad ones, however wide gradients are.
+@dataclass(frozen=True, eq=False)
+class StageActivations:
+    """The bytes that a pass through one of a rank's stages keeps, sends and computes.
 
-    More bytes, more complete gradients and a larger new gradient are never better, and adding a gradient to the
-    parameter's is never better than computing it.
+    Activation offload moves what layers keep to the host. Copies run beside the computing: when backward begins the
+    last layer's part is still leaving, and in its backward that of the layer before comes back.
     """
 
-    def exceeds(other: Moment, moment: Moment, is_later: bool) -> bool:
-        """Return whether the other moment is at least as bad, and if it is a later one certainly worse."""
-        size, other_size = moment.saved + moment.temporaries, other.saved + other.temporaries
-        return (
-            (other_size > size if is_later else other_size >= size)
-            and other.weights >= moment.weights
-            and other.computed >= moment.computed
-            and other.is_accumulation >= moment.is_accumulation
-        )
+    shape: MicroBatchShape
+    stage: Stage
+    checkpointing: CheckpointingConfig
 
-    return tuple(
-        moment
-        for index, moment in enumerate(moments)
-        if not any(exceeds(other, moment, at > index) for at, other in enumerate(moments) if at != index)
-    )
+    def kept_by(self, layers: range) -> int:
+        """Return the bytes that layers of these indices keep, what they share, and what the embedding keeps."""
+        shape, every = self.shape, self.checkpointing.every
+        tables = 0
+        if not shape.model.architecture.learned_positions:
+            tables = 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width
+        recomputed = 0
+        if self.checkpointing.recomputes_layer(every - 1):
+            recomputed = layers.stop // every - layers.start // every
+        counts = {True: recomputed, False: len(layers) - recomputed}
+        kept = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
+        return tables + saved_by_embedding_bytes(shape, self.stage) + kept
+
+    def of_layer(self, is_recomputed: bool) -> LayerActivations:
+        """Return what a layer keeps that is recomputed, or one that is not."""
+        return one_layer_activations(self.shape, self.checkpointing, is_recomputed)
+
+    def layer(self, following: int) -> LayerActivations:
+        """Return what the layer keeps that so many layers of the stage follow."""
+        return self.of_layer(self.checkpointing.recomputes_layer(self.stage.layer_indices[-1 - following]))
+
+    def outside(self, following: int) -> int:
+        """Return the bytes on the device in the backward of this layer, without those of the layer itself."""
+        indices = self.stage.layer_indices[: self.stage.layers - following]
+        away = self.kept_by(indices[:-2]) - self.kept_by(indices[:0]) if self.moved_layer_bytes else 0
+        return self.kept_by(indices) - self.layer(following).saved - away
+
+    @cached_property
+    def norm(self) -> dict[str, int]:
+        """The bytes that the final norm keeps, by tensor; none in a stage without the head."""
+        return norm_tensors("norm", self.shape) if self.stage.holds_head else {}
+
+    @cached_property
+    def offloaded_bytes(self) -> int:
+        """The bytes that activation offload moves: the layers', as the embedding's stay on the device."""
+        if not self.checkpointing.offload_activations:
+            return 0
+        return self.kept_by(self.stage.layer_indices) - saved_by_embedding_bytes(self.shape, self.stage)
+
+    @cached_property
+    def moved_layer_bytes(self) -> int:
+        """The bytes of one layer that leave the device; none on a CPU, where the host's memory is the device's."""
+        return 0 if self.shape.device == "cpu" else self.offloaded_bytes // self.stage.layers
+
+    @cached_property
+    def moved_bytes(self) -> int:
+        """The bytes that have left the device when backward begins."""
+        return 0 if self.shape.device == "cpu" else self.offloaded_bytes - self.moved_layer_bytes
+
+    @cached_property
+    def before_backward(self) -> int:
+        """The bytes on the device that a pass keeps for its backward, without the logits."""
+        return self.kept_by(self.stage.layer_indices) + sum(self.norm.values()) - self.moved_bytes
+
+    @cached_property
+    def in_final_norm(self) -> int:
+        """The bytes in the final norm's backward, without what that freed."""
+        away = (self.stage.layers - min(2, self.stage.layers)) * self.moved_layer_bytes
+        all_saved = self.before_backward + self.moved_bytes
+        return max(0, all_saved - weight_pass_bytes(self.norm, self.shape) - away)
+
+    @cached_property
+    def in_weights_pass(self) -> tuple[int, int]:
+        """The bytes kept when a backward for weights alone reaches the last layer, and when it reaches its end.
+
+        It goes through the layers from first to last, and ends with the last matrix. It frees the tensors from which it
+        computes gradients at once and all others at its end; where layers are recomputed, these include every tensor of
+        a second forward.
+        """
+        shape, indices, head = self.shape, self.stage.layer_indices, sum(self.norm.values())
+        left = self.kept_by(indices) - self.moved_bytes
+        for index in indices:
+            own = self.of_layer(self.checkpointing.recomputes_layer(index))
+            left += own.kept_for_weights - own.saved
+        freed = weight_pass_bytes(self.norm, shape) + layer_norm_statistics_bytes(self.norm, shape)
+        used_by_last_matrix = block_tensors(shape)["mlp.product"]
+        if self.norm:
+            used_by_last_matrix = head - freed + self.norm["norm.output"]
+        used_by_last_layer = layer_weight_grad_bytes(shape, self.checkpointing.recomputes_layer(indices[-1]))
+        return left + used_by_last_layer + head, max(0, left + used_by_last_matrix)
+
+    @cached_property
+    def input_bytes(self) -> int:
+        """Bytes that a pass receives, and sends back as their gradient."""
+        return 0 if self.stage.holds_embedding else self.shape.hidden_bytes
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Bytes that a pass sends, and receives back as their gradient."""
+        return 0 if self.stage.holds_head else self.shape.hidden_bytes
+
+    @cached_property
+    def received_input_bytes(self) -> int:
+        """Bytes of the kept activations that lie in the buffer that received them: a norm may keep an fp32 copy."""
+        norm_keeps_input = self.shape.width == FP32_BYTES or not self.shape.norm_is_decomposed
+        is_kept = norm_keeps_input or self.checkpointing.recomputes_layer(self.stage.first_layer)
+        return self.input_bytes if is_kept else 0
+
+    @cached_property
+    def waiting_exceeds_sent_back(self) -> bool:
+        """Whether a pass that waits for its backward keeps at least what its gradient takes that is sent back."""
+        waiting = self.before_backward - self.received_input_bytes
+        return waiting + self.log_probability_bytes >= self.input_bytes
+
+    @cached_property
+    def log_probability_bytes(self) -> int:
+        """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
+        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
+
+    @cached_property
+    def recomputed_log_probability_bytes(self) -> int:
+        """Bytes of log-probabilities that the second forward of a part of the loss keeps."""
+        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
+
+    @cached_property
+    def logits_grad_bytes(self) -> int:
+        """Bytes of the gradient of the logits, in the width of compute."""
+        return self.shape.logits_bytes * self.stage.holds_head * self.shape.width // FP32_BYTES
+
+    @cached_property
+    def deferred_grad_bytes(self) -> int:
+        """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights' half."""
+        layers = self.stage.layers * deferred_weight_grad_bytes(self.shape)
+        return layers + self.logits_grad_bytes + self.stage.holds_head * self.shape.norm_gradient_bytes
 
 
-@lru_cache(maxsize=4096)
-def weight_grad_only_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> tuple[int, int]:
-    """Return the bytes saved when a backward for weights alone reaches the last layer, and when it reaches its end.
-
-    It goes through the layers from first to last, and ends with the last matrix. It frees the tensors from which it
-    computes gradients at once and all others at its end; where layers are recomputed, these include every tensor of a
-    second forward.
-    """
-    block, norm = block_tensors(shape), head_tensors(shape, stage)
-    head, left = sum(norm.values()), saved_by_layers_bytes(shape, stage, checkpointing)
-    for is_recomputed, count in layers_by_kind(checkpointing, stage.layer_indices):
-        own = one_layer_activations(shape, checkpointing, is_recomputed)
-        left += count * (own.kept_for_weights - own.saved)
-    freed = weight_pass_bytes(norm, shape) + layer_norm_statistics_bytes(norm, shape)
-    used_by_last_layer = layer_weight_grad_bytes(shape, checkpointing.recomputes_layer(stage.layer_indices[-1]))
-    used_by_last_matrix = head - freed + norm["norm.output"] if norm else block["mlp.product"]
-    return left + used_by_last_layer + head, left + used_by_last_matrix
-
-
-def saved_by_layers_bytes(
-    shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig, layers: range | None = None
-) -> int:
-    """Return the bytes that a stage's layers keep, what they share, and what the embedding keeps.
-
-    `layers` are the indices of those that backward has not left yet, by default all of the stage's.
-    """
-    indices = stage.layer_indices if layers is None else layers
-    seq_len = shape.seq_len // shape.cp
-    rotary_tables = (
-        0 if shape.model.architecture.learned_positions else 2 * seq_len * shape.model.head_dim * shape.width
-    )
-    shared = rotary_tables + saved_by_embedding_bytes(shape, stage)
-    kinds = layers_by_kind(checkpointing, indices)
-    return shared + sum(count * one_layer_activations(shape, checkpointing, kind).saved for kind, count in kinds)
-
-
-def layers_by_kind(checkpointing: CheckpointingConfig, layers: range) -> list[tuple[bool, int]]:
-    """Return whether layers are recomputed, and how many of this range are so, for each kind that is there."""
-    every = checkpointing.every
-    recomputed = layers.stop // every - layers.start // every if checkpointing.recomputes_layer(every - 1) else 0
-    return [(kind, count) for kind, count in ((True, recomputed), (False, len(layers) - recomputed)) if count]
+stage_activations = lru_cache(maxsize=4096)(StageActivations)
 
 
 def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
@@ -201,11 +208,6 @@ def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
     positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
     token_bytes = shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1))
     return token_bytes + positions + shape.dropout_mask_bytes
-
-
-def head_tensors(shape: MicroBatchShape, stage: Stage) -> dict[str, int]:
-    """Return the bytes that the final norm keeps, by tensor; none in a stage without the head."""
-    return norm_tensors("norm", shape) if stage.holds_head else {}
 
 
 def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
@@ -233,37 +235,3 @@ def weight_pass_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
     if shape.model.attention == "eager":
         suffixes.append("attention.output")  # the flash kernel keeps it too
     return sum(size for name, size in tensors.items() if name.endswith(tuple(suffixes)))
-
-
-def offloaded_bytes(shape: MicroBatchShape, stage: Stage, checkpointing: CheckpointingConfig) -> int:
-    """Return the bytes of a pass that activation offload moves: the layers', as the embedding's stay on the device."""
-    return saved_by_layers_bytes(shape, stage, checkpointing) - saved_by_embedding_bytes(shape, stage)
-
-
-def without_offloaded_activations(activations: StageActivations, offloaded: int, layers: int) -> StageActivations:
-    """Return the bytes that stay on the device for a stage with so many layers if `offloaded` bytes go to the host.
-
-    Copies run beside the computing: when backward begins the last layer's part is still leaving, and in its backward
-    that of the layer before comes back.
-    """
-    layer = offloaded // layers
-
-    def on_device(moment: LayerActivations) -> LayerActivations:
-        left = layers - moment.following
-        away = (left - min(2, left)) * layer
-        return dataclasses.replace(moment, outside=moment.outside - away, at_scores=moment.at_scores - away)
-
-    return dataclasses.replace(
-        activations,
-        before_backward=activations.before_backward - offloaded + layer,
-        in_final_norm=max(0, activations.in_final_norm - (layers - min(2, layers)) * layer),
-        layers=tuple(map(on_device, activations.layers)),
-    )
-
-
-def host_gradient_bytes(widths: StateWidths, layout: Layout, parameters: Sequence[int]) -> list[int]:
-    """Return the bytes of offloaded gradients for each of a rank's stages, by its number of parameters.
-
-    They are those that the optimizer reads, and are divided as its state is.
-    """
-    return [-(-widths.host_gradients * number // layout.shard_count("optimizer")) for number in parameters]

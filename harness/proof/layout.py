@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.deepspeed_memory import partition_elements
+from harness.cost_model.deepspeed_zero import partition_elements
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards

@@ -15,7 +15,8 @@ from typing import Any
 from harness.cost_model.communication import LAYOUT, padded_bytes, sent_elements
 from harness.cost_model.flops import BACKWARD, executed_flops_parts, head_flops, layer_flops
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.rank_memory import optimizer_parameter_count, rank_stages
+from harness.cost_model.rank_memory import rank_stages
+from harness.cost_model.sharding import optimizer_parameter_count
 from harness.layout.partition import stages_of_rank
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import world_peak_flops

@@ -8,7 +8,7 @@ from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.rank_memory import rank_stages
-from harness.cost_model.stage_memory import local_parameter_count
+from harness.cost_model.sharding import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig, RunConfig
-from harness.cost_model.deepspeed_memory import fullest_rank
+from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.rank_memory import all_stages, highest_rank
 from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine

@@ -17,7 +17,7 @@ from harness.config.fingerprint import fingerprint
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import lower_bound_estimate
-from harness.cost_model.stage_memory import local_parameter_count
+from harness.cost_model.sharding import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cost_model.buffers import WORKSPACE_BYTES
-from harness.cost_model.memory import estimate_memory
+from harness.cost_model.memory import WORKSPACE_BYTES, estimate_memory
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.simulation import NO_REFERENCE, verify_simulation

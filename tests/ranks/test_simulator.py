@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import RunConfig
-from harness.cost_model.buffers import WORKSPACE_BYTES
 from harness.cost_model.communication import expected_bytes, padded_bytes
-from harness.cost_model.deepspeed_memory import fullest_rank
+from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
-from harness.cost_model.memory import activation_bytes, estimate_memory
+from harness.cost_model.memory import WORKSPACE_BYTES, activation_bytes, estimate_memory
 from harness.cost_model.rank_memory import all_stages
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout

@@ -6,11 +6,12 @@ from statistics import median
 
 import pytest
 
-from harness.cost_model import rank_memory, step_peaks, whole_parameters
-from harness.cost_model.deepspeed_memory import GradientBucket
-from harness.cost_model.fully_shard_memory import GroupBytes
+from harness.cost_model import sharding
+from harness.cost_model.deepspeed_zero import BucketedZero, DeepSpeedZero
+from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parameter_coordinator import ParameterCoordinator
+from harness.cost_model.whole_parameters import whole_parameters
 from harness.runner import local_machine
 from harness.runner.plan import RunPlan, make_plan
 from tests.support.commands import ROOT, compose
@@ -72,23 +73,23 @@ def test_the_errors_on_file_are_below_the_bars() -> None:
 
 
 def forget_optimizer_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_memory, "optimizer_parameter_count", lambda *_: 0)
+    monkeypatch.setattr(sharding, "optimizer_parameter_count", lambda *_: 0)
 
 
 def leave_out_reduced_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupBytes, "reduced", lambda *_: 0)
+    monkeypatch.setattr(FullyShard, "reduced", lambda *_: 0)
 
 
 def leave_out_copies_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_memory, "gloo_gather_peak", lambda *_: {})
+    monkeypatch.setattr(DeepSpeedZero, "gathered_copy", lambda *_: 0)
 
 
 def leave_out_gathered_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupBytes, "whole", lambda *_: 0)
+    monkeypatch.setattr(FullyShard, "whole", lambda *_: 0)
 
 
 def forget_waiting_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientBucket, "waiting_bytes", lambda *_: 0)
+    monkeypatch.setattr(BucketedZero, "is_large", lambda *_: False)
 
 
 def free_second_forwards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,22 +101,19 @@ def release_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_old_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.cost_model.buffers.old_bucket_bytes", lambda *_: 0)
+    monkeypatch.setattr(sharding.DistributedDataParallel, "old_bucket_bytes", lambda *_: 0)
 
 
 def keep_buckets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_memory, "rebuilds_buckets_beside_gradients", lambda *_: False)
+    monkeypatch.setattr(sharding.DistributedDataParallel, "rebuilds_buckets", False)
 
 
 @pytest.fixture
 def no_cached_buffers() -> Iterator[None]:
-    """Forget the buffers that were computed without a fault, and those with it."""
-    caches = (step_peaks.observed_buffer_bytes, whole_parameters.whole_parameters)
-    for cache in caches:
-        cache.cache_clear()
+    """Forget what was gathered without a fault, and with it."""
+    whole_parameters.cache_clear()
     yield
-    for cache in caches:
-        cache.cache_clear()
+    whole_parameters.cache_clear()
 
 
 @pytest.mark.usefixtures("no_cached_buffers")

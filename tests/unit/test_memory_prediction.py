@@ -17,8 +17,8 @@ from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.memory import PROCESS_BYTES, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.shard_groups import shard_groups
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.transient_buffers import shard_groups
 from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import whole_model

@@ -26,9 +26,10 @@ from harness.cost_model.activations import block_tensors, loss_bytes
 from harness.cost_model.memory import activation_bytes, estimate_memory, estimate_rank_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
+from harness.cost_model.rank_memory import RankStep, sharding_of
+from harness.cost_model.sharding import Pass, local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.stage_memory import local_parameter_count, stage_costs
-from harness.cost_model.step_peaks import backward_peaks, bytes_between_passes
+from harness.cost_model.step import play_pass
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import parameters_of_stage, split_into_stages, tp_shard_dim, whole_model
@@ -256,10 +257,9 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
     config = run(MODEL, BF16, global_batch=4)  # on a CPU it keeps fp32 copies of inputs, not what it received
     layout = layout_of(config, pp=2, schedule=schedule)
     for pp_rank, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
-        parts = stage_costs(config, layout, "cpu", [stage])
+        step = RankStep(sharding_of(config, layout, ADAM_FP32, "cpu", [stage]))
         last = [moment for moment in backward_starts(layout, 4, pp_rank) if moment.kind != "weights"][-1]
-        between = bytes_between_passes(parts, [0], last, schedule != "1f1b", micro_batches=4)
-        assert between["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
+        assert step.between(last, [0])["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 
 def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:
@@ -302,13 +302,14 @@ def test_predicted_peak_of_a_split_backward_equals_the_measured_peak(
     with Live() as live:
         outputs = [module(hidden, tokens) if stage.holds_head else module(hidden)]
         back = None if stage.holds_head else [gradient]
-        _, groups = stage_backward_input(outputs, back, [hidden], module.parameters())
+        _, graph = stage_backward_input(outputs, back, [hidden], module.parameters())
         with GraphExecGroup():  # as the engine does, so that a layer's second forward serves all its weights
-            stage_backward_weight(module.parameters(), groups)
-    (part,) = stage_costs(config, layout, "cpu", [stage])
-    fills = [*backward_peaks(part, "inputs", 0), *backward_peaks(part, "weights", 0)]
+            stage_backward_weight(module.parameters(), graph)
+    own = sharding_of(config, layout, ADAM_FP32, "cpu", [stage])
+    (part,), (groups,) = own.activations, own.groups
+    passes = (Pass(part, groups, kind, True, True, True) for kind in ("inputs", "weights"))
     # The output, the gradient that goes back, and what is sent are the schedule's; so is the buffer of the input.
-    predicted = max(sum(fill.values()) for fill in fills) - part.received_input_bytes + part.output_bytes
+    predicted = max(play_pass(own, each).highest.total for each in passes) + part.output_bytes
     # A recomputed block with LayerNorm has a tensor per layer that is not accounted for: up to 7 % of the peak.
     tolerance = 0.08 if config.model.family == "gpt" and checkpointing == "full" else 0.05
     assert predicted == pytest.approx(live.peak_bytes, rel=tolerance)

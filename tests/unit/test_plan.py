@@ -14,8 +14,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import files_in
 from harness.config.stack import load_stack
 from harness.config.strategy import StrategyConfig
-from harness.cost_model.buffers import WORKSPACE_BYTES
-from harness.cost_model.memory import estimate_rank_memory
+from harness.cost_model.memory import WORKSPACE_BYTES, estimate_rank_memory
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages

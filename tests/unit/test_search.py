@@ -11,7 +11,7 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
-from harness.cost_model import rank_memory, stage_activations
+from harness.cost_model import rank_memory
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.cost_model.prediction import Prediction
@@ -173,30 +173,26 @@ def simulated_starts(schedule: str, pp: int, virtual: int, micro_batches: int, r
 def test_shortcuts_change_no_byte(
     checkpointing: str, pipeline: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every start of every rank with its own stages, and every moment of a layer's backward, give the same estimate."""
+    """Every start of every rank with its own stages give the same estimate."""
     if checkpointing == "selective" and pipeline.get("schedule") == "zero_bubble":
         pytest.skip("zero bubble has no selective checkpointing")
     config = run(MODEL, checkpointing=checkpointing, global_batch=24)
     prediction = pipelined(config, pipeline)
     short = estimate_memory(config, prediction.layout, prediction.widths, "cuda")
-    monkeypatch.setattr(rank_memory.RankCost, "heaviest_starts", every_start)
+    monkeypatch.setattr(rank_memory.RankStep, "heaviest_starts", every_start)
     monkeypatch.setattr(rank_memory, "representative_stage", lambda stage, period: stage)
-    monkeypatch.setattr(stage_activations, "possible_peaks", tuple)
-    for cached in (rank_memory._alike_ranks, stage_activations.one_layer_activations):
-        cached.cache_clear()
-    stage_activations.stage_activations.cache_clear()
+    rank_memory._alike_ranks.cache_clear()
     try:
         assert estimate_memory(config, prediction.layout, prediction.widths, "cuda") == short
     finally:
         monkeypatch.undo()
-        for cached in (rank_memory._alike_ranks, stage_activations.one_layer_activations):
-            cached.cache_clear()
-        stage_activations.stage_activations.cache_clear()
+        rank_memory._alike_ranks.cache_clear()
 
 
-def every_start(cost: rank_memory.RankCost, pp_ranks: tuple[int, ...]) -> dict[int, list[BackwardStart]]:
+def every_start(step: rank_memory.RankStep, pp_ranks: tuple[int, ...]) -> dict[int, list[BackwardStart]]:
     """Return all starts of these ranks."""
-    return {rank: rank_memory.rank_backward_starts(cost.config, cost.layout, rank) for rank in pp_ranks}
+    own = step.sharding
+    return {rank: rank_memory.rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 
 
 def pipelined(config: object, pipeline: dict[str, object]) -> Prediction:

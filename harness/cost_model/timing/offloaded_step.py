@@ -9,8 +9,8 @@ from harness.config.hardware import HardwareConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.rank_memory import alike_ranks
-from harness.cost_model.stage_activations import offloaded_bytes
-from harness.cost_model.stage_memory import local_parameter_count
+from harness.cost_model.sharding import local_parameter_count
+from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.timing.offload_time import OffloadedWork, copy_seconds, host_update_seconds
 from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import Layout
@@ -48,7 +48,7 @@ def step_copy_seconds(
             counts = [local_parameter_count(config.model, stage, layout.tp, layout.vocabulary_tp) for stage in stages]
             parameters = max(parameters, sum(counts))
         if config.checkpointing.offload_activations:
-            moved = sum(offloaded_bytes(shape, stage, config.checkpointing) for stage in stages)
+            moved = sum(stage_activations(shape, stage, config.checkpointing).offloaded_bytes for stage in stages)
             activation_bytes = max(activation_bytes, moved)
     passes = (time.micro_batches, time.forward_seconds, time.backward_seconds)
     work = OffloadedWork(parameters, activation_bytes, *passes)

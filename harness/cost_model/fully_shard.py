@@ -1,0 +1,199 @@
+"""The memory that fully_shard takes for whole parameters and for gradients on their way to shards. Imports no torch."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from harness.config.schema import Device, RunConfig
+from harness.cost_model.layer_backward import LayerMoment
+from harness.cost_model.shard_groups import ShardGroup
+from harness.cost_model.sharding import Pass, Sharding
+from harness.cost_model.tape import Tape
+from harness.layout.layout import Layout
+from harness.layout.partition import Stage
+from harness.layout.state_widths import StateWidths
+
+
+class FullyShard(Sharding):
+    """The order of allocations of torch.distributed.fsdp._fully_shard.
+
+    By _fsdp_param_group.py and _fsdp_collectives.py, a group's parameters are gathered into a flat tensor and copied
+    out of it, and in backward each group gathers the one before it in advance. A group's whole gradients are copied to
+    a flat tensor, which is reduced to a shard, and which lives until the next group's gradients are copied, even in the
+    next micro-batch. Where parameters stay whole (zero_stage 0 and 2), the first forward of a step gathers them, and
+    its last backward frees each group as it goes. On a CPU gradients that do not divide evenly are padded in copies,
+    and gloo copies what it transfers.
+    """
+
+    reduces_groups = True
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
+    ) -> None:
+        super().__init__(config, layout, widths, device, stages)
+        self.degree = layout.axes_size(layout.sharding_axes)
+        self.reshards = layout.zero_stage == 3
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The elements of each stage's parameters with their padding."""
+        return [groups.padded for groups in self.groups]
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """The bytes of the rank's optimizer state, as padded as parameters."""
+        return self.widths.optimizer * -(-sum(self.counts) // self.layout.shard_count("optimizer"))
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the memory of gradients is still allocated when a step begins."""
+        return False
+
+    def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
+        """Return a stage's parameters that stay whole, and the gradients that were reduced last."""
+        groups = self.groups[index]
+        whole = groups.padded * self.widths.gathered * (not self.reshards and has_forwards)
+        return whole + self.reduced(groups.last_reduced) * has_gradients
+
+    def whole(self, group: ShardGroup) -> int:
+        """Return the bytes of the gathered parameters."""
+        return group.padded * self.widths.gathered
+
+    def reduced(self, group: ShardGroup) -> int:
+        """Return the bytes of the flat tensor of gradients."""
+        return group.padded * self.precision.reduce_bytes
+
+    def whole_but(self, each: Pass, layers: int, has_head: bool) -> int:
+        """Return the bytes of all groups that stay whole without so many layers and perhaps the head."""
+        groups = each.groups
+        missing = layers * self.whole(groups.layer) + (0 if has_head else self.whole(groups.head))
+        return groups.padded * self.widths.gathered - missing
+
+    def gather(self, tape: Tape, group: ShardGroup) -> None:
+        """Gather a group into a flat tensor, which a single shard has not, beside that of the group before."""
+        flat = self.whole(group) * (self.degree > 1)
+        casts = self.is_mixed and self.degree > 1  # shards are cast to the gathered width before they are sent
+        tape.touch(buffers_gathering=flat + flat // self.degree * casts + flat * self.is_cpu)
+        tape.live["buffers_flat"] = flat
+
+    def reduce(self, tape: Tape, group: ShardGroup) -> None:
+        """Reduce a group's gradients.
+
+        At first all of them lie beside the flat tensor. When that is reduced, a loop in foreach_reduce still refers to
+        the last of them.
+        """
+        tape.drop("buffers_gradients", "buffers_reduced")
+        width, flat = self.precision.compute_bytes, self.reduced(group)
+        tape.touch(buffers_copies=group.elements * width + flat + group.uneven * width * self.is_cpu)
+        copies = (group.last * width + flat * self.is_cpu) * (self.degree > 1)
+        tape.touch(buffers_reduced=flat, buffers_copies=flat // self.degree + copies)
+        tape.live["buffers_reduced"] = flat
+
+    def begin(self, tape: Tape, each: Pass) -> None:
+        """Gather what the first layer waits for."""
+        groups = each.groups
+        if not each.is_first:
+            tape.live["buffers_reduced"] = self.reduced(groups.last_reduced)
+        if self.reshards:
+            tape.put(buffers_root=self.whole(groups.root))
+        elif not each.gathers:
+            tape.put(buffers_whole=self.whole_but(each, 0, has_head=True))
+        if self.reshards or each.gathers:
+            first = groups.root if groups.root.elements else groups.embedding
+            tape.live["buffers_flat"] = self.whole(first) * (self.degree > 1)
+
+    def forward_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Gather a layer."""
+        if self.reshards:
+            tape.drop("buffers_whole")
+            self.gather(tape, each.groups.layer)
+            tape.put(buffers_whole=self.whole(each.groups.layer))
+        elif each.gathers:
+            tape.live["buffers_whole"] = self.whole_but(each, following + 1, has_head=False)
+            self.gather(tape, each.groups.layer)
+            tape.put(buffers_whole=self.whole_but(each, following, has_head=False))
+
+    def forward_head(self, tape: Tape, each: Pass) -> None:
+        """Gather the head, if it is a group of its own."""
+        if self.reshards and each.groups.head.elements:
+            tape.drop("buffers_whole")
+            self.gather(tape, each.groups.head)
+            tape.put(buffers_whole=self.whole(each.groups.head))
+        elif not self.reshards and each.gathers:
+            self.gather(tape, each.groups.head)
+            tape.put(buffers_whole=self.whole_but(each, 0, has_head=True))
+
+    def end_forward(self, tape: Tape, each: Pass) -> None:
+        """Free the last flat tensor and what is gathered again for backward."""
+        tape.drop("buffers_flat")
+        if self.reshards:
+            tape.drop("buffers_whole", "buffers_root")
+
+    def enter_backward(self, tape: Tape, each: Pass) -> None:
+        """Gather the root or the head, and the last layer in advance."""
+        if not self.reshards:
+            return
+        root, head = each.groups.root, each.groups.head
+        self.gather(tape, root if root.elements else head)
+        tape.put(buffers_root=self.whole(root), buffers_whole=self.whole(head))
+        tape.drop("buffers_flat")
+        self.gather(tape, each.groups.layer)
+
+    def head_gradient(self, tape: Tape, each: Pass) -> None:
+        """Keep the head's gradient until its group is reduced."""
+        tape.live["temporaries_head"] = self.vocabulary_grad_bytes
+
+    def leave_head(self, tape: Tape, each: Pass) -> None:
+        """Reduce the head's group; the gradient of the root's matrix waits for the end."""
+        tape.drop("temporaries_head")
+        if not each.groups.head.elements:
+            tape.live["buffers_waiting"] = each.groups.waiting * self.precision.compute_bytes
+            return
+        tape.live["activations"] = each.activations.before_backward - sum(each.activations.norm.values())
+        if self.reshards:
+            tape.drop("buffers_whole")
+        elif each.is_last:
+            tape.live["buffers_whole"] = self.whole_but(each, 0, has_head=False)
+        self.reduce(tape, each.groups.head)
+
+    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Copy a layer out of its flat tensor, and gather the one before it in advance."""
+        super().enter_layer(tape, each, following)
+        if not self.reshards:
+            if each.is_last:
+                tape.live["buffers_whole"] = self.whole_but(each, following, has_head=False)
+            return
+        tape.put(buffers_whole=self.whole(each.groups.layer))
+        tape.drop("buffers_flat")
+        before = each.groups.layer if following < each.groups.layers - 1 else each.groups.embedding
+        self.gather(tape, before)
+
+    def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
+        """Keep the gradients of a layer, in the width of compute."""
+        tape.put(buffers_gradients=(moment.weights + moment.computed) * self.shape.width)
+
+    def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Free and reduce a layer."""
+        if self.reshards:
+            tape.drop("buffers_whole")
+        elif each.is_last:
+            tape.live["buffers_whole"] = self.whole_but(each, following + 1, has_head=False)
+        self.reduce(tape, each.groups.layer)
+
+    def end(self, tape: Tape, each: Pass) -> None:
+        """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""
+        groups, shape, last = each.groups, self.shape, each.groups.last_reduced
+        tape.drop("buffers_flat", "buffers_waiting")
+        if each.activations.stage.holds_embedding:
+            elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting
+            tape.live["gradients"] = self.computed(each, groups.layers)
+            if self.reshards:
+                tape.live["buffers_whole"] = self.whole(groups.embedding)
+            tape.live["buffers_gradients"] = elements * self.precision.compute_bytes
+            tape.put(temporaries=shape.whole_hidden_bytes)
+        tape.drop("temporaries", "buffers_root")
+        if self.reshards or each.is_last:
+            tape.drop("buffers_whole")
+        # The shard becomes the gradient itself in the first micro-batch.
+        tape.live["gradients"] = each.new_gradients
+        tape.live["buffers_shard"] = -(self.reduced(last) // self.degree) * each.is_first
+        self.reduce(tape, last)

@@ -1,0 +1,96 @@
+"""The parameters that are gathered and reduced together; fully_shard pads them to equal shards. Imports no torch."""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from harness.config.model import ModelConfig
+from harness.layout.layout import Layout
+from harness.layout.partition import Stage, parameters_of_stage
+
+
+def without_data_parallelism(layout: Layout) -> Layout:
+    """Return the layout of a single replica's ranks, on which all depends that data parallelism does not divide.
+
+    Layouts that differ in data parallelism alone then share what was computed for one of them.
+    """
+    return Layout("", "none", 0, 1, 1, layout.tp, False, 1, 1, "1f1b", 1, None, "none", layout.vocabulary_parallel)
+
+
+@dataclass(frozen=True)
+class ShardGroup:
+    """The elements of the parameters of a group on one tensor-parallel rank, before data parallelism divides them.
+
+    fully_shard divides every parameter along its first dimension and pads it to equal shards.
+    """
+
+    elements: int = 0
+    padded: int = 0  # with the padding of every parameter
+    uneven: int = 0  # those of parameters that need padding, with it
+    last: int = 0  # of the last parameter
+    largest: int = 0  # of the largest parameter
+
+
+NO_GROUP = ShardGroup()
+
+
+@dataclass(frozen=True)
+class ShardGroups:
+    """The groups of a stage; one that it does not have has no elements."""
+
+    embedding: ShardGroup
+    layer: ShardGroup
+    head: ShardGroup
+    # Embedding, head or both in the place of the two groups above, where they are tied or not both in the stage. It is
+    # whole from the first use to the last one of each pass, and reduced when backward has ended.
+    root: ShardGroup
+    layers: int
+    waiting: int  # the elements of the root's matrix whose gradient waits from the head's backward until the end
+
+    @property
+    def padded(self) -> int:
+        """The elements of all groups with their padding."""
+        ends = self.embedding.padded + self.head.padded + self.root.padded
+        return ends + self.layers * self.layer.padded
+
+    @property
+    def elements(self) -> int:
+        """The elements of all groups."""
+        ends = self.embedding.elements + self.head.elements + self.root.elements
+        return ends + self.layers * self.layer.elements
+
+    @property
+    def last_reduced(self) -> ShardGroup:
+        """The group whose gradients backward reduces last."""
+        return next(group for group in (self.root, self.embedding, self.layer) if group.elements)
+
+
+def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroups:
+    """Return the groups of a stage as this layout divides them; all layers are alike."""
+    return _shard_groups(model, without_data_parallelism(layout), stage, layout.axes_size(layout.sharding_axes))
+
+
+@lru_cache(maxsize=2048)
+def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int) -> ShardGroups:
+    groups = defaultdict[str, list[tuple[int, ...]]](list)
+    for parameter in parameters_of_stage(model, stage):
+        if parameter.layer in (None, stage.first_layer):
+            groups[parameter.group].append(parameter.largest_part(layout.tp, layout.vocabulary_tp))
+    ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[str(stage.first_layer)], shards)
+    if all(ends):
+        embedding, head = (_shard_group(shapes, shards) for shapes in ends)
+        return ShardGroups(embedding, layer, head, NO_GROUP, stage.layers, waiting=0)
+    root = _shard_group(ends[0] or ends[1], shards)
+    waiting = root.largest if stage.holds_head else 0
+    return ShardGroups(NO_GROUP, layer, NO_GROUP, root, stage.layers, waiting)
+
+
+def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
+    if not shapes:
+        return NO_GROUP
+    sizes = [math.prod(shape) for shape in shapes]
+    padded = [-(-rows // shards) * shards * math.prod(rest) for rows, *rest in shapes]
+    uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
+    return ShardGroup(sum(sizes), sum(padded), uneven, sizes[-1], max(sizes))

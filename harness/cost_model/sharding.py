@@ -1,0 +1,401 @@
+"""What ways of sharding model state allocate in a step, at the moments of a pass that play_pass() calls. No torch.
+
+Each class is a policy of one library, and its methods are the steps of that library which allocate or free. This module
+has those of ranks that keep all of their state, and of DistributedDataParallel.
+"""
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from harness.config.model import ModelConfig
+from harness.config.schema import Device, RunConfig
+from harness.cost_model.layer_backward import LayerMoment
+from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
+from harness.cost_model.pipeline import PassKind
+from harness.cost_model.shard_groups import ShardGroups, shard_groups, without_data_parallelism
+from harness.cost_model.stage_activations import StageActivations, stage_activations
+from harness.cost_model.tape import Tape
+from harness.layout.layout import Layout
+from harness.layout.partition import Stage, local_numel, local_sizes, parameters_of_stage
+from harness.layout.state_widths import StateWidths
+
+# The sizes of DDP's buckets, by default.
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_MEBIBYTES = 25
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A micro-batch's pass through a stage, and its place among those of its step."""
+
+    activations: StageActivations
+    groups: ShardGroups
+    kind: PassKind
+    is_first: bool  # whether no earlier micro-batch has left gradients in the stage
+    gathers: bool  # whether its forward is the only one of the stage so far
+    is_last: bool  # whether its backward is the stage's last one of the step
+    new_gradients: int = 0  # the bytes of the gradients that it allocates; 0 if it adds to those of an earlier pass
+
+
+class Sharding:
+    """Ranks that keep their whole state, and reduce gradients where they lie."""
+
+    reduces_groups = False  # whether gradients are reduced to shards group by group
+
+    def __init__(
+        self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
+    ) -> None:
+        self.config, self.layout, self.widths, self.stages = config, layout, widths, stages
+        self.precision, self.is_cpu = config.precision, device == "cpu"
+        self.is_mixed = config.precision.is_mixed
+        # Whether autograd adds one gradient of a matrix to another, as it does with those that DeepSpeed's own linear
+        # function returns. Those of torch's are views, which it leaves as they are.
+        self.sums_in_place = widths.recomputes_last_projection
+        self.shape = micro_batch_shape(config, layout, device)
+        self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
+        self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
+        self.micro_batches = layout.grad_accumulation_steps(config.train)
+
+    # The rank's state.
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """The elements of each stage's parameters."""
+        model, layout = self.config.model, self.layout
+        return [local_parameter_count(model, stage, layout.tp, layout.vocabulary_tp) for stage in self.stages]
+
+    def shards(self, width: int, kind: str) -> list[int]:
+        """Return the bytes of the rank's shard of each stage's state of a kind."""
+        return [-(-width * count // self.layout.shard_count(kind)) for count in self.counts]
+
+    @cached_property
+    def parameter_bytes(self) -> int:
+        """The bytes of the rank's parameters between steps."""
+        return -(-self.widths.parameters * sum(self.counts) // self.layout.shard_count("parameters"))
+
+    @cached_property
+    def optimizer_bytes(self) -> int:
+        """The bytes of the rank's optimizer state."""
+        return self.widths.optimizer * optimizer_parameter_count(self.config.model, self.layout, self.stages)
+
+    @cached_property
+    def host_gradients(self) -> list[int]:
+        """The bytes of each stage's offloaded gradients: those that the optimizer reads, divided as its state is."""
+        return self.shards(self.widths.host_gradients, "optimizer")
+
+    @cached_property
+    def gradients(self) -> list[int]:
+        """The most bytes of each stage's gradients on the device; on a CPU the host's memory is the device's."""
+        own = self.shards(self.widths.gradients, "gradients")
+        return [sum(sizes) for sizes in zip(own, self.host_gradients, strict=True)] if self.is_cpu else own
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The bytes of the rank's gradients once they are reduced, those on the host included."""
+        return sum(self.shards(self.widths.gradients, "gradients")) + sum(self.host_gradients)
+
+    @cached_property
+    def host_gradient_bytes(self) -> int:
+        """The bytes of gradients that a CPU, where the host is the device, has all the time."""
+        return 0
+
+    @cached_property
+    def sums(self) -> list[int]:
+        """The bytes of each stage's gradients that are kept from one micro-batch to the next."""
+        return self.gradients
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the memory of gradients is still allocated when a step begins."""
+        return self.layout.dp_enabled
+
+    @cached_property
+    def gradients_at_start(self) -> list[int]:
+        """The bytes of each stage's gradients that exist when a step begins."""
+        return [size * self.keeps_gradients for size in self.sums]
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """The bytes of the buffers that live through a step.
+
+        torch's stages receive every micro-batch of a step, and every gradient, into a buffer of its own.
+        """
+        received = sum(stage.input_bytes + stage.output_bytes for stage in self.activations)
+        host = self.widths.host_buffer_bytes if self.is_cpu else 0
+        return self.micro_batches * received + self.widths.buffer_bytes + host
+
+    @property
+    def has_16_bit_grads(self) -> bool:
+        """Whether backward computes gradients in 16 bit, and each is added to an fp32 sum at once."""
+        return self.is_mixed
+
+    def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
+        """Return the buffers that a stage keeps between two of its passes of a step."""
+        return 0
+
+    # The moments of a pass, in their order.
+
+    def played_layers(self, layers: int) -> Sequence[int]:
+        """Return which layers' backwards are played, by the number of layers behind each.
+
+        They are the last, the one before it and the first: from one layer to the next, all changes by the same bytes.
+        """
+        return sorted({0, min(1, layers - 1), layers - 1})
+
+    def begin(self, tape: Tape, each: Pass) -> None:
+        """Prepare a pass."""
+
+    def forward_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Make a layer's parameters whole."""
+
+    def forward_head(self, tape: Tape, each: Pass) -> None:
+        """Make the head's parameters whole."""
+
+    def end_forward(self, tape: Tape, each: Pass) -> None:
+        """Free what forward alone needs."""
+
+    def enter_backward(self, tape: Tape, each: Pass) -> None:
+        """Make parameters whole that backward needs first."""
+
+    def head_gradient(self, tape: Tape, each: Pass) -> None:
+        """Accumulate the head's gradient: it becomes the parameter's own, or is added to it."""
+        matrix = self.vocabulary_grad_bytes
+        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else self.grad_accumulate_bytes
+        tape.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
+        tape.live["temporaries_waiting"] = matrix * self.config.model.tie_word_embeddings
+
+    def leave_head(self, tape: Tape, each: Pass) -> None:
+        """Reduce the head's gradient."""
+
+    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Make the parameters of a layer whole."""
+        tape.live["gradients"] = self.computed(each, following)
+
+    def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
+        """Compute a gradient of the layer's weights, or accumulate it.
+
+        A gradient in fp32 becomes the parameter's own. One in 16 bit is added to it, or widened to become it.
+        """
+        width_of_new = each.new_gradients / each.groups.elements
+        own, computed = moment.weights, moment.computed * self.shape.width
+        if width_of_new and (moment.is_accumulation or not self.has_16_bit_grads):
+            own += moment.computed
+        if width_of_new and not self.has_16_bit_grads:
+            computed = 0
+        elif moment.is_accumulation and self.has_16_bit_grads and self.is_cpu and not width_of_new:
+            computed += moment.computed * FP32_BYTES  # a CPU widens it first
+        gradients = self.computed(each, following) + round(own * width_of_new)
+        tape.put(gradients=gradients, temporaries_weight=computed)
+
+    def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Reduce the gradients of a layer."""
+        tape.drop("temporaries_weight")
+
+    def end(self, tape: Tape, each: Pass) -> None:
+        """Compute the embedding's gradient, and let it become the parameter's.
+
+        A tied matrix has two gradients, whose sum is made beside them unless one is added to the other.
+        """
+        new, shape = each.new_gradients, self.shape
+        if not each.activations.stage.holds_embedding:
+            tape.put(gradients=new)
+            return
+        matrix, is_tied = self.vocabulary_grad_bytes, self.config.model.tie_word_embeddings
+        summed = (3 - self.sums_in_place) * matrix * is_tied
+        computed = max((1 + is_tied) * matrix + shape.whole_hidden_bytes, summed)
+        if not new:
+            tape.put(gradients=0, temporaries=max(computed, self.grad_accumulate_bytes))
+        elif self.has_16_bit_grads:
+            tape.put(gradients=new - matrix * FP32_BYTES // shape.width, temporaries=computed)
+            tape.put(gradients=new, temporaries=matrix)
+        else:  # the gradient becomes the parameter's own
+            tape.put(gradients=new, temporaries=computed - matrix)
+
+    # The moments of a step outside of passes.
+
+    def step(self, tape: Tape) -> None:
+        """Run the optimizer."""
+        tape.touch(gradients=sum(self.gradients), temporaries=self.foreach_bytes)
+
+    @property
+    def foreach_bytes(self) -> int:
+        """The bytes of an optimizer's copies of its state that is not fused."""
+        if self.config.train.fused_optimizer:
+            return 0
+        width = self.config.optimizer.foreach_copies * self.precision.master_bytes
+        return -(-width * sum(self.counts) // self.layout.shard_count("optimizer"))
+
+    # Gradients of matrices.
+
+    @cached_property
+    def vocabulary_grad_bytes(self) -> int:
+        """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
+        rows = math.ceil(self.config.model.vocab_size / self.layout.vocabulary_tp)
+        return rows * self.config.model.hidden_size * self.shape.width
+
+    @cached_property
+    def grad_accumulate_bytes(self) -> int:
+        """Bytes of the largest matrix's gradient while it is added to an earlier sum; a CPU widens it first."""
+        widened = self.vocabulary_grad_bytes * FP32_BYTES // self.shape.width
+        return self.vocabulary_grad_bytes + (widened if self.has_16_bit_grads and self.is_cpu else 0)
+
+    def computed(self, each: Pass, following: int) -> int:
+        """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.
+
+        That of tied matrices is complete only when backward ends.
+        """
+        groups = each.groups
+        head = groups.head.elements
+        if groups.root.elements and each.activations.stage.holds_head and not self.config.model.tie_word_embeddings:
+            head = 0 if self.reduces_groups else groups.root.elements
+        return round(each.new_gradients * (head + following * groups.layer.elements) / groups.elements)
+
+    def weights_pass_bytes(self, activations: StageActivations, count: int) -> tuple[int, int]:
+        """Return the gradients at the last layer of a backward for weights alone, and at its last matrix.
+
+        In 16 bit, and where groups are reduced, they are all that it computed so far, as it adds them to the sums at
+        its end; in fp32 one at a time.
+        """
+        matrix, width = self.vocabulary_grad_bytes * activations.stage.holds_head, self.shape.width
+        if self.has_16_bit_grads or self.reduces_groups:
+            layers = count * width - matrix
+            return layers - layers // activations.stage.layers, layers + matrix
+        model = self.config.model
+        inner = model.hidden_size * model.intermediate_size * width // self.shape.tp
+        return inner, matrix or inner
+
+
+class DistributedDataParallel(Sharding):
+    """torch.nn.parallel.DistributedDataParallel, whose buckets are as large as the model in its own width.
+
+    As bucket views fp32 gradients lie in them; in mixed precision the buckets exist beside the fp32 gradients.
+    """
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients lie in the buckets."""
+        return self.config.strategy.gradient_as_bucket_view and not self.is_mixed
+
+    def bucket_elements(self, stages: Sequence[Stage]) -> float:
+        """Return the elements of the buckets of these stages."""
+        return sum(local_sizes(self.config.model, self.layout, stages))
+
+    @cached_property
+    def bucket_bytes(self) -> int:
+        """The bytes of the buckets that exist beside gradients."""
+        copies = int(self.is_mixed) + int(not self.config.strategy.gradient_as_bucket_view)
+        return round(copies * self.bucket_elements(self.stages) * self.precision.compute_bytes)
+
+    @cached_property
+    def buffer_bytes(self) -> int:
+        """The bytes of buffers, buckets included."""
+        return super().buffer_bytes + self.bucket_bytes
+
+    @property
+    def rebuilds_buckets(self) -> bool:
+        """Whether it allocates its buckets anew in a timed step.
+
+        It does so once, before the first forward of the second step (torch.nn.parallel.distributed, _pre_forward).
+        """
+        return self.config.train.warmup_steps == 1
+
+    def old_bucket_bytes(self, stage: Stage) -> int:
+        """Return the bytes of a stage's first buckets if they still exist beside those that a timed step allocates.
+
+        In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
+        """
+        if not (self.rebuilds_buckets and self.is_mixed):
+            return 0
+        return round(self.bucket_elements([stage]) * self.precision.compute_bytes)
+
+    def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
+        """Return the old buckets."""
+        return self.old_bucket_bytes(self.stages[index])
+
+    def begin(self, tape: Tape, each: Pass) -> None:
+        """Keep the old buckets."""
+        tape.put(buffers_old=self.old_bucket_bytes(each.activations.stage))
+
+    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+        """Free the old buckets in the last backward of a step, once it has filled the first new one."""
+        super().enter_layer(tape, each, following)
+        tape.put()
+        head = 0 if self.config.model.tie_word_embeddings else each.groups.head.elements
+        limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
+        if each.is_last and head + (following + 1) * each.groups.layer.elements >= limit:
+            tape.drop("buffers_old")
+
+    def end(self, tape: Tape, each: Pass) -> None:
+        """Reduce the last buckets in fp32 copies of 16-bit ones, while the sums so far exist."""
+        stage = each.activations.stage
+        if each.is_last:
+            tape.drop("buffers_old")
+        if self.is_mixed and each.is_last and not each.new_gradients:
+            copied = FP32_BYTES * self.last_bucket_elements(stage) + self.vocabulary_grad_bytes * stage.holds_embedding
+            tape.touch(gradients=0, temporaries=round(copied))
+        super().end(tape, each)
+
+    def last_bucket_elements(self, stage: Stage) -> float:
+        """Return the elements of the larger one of the two buckets that are reduced last.
+
+        Buckets are filled in the order in which gradients are computed, and each is closed once it has reached its
+        limit (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
+        """
+        cap = int(self.config.strategy.ddp_options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
+        limit, buckets = FIRST_BUCKET_BYTES, [0.0]
+        for size in reversed(list(local_numel(self.config.model, self.layout, stage).values())):
+            if buckets[-1] * self.precision.compute_bytes >= limit:
+                limit = cap
+                buckets.append(0)
+            buckets[-1] += size
+        return max(buckets[-2:])
+
+    def step(self, tape: Tape) -> None:
+        """Run the optimizer; allocate the buckets anew while gradients of a micro-batch lie in the old ones."""
+        super().step(tape)
+        if self.rebuilds_buckets and self.micro_batches > 1:
+            in_buckets = sum(self.gradients) * self.keeps_gradients
+            tape.phase = "forward"
+            tape.touch(gradients=in_buckets, temporaries=in_buckets + self.bucket_bytes)
+
+
+@lru_cache(maxsize=1024)
+def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+    """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
+
+    Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
+    head, by default as many as of the other matrices.
+    """
+    vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
+    parameters = parameters_of_stage(model, stage)
+    return sum(math.prod(parameter.largest_part(tp, vocabulary_parts)) for parameter in parameters)
+
+
+def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
+    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
+    shards = layout.shard_count("optimizer")
+    if layout.partitions_by_parameter:
+        return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards)
+    return math.ceil(_local_total(model, without_data_parallelism(layout), tuple(stages)) / shards)
+
+
+@lru_cache(maxsize=1024)
+def _local_total(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...]) -> float:
+    return sum(local_sizes(model, layout, stages))
+
+
+@lru_cache(maxsize=256)
+def _largest_partition(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> int:
+    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
+
+    Each goes to the rank that has fewest, and to the first of several such ranks.
+    """
+    sizes = local_sizes(model, layout, stages)
+    ranks = [(0.0, rank) for rank in range(shards)]
+    for size in sorted(sizes, reverse=True):
+        total, rank = ranks[0]
+        heapq.heapreplace(ranks, (total + size, rank))
+    return math.ceil(max(ranks)[0])
