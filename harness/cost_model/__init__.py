@@ -8,8 +8,8 @@
                   |        |            |
                   |        |            +-- step.py <- stage_activations.py <- activations.py,
                   |        |            |       attention_activations.py, layer_backward.py    a pass as a tape.py
-                  |        |            +-- sharding.py, fully_shard.py, deepspeed_zero.py,
-                  |        |                deepspeed_zero_3.py                                what a library allocates
+                  |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
+                  |        |                deepspeed_zero.py, _2, _3                          what a library allocates
                   |        +-- stack_memory.py, stack_moments.py, stack_parameters.py          other implementations
                   |    predicted_peak.py, fits.py                whether it fits, and remedies
                   |

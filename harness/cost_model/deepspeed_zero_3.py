@@ -2,7 +2,7 @@
 
 from functools import cached_property
 
-from harness.cost_model.deepspeed_zero import BucketedZero
+from harness.cost_model.deepspeed_zero_2 import BucketedZero
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.sharding import Pass
 from harness.cost_model.tape import Tape
@@ -33,13 +33,10 @@ class ZeroStage3(BucketedZero):
         """Change the elements of whole parameters."""
         tape.live["buffers_whole"] = elements * self.widths.gathered
 
-    def forward_layer(self, tape: Tape, each: Pass, following: int) -> None:
-        """Gather a layer's modules one after another."""
-        self.gather(tape, self.whole_parameters.forward[-1 - following])
-
-    def forward_head(self, tape: Tape, each: Pass) -> None:
-        """Gather the head."""
-        self.gather(tape, self.whole_parameters.at_head)
+    def forward(self, tape: Tape, each: Pass, following: int) -> None:
+        """Gather a layer's modules one after another, or the head."""
+        whole = self.whole_parameters
+        self.gather(tape, whole.at_head if following < 0 else whole.forward[-1 - following])
 
     def end_forward(self, tape: Tape, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""

@@ -75,6 +75,13 @@ class FullyShard(Sharding):
         tape.touch(buffers_gathering=flat + flat // self.degree * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
+    def reshard(self, tape: Tape, each: Pass, layers: int) -> None:
+        """Free the group that backward has left; in the last backward of a step so many layers and the head."""
+        if self.reshards:
+            tape.drop("buffers_whole")
+        elif each.is_last:
+            tape.live["buffers_whole"] = self.whole_but(each, layers, has_head=False)
+
     def reduce(self, tape: Tape, group: ShardGroup) -> None:
         """Reduce a group's gradients.
 
@@ -101,26 +108,16 @@ class FullyShard(Sharding):
             first = groups.root if groups.root.elements else groups.embedding
             tape.live["buffers_flat"] = self.whole(first) * (self.degree > 1)
 
-    def forward_layer(self, tape: Tape, each: Pass, following: int) -> None:
-        """Gather a layer."""
-        if self.reshards:
-            tape.drop("buffers_whole")
-            self.gather(tape, each.groups.layer)
-            tape.put(buffers_whole=self.whole(each.groups.layer))
-        elif each.gathers:
-            tape.live["buffers_whole"] = self.whole_but(each, following + 1, has_head=False)
-            self.gather(tape, each.groups.layer)
-            tape.put(buffers_whole=self.whole_but(each, following, has_head=False))
-
-    def forward_head(self, tape: Tape, each: Pass) -> None:
-        """Gather the head, if it is a group of its own."""
-        if self.reshards and each.groups.head.elements:
-            tape.drop("buffers_whole")
-            self.gather(tape, each.groups.head)
-            tape.put(buffers_whole=self.whole(each.groups.head))
-        elif not self.reshards and each.gathers:
-            self.gather(tape, each.groups.head)
-            tape.put(buffers_whole=self.whole_but(each, 0, has_head=True))
+    def forward(self, tape: Tape, each: Pass, following: int) -> None:
+        """Gather a layer, or the head if it is a group of its own."""
+        group = each.groups.layer if following >= 0 else each.groups.head
+        if group.elements and (self.reshards or each.gathers):
+            whole = self.whole(group)
+            if not self.reshards:
+                whole = self.whole_but(each, max(0, following), has_head=following < 0)
+            tape.live["buffers_whole"] = whole - self.whole(group)
+            self.gather(tape, group)
+            tape.put(buffers_whole=whole)
 
     def end_forward(self, tape: Tape, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""
@@ -149,18 +146,14 @@ class FullyShard(Sharding):
             tape.live["buffers_waiting"] = each.groups.waiting * self.precision.compute_bytes
             return
         tape.live["activations"] = each.activations.before_backward - sum(each.activations.norm.values())
-        if self.reshards:
-            tape.drop("buffers_whole")
-        elif each.is_last:
-            tape.live["buffers_whole"] = self.whole_but(each, 0, has_head=False)
+        self.reshard(tape, each, 0)
         self.reduce(tape, each.groups.head)
 
     def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
         """Copy a layer out of its flat tensor, and gather the one before it in advance."""
         super().enter_layer(tape, each, following)
+        self.reshard(tape, each, following)
         if not self.reshards:
-            if each.is_last:
-                tape.live["buffers_whole"] = self.whole_but(each, following, has_head=False)
             return
         tape.put(buffers_whole=self.whole(each.groups.layer))
         tape.drop("buffers_flat")
@@ -173,10 +166,7 @@ class FullyShard(Sharding):
 
     def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
         """Free and reduce a layer."""
-        if self.reshards:
-            tape.drop("buffers_whole")
-        elif each.is_last:
-            tape.live["buffers_whole"] = self.whole_but(each, following + 1, has_head=False)
+        self.reshard(tape, each, following + 1)
         self.reduce(tape, each.groups.layer)
 
     def end(self, tape: Tape, each: Pass) -> None:

@@ -9,11 +9,13 @@ from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.deepspeed_zero import ZeroStage1, ZeroStage2
+from harness.cost_model.deepspeed_zero import ZeroStage1
+from harness.cost_model.deepspeed_zero_2 import ZeroStage2
 from harness.cost_model.deepspeed_zero_3 import ZeroStage3
+from harness.cost_model.distributed_data_parallel import DistributedDataParallel
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
-from harness.cost_model.sharding import DistributedDataParallel, Pass, Sharding
+from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.stage_activations import StageActivations
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
@@ -89,17 +91,17 @@ class RankStep:
         """The tapes of the passes that have been played, by what decides them."""
         return {}
 
-    def play(self, start: BackwardStart, kept: Sequence[int]) -> Tape:
+    def play(self, start: BackwardStart, held: Sequence[int]) -> Tape:
         """Return the tape of the pass that begins its backward so, with these gradients of each stage before it."""
         own, index = self.sharding, start.stage
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
-        key = (index, start.kind, own.gradients[index] - kept[index], *place)
+        key = (index, start.kind, own.gradients[index] - held[index], *place)
         if key not in self.tapes:
             each = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
             self.tapes[key] = play_pass(own, each)
         return self.tapes[key]
 
-    def between(self, start: BackwardStart, kept: Sequence[int]) -> Bytes:
+    def between(self, start: BackwardStart, held: Sequence[int]) -> Bytes:
         """Return what the rank keeps of other passes when a backward starts, with these gradients of each stage.
 
         torch's schedules but 1F1B wait for all sends at the end of the step.
@@ -122,7 +124,7 @@ class RankStep:
             loss += pending * stage.log_probability_bytes
             temporaries += awaiting * stage.deferred_grad_bytes
         sizes = {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
-        return {"gradients": sum(kept)} | sizes
+        return {"gradients": sum(held)} | sizes
 
     def peak(self, starts: Sequence[BackwardStart]) -> tuple[str, Bytes]:
         """Return the phase of the worst moment of a step with these starts of backwards, and its bytes by part."""
@@ -130,8 +132,8 @@ class RankStep:
         total = self.outside.total
         for start in starts:
             done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
-            kept = [between if number else at_start for number, between, at_start in done]
-            moment, between = self.play(start, kept).highest, self.between(start, kept)
+            held = [between if number else at_start for number, between, at_start in done]
+            moment, between = self.play(start, held).highest, self.between(start, held)
             size = moment.total + sum(between.values())
             if size > total:
                 total, phase = size, moment.phase
@@ -211,8 +213,8 @@ def _alike_ranks(
 
 def max_offloaded_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
     """Return the most bytes of activations that are on the host at once."""
-    kept = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
-    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in kept)
+    held = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
+    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in held)
 
 
 def max_saved_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:

@@ -82,8 +82,8 @@ class StageActivations:
         if self.checkpointing.recomputes_layer(every - 1):
             recomputed = layers.stop // every - layers.start // every
         counts = {True: recomputed, False: len(layers) - recomputed}
-        kept = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
-        return tables + saved_by_embedding_bytes(shape, self.stage) + kept
+        saved = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
+        return tables + saved_by_embedding_bytes(shape, self.stage) + saved
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""

@@ -37,10 +37,9 @@ def forward_buffers(sharding: Sharding) -> int:
     tape = Tape()
     each = Pass(sharding.activations[0], sharding.groups[0], "backward", is_first=True, gathers=True, is_last=True)
     sharding.begin(tape, each)
-    for following in reversed(sharding.played_layers(each.activations.stage.layers)):
-        sharding.forward_layer(tape, each, following)
-    sharding.forward_head(tape, each)
-    tape.put()
+    for following in (*reversed(sharding.played_layers(each.activations.stage.layers)), -1):
+        sharding.forward(tape, each, following)
+        tape.put()
     return tape.most_buffers
 
 
@@ -50,13 +49,13 @@ def play_forward(tape: Tape, sharding: Sharding, each: Pass) -> None:
     sharding.begin(tape, each)
     for following in reversed(sharding.played_layers(activations.stage.layers)):
         tape.live["activations"] = outside = activations.outside(following)
-        sharding.forward_layer(tape, each, following)
+        sharding.forward(tape, each, following)
         own = activations.layer(following)
         if following == 0:
             tape.live["activations"] = outside + own.at_scores
             tape.touch(temporaries=scores_bytes(activations.shape))
         tape.put(activations=outside + own.saved)
-    sharding.forward_head(tape, each)
+    sharding.forward(tape, each, -1)
     tape.put(activations=activations.before_backward)
     sharding.end_forward(tape, each)
 

@@ -7,7 +7,9 @@ from statistics import median
 import pytest
 
 from harness.cost_model import sharding
-from harness.cost_model.deepspeed_zero import BucketedZero, DeepSpeedZero
+from harness.cost_model.deepspeed_zero import DeepSpeedZero
+from harness.cost_model.deepspeed_zero_2 import BucketedZero
+from harness.cost_model.distributed_data_parallel import DistributedDataParallel
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parameter_coordinator import ParameterCoordinator
@@ -101,11 +103,11 @@ def release_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_old_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding.DistributedDataParallel, "old_bucket_bytes", lambda *_: 0)
+    monkeypatch.setattr(DistributedDataParallel, "old_bucket_bytes", lambda *_: 0)
 
 
 def keep_buckets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding.DistributedDataParallel, "rebuilds_buckets", False)
+    monkeypatch.setattr(DistributedDataParallel, "rebuilds_buckets", False)
 
 
 @pytest.fixture
