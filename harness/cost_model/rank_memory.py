@@ -91,17 +91,17 @@ class RankStep:
         """The tapes of the passes that have been played, by what decides them."""
         return {}
 
-    def play(self, start: BackwardStart, held: Sequence[int]) -> Tape:
+    def play(self, start: BackwardStart, gradients: Sequence[int]) -> Tape:
         """Return the tape of the pass that begins its backward so, with these gradients of each stage before it."""
         own, index = self.sharding, start.stage
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
-        key = (index, start.kind, own.gradients[index] - held[index], *place)
+        key = (index, start.kind, own.gradients[index] - gradients[index], *place)
         if key not in self.tapes:
             each = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
             self.tapes[key] = play_pass(own, each)
         return self.tapes[key]
 
-    def between(self, start: BackwardStart, held: Sequence[int]) -> Bytes:
+    def between(self, start: BackwardStart, gradients: Sequence[int]) -> Bytes:
         """Return what the rank keeps of other passes when a backward starts, with these gradients of each stage.
 
         torch's schedules but 1F1B wait for all sends at the end of the step.
@@ -124,7 +124,7 @@ class RankStep:
             loss += pending * stage.log_probability_bytes
             temporaries += awaiting * stage.deferred_grad_bytes
         sizes = {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
-        return {"gradients": sum(held)} | sizes
+        return {"gradients": sum(gradients)} | sizes
 
     def peak(self, starts: Sequence[BackwardStart]) -> tuple[str, Bytes]:
         """Return the phase of the worst moment of a step with these starts of backwards, and its bytes by part."""
@@ -132,8 +132,8 @@ class RankStep:
         total = self.outside.total
         for start in starts:
             done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
-            held = [between if number else at_start for number, between, at_start in done]
-            moment, between = self.play(start, held).highest, self.between(start, held)
+            gradients = [between if number else at_start for number, between, at_start in done]
+            moment, between = self.play(start, gradients).highest, self.between(start, gradients)
             size = moment.total + sum(between.values())
             if size > total:
                 total, phase = size, moment.phase
@@ -213,8 +213,8 @@ def _alike_ranks(
 
 def max_offloaded_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
     """Return the most bytes of activations that are on the host at once."""
-    held = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
-    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in held)
+    numbers = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
+    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in numbers)
 
 
 def max_saved_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
