@@ -138,8 +138,8 @@ class RankStep:
             if size > total:
                 total, phase = size, moment.phase
                 highest = {part: number + between[part] for part, number in moment.parts.items()}
-        gradients = highest["gradients"] + own.host_gradient_bytes
-        highest |= {"gradients": gradients, "buffers": highest["buffers"] + own.buffer_bytes}
+        all_gradients = highest["gradients"] + own.host_gradient_bytes
+        highest |= {"gradients": all_gradients, "buffers": highest["buffers"] + own.buffer_bytes}
         return phase, self.state | highest
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
