@@ -583,7 +583,7 @@ def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
     assert explorer.texts == {"strategy": "strategy", "status": "status"}
     assert [row["peak_allocated_bytes"] for row in explorer.rows] == [3, 1, None]
     assert explorer.table.header == ["run", "status", "tokens per second", "peak memory, MiB"]
-    assert explorer.table.rows[2] == ["tp", "oom", "", ""] and explorer.table.strategies == ["ddp", "zero1", "tp"]
+    assert list(explorer.table.rows[2]) == ["tp", "oom", "", ""] and explorer.table.strategies == ["ddp", "zero1", "tp"]
     assert build_explorer(View("one", [slow])) is None
     assert build_explorer(View("none", [])) is None
 
