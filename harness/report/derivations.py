@@ -3,9 +3,10 @@
 The formulas and sentences are in derivations.toml.
 """
 
+import math
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from operator import attrgetter
@@ -25,7 +26,7 @@ from harness.metrics.step_time import slowest_rank, step_seconds
 from harness.metrics.traffic import rank_sending_most
 from harness.records.columns import columns_aggregated_by
 from harness.records.rank_report import FUSED_KERNELS, RankReport
-from harness.records.schema import CommunicationEntry, Record
+from harness.records.schema import Record
 from harness.report.derivation import Derivation, Term, group_by_value
 from harness.report.formulas import ENVIRONMENT, Quantities, text_of, value_of
 from harness.report.labels import PEAK_TITLES
@@ -46,15 +47,6 @@ _PEAK_SOURCES = {
     "temporary": "all other blocks, by the operator that asked for them",
     "rounding": "what torch's allocator adds to the requests",
     "unmatched": "peak of the timed steps less that of the profiled one",
-}
-
-# The fields of a rank's report whose most is a figure of the row.
-_RANK_FIELDS = {
-    "peak_allocated_bytes": "peak_allocated_bytes",
-    "parameter_bytes": "parameter_bytes",
-    "gradient_bytes": "profiled.gradient_bytes",
-    "optimizer_bytes": "optimizer_bytes",
-    "activation_bytes": "profiled.activation_bytes",
 }
 
 _TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
@@ -83,9 +75,9 @@ def derive_line(line: Record) -> dict[str, Derivation]:
 def _median_of_runs(derivation: Derivation, runs: Sequence[Record]) -> Derivation:
     """Return the median over the runs that are timed, with the others in the sentence."""
     names = {run.run_id: f"repeat {run.row.get('repeat')}" for run in runs}
-    timed = [run for run in timed_runs(runs) if run.row.get(derivation.column) is not None]
-    terms = [Term(names[run.run_id], run.row[derivation.column], run.run_id, derivation.unit) for run in timed]
-    others = [names[run.run_id] for run in runs if run not in timed_runs(runs)]
+    timed = {run.run_id: run.row.get(derivation.column) for run in timed_runs(runs)}
+    terms = [Term(names[name], value, name, derivation.unit) for name, value in timed.items() if value is not None]
+    others = [text for name, text in names.items() if name not in timed]
     if any(is_undisturbed(run.row) for run in runs):
         left_out = f"; left out as disturbed or barely timed: {join_words(others)}" if others else ""
         sentence = f"The median of {pluralize(len(terms), 'undisturbed repeat')}{left_out}."
@@ -98,96 +90,96 @@ def derive(record: Record) -> dict[str, Derivation]:
     """Return the derivations of a run's row by column; a figure whose terms are not all recorded has none."""
     if record.status != "ok" or not record.ranks:
         return {}
-    setting = read_setting(record)
-    listed, known = _listed_terms(record, setting), _quantities(record, setting)
-    known["at_peak"] = listed["at_peak"]
-    derived = {}
+    known = _quantities(record)
+    derived: dict[str, Derivation] = {}
     for entry in _TABLE["derivations"]:
         column, value = entry["column"], record.row.get(entry["column"])
-        if value is None or not value_of(entry.get("if", "true"), known):
-            continue
-        terms = _formula_terms(entry["formula"], known) if "formula" in entry else listed[entry.get("list", column)]
-        sentence = text_of(entry["sentence"], known).strip()
-        derivation = Derivation(column, value, entry.get("unit", ""), sentence, terms, entry.get("rule", "arithmetic"))
-        if derivation.is_complete:
-            derived[column] = derivation
+        if value is not None and value_of(entry.get("if", "true"), known):
+            unit, rule = entry.get("unit", ""), entry.get("rule", "arithmetic")
+            sentence = text_of(entry["sentence"], known).strip()
+            terms = value_of(entry["terms"], known) if "terms" in entry else _formula_terms(entry["formula"], known)
+            derivation = Derivation(column, value, unit, sentence, terms or (), rule)
+            derived |= {column: derivation} if derivation.is_complete else {}
     return derived
 
 
-def _quantities(record: Record, setting: Setting | None) -> Quantities:
+def _quantities(record: Record) -> Quantities:
     """Return what formulas and sentences may name of a run, without what is unknown."""
-    ranks = record.ranks
-    known = {name: value for name, value in record.row.items() if value is not None}
-    known |= {"record": record, "ranks": ranks, "steps": step_seconds(ranks)}
+    ranks, setting = record.ranks, read_setting(record)
+    known = {"row": record.row, "record": record, "ranks": ranks, "steps": step_seconds(ranks)}
     known |= {"fullest": peak_rank(ranks), "sender": rank_sending_most(ranks)}
-    return known if setting is None else known | {"setting": setting, "config": setting.config}
+    known |= {"setting": setting, "config": setting and setting.config}
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _formula_terms(formula: str, known: Quantities) -> list[Term]:
-    """Return the terms of a formula; none if the value of one is not known."""
-    names = formula.split()
-    terms = []
+    """Return the terms of a formula; what is unknown is not a number, which makes no figure."""
+    names, terms = formula.split(), []
     for operator, name in zip(["+", *names[1::2]], names[::2], strict=True):
         facts = _TABLE["quantities"][name]
-        value = value_of(facts.get("value", name), known)
-        if value is None:
-            return []
+        value = value_of(facts.get("value", f"row.{name}"), known)
         texts = {key: text_of(facts.get(key, ""), known) for key in ("name", "source", "unit", "detail")}
-        terms.append(Term(value=value, operator=operator, **texts))
+        terms.append(Term(value=math.nan if value is None else value, operator=operator, **texts))
     return terms
 
 
-def _listed_terms(record: Record, setting: Setting | None) -> dict[str, list[Term]]:
-    """Return the terms of each figure that is a sum, a median or a maximum of a list, by its name in the table."""
-    ranks = record.ranks
-    first = (record.config.get("train") or {}).get("warmup_steps", 0)
-    flops = group_by_value({rank.rank: rank.profiled.flops for rank in ranks})
-    return {
-        "step_seconds": [
-            Term(f"step {first + position}", seconds, f"rank {slowest_rank(ranks, position).rank}, the slowest", "s")
-            for position, seconds in enumerate(step_seconds(ranks))
-        ],
-        "executed_flops": [
-            Term(f"{name}, {value:,} each" if count > 1 else name, value * count, "counted by operator", "FLOPs")
-            for name, value, count in flops
-        ],
-        "communication_bytes": [_sent_term(entry) for entry in record.communication],
-        "at_peak": list(_peak_terms(record)),
-        "predicted_peak_bytes": list(_predicted_terms(record, setting)),
-        **{column: _rank_terms(ranks, field) for column, field in _RANK_FIELDS.items()},
-    }
+def step_terms(record: Record) -> list[Term]:
+    """Return the timed steps, each as long as on its slowest rank."""
+    ranks, first = record.ranks, (record.config.get("train") or {}).get("warmup_steps", 0)
+    return [
+        Term(f"step {first + position}", seconds, f"rank {slowest_rank(ranks, position).rank}, the slowest", "s")
+        for position, seconds in enumerate(step_seconds(ranks))
+    ]
 
 
-def _sent_term(entry: CommunicationEntry) -> Term:
-    source = f"counted over {pluralize(entry['count'], 'call')}"
-    if entry.get("purpose", LAYOUT) != LAYOUT:
-        source += ", no part of the formula"
-    return Term(f"{entry['operation']} on {entry['axis']}", entry["bytes"], source, "B")
+def flops_terms(ranks: Sequence[RankReport]) -> list[Term]:
+    """Return the operations of all ranks, in groups that ran as many."""
+    return [
+        Term(f"{name}, {value:,} each" if count > 1 else name, value * count, "counted by operator", "FLOPs")
+        for name, value, count in group_by_value({rank.rank: rank.profiled.flops for rank in ranks})
+    ]
 
 
-def _rank_terms(ranks: Sequence[RankReport], field: str) -> list[Term]:
+def rank_terms(ranks: Sequence[RankReport], field: str) -> list[Term]:
+    """Return the bytes in a field of the ranks' reports, those of ranks that have as many together."""
     values = {rank.rank: attrgetter(field)(rank) for rank in ranks}
     return [Term(name, value, "counted", "B") for name, value, _ in group_by_value(values)]
 
 
-def _predicted_terms(record: Record, setting: Setting | None) -> Iterator[Term]:
-    if setting and record.row.get("predicted_peak_bytes"):
-        estimate = estimate_memory(setting.config, setting.layout, setting.widths, setting.device)
-        yield from (Term(name, size, "cost model", "B") for name, size in estimate.at_peak.items() if size)
+def sent_terms(record: Record) -> list[Term]:
+    """Return the bytes that the rank sends that sends most, by operation and axis."""
+    return [
+        Term(
+            f"{entry['operation']} on {entry['axis']}",
+            entry["bytes"],
+            f"counted over {pluralize(entry['count'], 'call')}"
+            f"{', no part of the formula' * (entry.get('purpose', LAYOUT) != LAYOUT)}",
+            "B",
+        )
+        for entry in record.communication
+    ]
 
 
-def _peak_terms(record: Record) -> Iterator[Term]:
-    """Yield what filled the peak of the fullest rank, with the largest kinds of blocks of each part."""
+def predicted_terms(setting: Setting) -> list[Term]:
+    """Return the parts of the predicted peak."""
+    estimate = estimate_memory(setting.config, setting.layout, setting.widths, setting.device)
+    return [Term(name, size, "cost model", "B") for name, size in estimate.at_peak.items() if size]
+
+
+def peak_terms(record: Record) -> list[Term]:
+    """Return what filled the peak of the fullest rank, with the largest kinds of blocks of each part."""
     at_peak = peak_rank(record.ranks).profiled.at_peak
     kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for block in at_peak.parts if at_peak else ():
         kinds[block.role][block.what] += block.bytes
+    terms = []
     for part, title in PEAK_TITLES.items():
         if size := record.row.get(f"at_peak_{part}_bytes"):
             largest = dict(kinds[part].most_common(_MOST_KINDS))
             rest = kinds[part].total() - sum(largest.values())
             texts = [f"{kind} {size:,} B" for kind, size in (largest | ({"others": rest} if rest else {})).items()]
-            yield Term(title, size, _PEAK_SOURCES[part], "B", detail=", ".join(texts))
+            terms.append(Term(title, size, _PEAK_SOURCES[part], "B", detail=", ".join(texts)))
+    return terms
 
 
 def flops_formula(setting: Setting, kernel: str | None) -> str:
@@ -235,10 +227,10 @@ def bytes_formula(setting: Setting, rank: int) -> str:
     return f"By formula {', '.join(texts)}." if texts else ""
 
 
-ENVIRONMENT.globals |= {
+ENVIRONMENT.globals |= {"BACKWARD": BACKWARD} | {
     function.__name__: function
     for function in (
-        *(bytes_formula, flops_formula, head_flops, layer_flops, pluralize, state_formula, world_peak_flops),
+        *(step_terms, flops_terms, rank_terms, sent_terms, predicted_terms, peak_terms),
+        *(bytes_formula, flops_formula, state_formula, head_flops, layer_flops, pluralize, world_peak_flops),
     )
 }
-ENVIRONMENT.globals["BACKWARD"] = BACKWARD

@@ -41,7 +41,7 @@ def _compiled(formula: str) -> Any:
 
 def text_of(template: str, known: Mapping[str, Any]) -> str:
     """Return the text of a template."""
-    return _template(template).render(known)
+    return _template(template).render(known) if "{" in template else template
 
 
 @cache
