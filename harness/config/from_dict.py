@@ -146,6 +146,7 @@ def is_above_zero(value: float) -> bool:
     return math.isfinite(value) and value > 0
 
 
+@cache
 def divisors_text(number: int) -> str:
     """Return the divisors of a number for a sentence, such as "1, 2 or 4"."""
     divisors = [str(d) for d in range(1, number + 1) if number % d == 0]

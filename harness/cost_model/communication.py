@@ -93,7 +93,7 @@ def tp_bytes(
     """
     if not layout.tp_enabled:
         return {}
-    if model_profile(config.model).communicates_per_matrix:
+    if not model_profile(config.model).is_project_decoder:
         return per_matrix_tp_bytes(config, layout)
     train, model = config.train, config.model
     micro_batches = layout.grad_accumulation_steps(train)

@@ -78,7 +78,7 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     an end), or it is the optimizer's. A model whose activations are not known has a lower bound of it. Raises
     UserError if the global batch leaves a remainder.
     """
-    if not model_profile(config.model).activations_are_known:
+    if not model_profile(config.model).is_project_decoder:
         return lower_bound_estimate(config, layout, widths, device)
     highest = rank_estimate(highest_rank(config, layout, widths, device))
     if device == "cpu":

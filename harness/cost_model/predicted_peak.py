@@ -67,7 +67,7 @@ GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
     """Return the memory of a model; of a traced one its state as it is, all else as in the nearest decoder."""
     near = estimate_memory(of_decoder(config), layout, widths, device)
-    if model_profile(config.model).activations_are_known:
+    if model_profile(config.model).is_project_decoder:
         return near
     total = local_parameter_count(config.model, whole_model(config.model), layout.tp, layout.vocabulary_tp)
     nearest = nearest_decoder(config.model)
@@ -93,7 +93,7 @@ def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, dev
 
 def of_decoder(config: RunConfig) -> RunConfig:
     """Return the configuration with a model whose activations are known: its own, or the nearest to a traced one."""
-    if model_profile(config.model).activations_are_known:
+    if model_profile(config.model).is_project_decoder:
         return config
     return dataclasses.replace(config, model=nearest_decoder(config.model))
 

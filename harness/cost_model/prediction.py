@@ -45,7 +45,7 @@ class Prediction:
     @property
     def is_of_nearest_decoder(self) -> bool:
         """Whether activations are those of another model, the nearest one whose layers have formulas."""
-        return not model_profile(self.config.model).activations_are_known
+        return not model_profile(self.config.model).is_project_decoder
 
     @property
     def is_runnable(self) -> bool:

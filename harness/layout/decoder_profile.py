@@ -17,7 +17,7 @@ from harness.layout.layer_spec import (
     norm_shapes,
     projection_flops,
 )
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, refusals
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,11 @@ class DecoderProfile:
     """A ModelProfile of the project's decoder; parameters have the names of Hugging Face's Llama."""
 
     model: ModelConfig
-    # Whether tensor-parallel ranks sum or gather for every matrix by itself, as a library's plan has it. Otherwise
-    # the matrices of attention, and those of the MLP, share the collectives of their input and output.
-    communicates_per_matrix = False
-    supports_pipeline = True  # whether the model can be cut into pipeline stages
-    supports_compile = True  # whether its layers can be compiled, so that their operators show whether they were
-    # Whether the layers are this project's, which exported scripts contain and every engine is tested with.
+    # Whether the layers are this project's. Exported scripts contain them, every engine is tested with them, they can
+    # be compiled and cut into stages, and there are formulas for their activations and so for the peak of memory.
+    # The matrices of attention, and those of the MLP, share the collectives of their input and output, where
+    # tensor-parallel ranks sum or gather for every matrix of a library's plan by itself.
     is_project_decoder = True
-    activations_are_known = True  # whether there are formulas for the activations, and so for the peak of memory
 
     @cached_property
     def layer_shapes(self) -> Shapes:
@@ -120,36 +117,22 @@ class DecoderProfile:
 
     def incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
         """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide."""
-        model, train = self.model, config.train
-        if model.architecture.learned_positions and train.seq_len > model.context_length:
-            yield (
-                f"train.seq_len={train.seq_len} is more than the model.context_length={model.context_length}"
-                " learned positions: choose that many or fewer, or a larger model.context_length"
-            )
-        if layout.tp_enabled or layout.sequence_parallel:
-            yield from tensor_parallel_incompatibilities(config, layout)
-
-
-def tensor_parallel_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yield the sizes of the model that tensor-parallel ranks cannot divide."""
-    tp, model, seq_len = layout.tp, config.model, config.train.seq_len
-    # The number of attention heads is a multiple of the key-value heads, so that a divisor of these divides both.
-    common_divisor = math.gcd(model.num_key_value_heads, model.intermediate_size)
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        size = getattr(model, key)
-        if size % tp:
-            yield f"strategy.tp={tp} does not divide model.{key}={size}: choose {divisors_text(common_divisor)}"
-    # The vocabulary is cut into equal parts, and the last rank has what is left.
-    if layout.vocabulary_parallel and (tp - 1) * math.ceil(model.vocab_size / tp) >= model.vocab_size:
-        yield (
-            f"strategy.tp={tp} leaves a rank without a part of model.vocab_size={model.vocab_size}: choose a smaller"
-            " degree"
-        )
-    if layout.sequence_parallel and tp == 1:
-        yield "strategy.sequence_parallel=true needs strategy.tp of 2 or more: choose false"
-    if layout.sequence_parallel and seq_len % (tp * layout.cp):
-        times = f" x strategy.cp={layout.cp}" if layout.cp_enabled else ""
-        yield (
-            f"strategy.tp={tp}{times} with strategy.sequence_parallel does not divide train.seq_len={seq_len}: choose a"
-            f" multiple of {tp * layout.cp}"
-        )
+        model, tp, seq_len = self.model, layout.tp, config.train.seq_len
+        sequence_multiple, cuts_sequence = tp * layout.cp, layout.sequence_parallel
+        largest_part = math.ceil(model.vocab_size / tp)  # of the vocabulary; the last rank has what is left
+        rules = {
+            "learned_positions": model.architecture.learned_positions and seq_len > model.context_length,
+            "num_attention_heads": model.num_attention_heads % tp != 0,
+            "num_key_value_heads": model.num_key_value_heads % tp != 0,
+            "intermediate_size": model.intermediate_size % tp != 0,
+            "vocabulary": layout.vocabulary_parallel and (tp - 1) * largest_part >= model.vocab_size,
+            "sequence_parallel": cuts_sequence and tp == 1,
+            "sequence_shards": cuts_sequence and seq_len % sequence_multiple != 0,
+        }
+        # The number of attention heads is a multiple of the key-value heads, so that a divisor of these divides both.
+        values = {
+            "divisors": divisors_text(math.gcd(model.num_key_value_heads, model.intermediate_size)),
+            "times_cp": f" x strategy.cp={layout.cp}" if layout.cp_enabled else "",
+            "sequence_multiple": sequence_multiple,
+        }
+        yield from refusals(rules, config, layout, **values)

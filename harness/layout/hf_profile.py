@@ -8,7 +8,7 @@ from harness.config.from_dict import divisors_text
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
 from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, refusals
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,7 @@ class HFProfile:
 
     model: ModelConfig
     info: HFModelInfo
-    communicates_per_matrix = True
-    supports_pipeline = False
-    supports_compile = False
     is_project_decoder = False
-    activations_are_known = False
 
     @property
     def parameter_shapes(self) -> Shapes:
@@ -119,66 +115,35 @@ class HFProfile:
 
     def incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
         """Yield a line for every setting that needs this project's code in the place of the library's."""
-        name, checkpointing, train = self.model.name, config.checkpointing, config.train
-        library, length, recomputes = f"and model={name} is a library's", self.model.context_length, checkpointing.name
-        moves, chunks, needs = checkpointing.offload_activations, train.loss_chunks, "of this project,"
-        rules = (
-            (moves, f"checkpointing.offload_activations=true needs the decoder layers {needs} {library}: choose false"),
-            (
-                train.seq_len > length,
-                f"train.seq_len={train.seq_len} is more than the {length} tokens of model={name}: choose that many or"
-                " fewer",
-            ),
-            (
-                recomputes in ("selective", "attention"),
-                f"checkpointing={recomputes} needs the decoder layers {needs} {library}: choose none, full or every_n",
-            ),
-            (chunks > 1, f"train.loss_chunks={chunks} needs the head {needs} {library}: choose 1"),
-            (
-                train.compile,
-                f"train.compile=true is not supported for model={name}, which is a library's: choose false",
-            ),
-            (layout.cp_enabled, f"strategy.cp={layout.cp} needs the attention {needs} {library}: choose 1"),
-            (layout.pp_enabled, f"strategy.pp={layout.pp} needs a model cut into stages, {library}: choose 1"),
-            (
-                layout.sequence_parallel,
-                f"strategy.sequence_parallel=true is not part of the plan of model={name}: choose false",
-            ),
-        )
-        yield from (problem for is_broken, problem in rules if is_broken)
+        name = config.checkpointing.name
+        rules = {
+            "hf_offload": config.checkpointing.offload_activations,
+            "hf_context": config.train.seq_len > self.model.context_length,
+            "hf_checkpointing": name in ("selective", "attention"),
+            "hf_loss_chunks": config.train.loss_chunks > 1,
+            "hf_compile": config.train.compile,
+            "hf_cp": layout.cp_enabled,
+            "hf_pp": layout.pp_enabled,
+            "hf_sequence_parallel": layout.sequence_parallel,
+            "hf_no_plan": layout.tp_enabled and not self.info.tensor_plan,
+        }
+        yield from refusals(rules, config, layout, model_type=self.info.config["model_type"])
         if layout.tp_enabled:
-            yield from self.tensor_parallel_incompatibilities(layout.tp)
+            yield from self.tensor_parallel_incompatibilities(config, layout)
 
-    def tensor_parallel_incompatibilities(self, tp: int) -> Iterator[str]:
+    def tensor_parallel_incompatibilities(self, config: RunConfig, layout: Layout) -> Iterator[str]:
         """Yield why so many tensor-parallel ranks cannot divide the model by the library's own plan."""
-        name = self.model.name
-        if not self.info.tensor_plan:
-            model_type = self.info.config["model_type"]
-            yield (
-                f"strategy.tp={tp} needs a tensor-parallel plan, and model={name} ({model_type}) brings none: choose 1"
-            )
         for path, style in self.info.tensor_plan.items():
             dimension, shape = SHARD_DIM.get(style), self.info.shapes.get(f"{path}.weight")
-            if dimension is None:
-                yield (
-                    f"strategy.tp={tp}: the tensor-parallel plan of model={name} has {path} as {style}, which is not"
-                    " supported: choose 1"
-                )
-                return
-            if shape is not None and shape[dimension] % tp:
-                yield (
-                    f"strategy.tp={tp} does not divide dimension {dimension} of {path} in model={name}, which is"
-                    f" {shape[dimension]}: choose a divisor"
-                )
+            size = 0 if dimension is None or shape is None else shape[dimension]
+            rules = {"hf_style": dimension is None, "hf_dimension": size % layout.tp != 0}
+            yield from refusals(rules, config, layout, path=path, style=style, dimension=dimension, size=size)
+            if any(rules.values()):
                 return
         for key in ("num_attention_heads", "num_key_value_heads"):
             size = getattr(self.model, key)
-            if size % tp:
-                yield f"strategy.tp={tp} does not divide {key}={size} of model={name}: choose {divisors_text(size)}"
-        if self.model.tie_word_embeddings:
-            yield f"model.tie_word_embeddings=true of model={name} ties what strategy.tp={tp} cuts apart: choose false"
-        if self.model.dropout:
-            yield (
-                f"model.dropout={self.model.dropout} of model={name} is the library's dropout, which draws different"
-                f" masks on every rank of strategy.tp={tp}: choose 0"
-            )
+            rules = {"hf_heads": size % layout.tp != 0}
+            yield from refusals(rules, config, layout, key=key, size=size, divisors=divisors_text(size))
+        yield from refusals(
+            {"hf_tied": self.model.tie_word_embeddings, "hf_dropout": self.model.dropout > 0}, config, layout
+        )

@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from harness.config.schema import TrainConfig
+from harness.config.schema import RunConfig, TrainConfig
 from harness.config.strategy import AXES, DATA_AXES, DEGREES, DataParallel, Offload, Schedule, StrategyConfig
 from harness.util.errors import UserError
 
@@ -178,6 +180,15 @@ class Layout:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, as a run's record has them."""
         return dataclasses.asdict(self)
+
+
+_REFUSALS: dict[str, str] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
+
+
+def refusals(rules: Mapping[str, bool], config: RunConfig, layout: Layout, **values: object) -> Iterator[str]:
+    """Yield the line of every rule of refusals.toml that is broken, filled in with the configuration and the values."""
+    names = {"config": config, "model": config.model, "train": config.train, "layout": layout, **values}
+    return (_REFUSALS[name].format(**names) for name, is_broken in rules.items() if is_broken)
 
 
 def micro_batches_per_round(pp: int, micro_batches: int) -> int:

@@ -72,7 +72,7 @@ def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
     """Return where layers were not run as train.compile says, and where the compiler ran in the timed steps."""
     problems, is_compiled = [], config.train.compile
     # The activation function of a library's model, which is never compiled, may be many operators.
-    is_observable = model_profile(config.model).supports_compile and rank.devices == 1
+    is_observable = model_profile(config.model).is_project_decoder and rank.devices == 1
     if is_observable and rank.profiled.layers_compiled != is_compiled:
         mode = "operator by operator" if is_compiled else "compiled"
         problems.append(f"rank {rank.rank} ran its layers {mode}, and train.compile={str(is_compiled).lower()}")

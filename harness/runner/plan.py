@@ -60,7 +60,7 @@ class RunPlan:
         None where that is not described, or its rate in the dtype of compute or the model's operators are not known.
         """
         hardware = run_hardware(self.machine, self.config.cluster, self.nodes)
-        if hardware is None or not model_profile(self.config.model).activations_are_known:
+        if hardware is None or not model_profile(self.config.model).is_project_decoder:
             return None
         cluster = DescribedCluster(
             self.config.cluster.name, self.nodes, self.ranks_per_node, hardware, self.machine.device

@@ -75,7 +75,7 @@ def predicted_columns(plan: RunPlan) -> Cells:
         return {}
     config, layout, prediction = plan.config, plan.layout, plan.prediction
     peak, activations = None, None
-    if model_profile(config.model).activations_are_known:
+    if model_profile(config.model).is_project_decoder:
         peak = plan.memory.peak_bytes
         activations = max(activation_bytes(config, layout, plan.machine.device, rank) for rank in range(layout.pp))
     return {

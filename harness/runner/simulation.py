@@ -78,7 +78,7 @@ def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tupl
     stage_ranks = layout.world_size // layout.pp
     if rank == "all":
         return tuple(range(0, layout.world_size, stage_ranks))
-    if layout.pp == 1 or not model_profile(config.model).activations_are_known:
+    if layout.pp == 1 or not model_profile(config.model).is_project_decoder:
         return (0,)
     widths = load_engine(layout.engine).state_widths(config, layout)
     return (highest_rank(config, layout, widths, machine.device).pp_rank * stage_ranks,)

@@ -58,7 +58,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
         if layout.tp_enabled:
-            if model_profile(config.model).communicates_per_matrix:
+            if not model_profile(config.model).is_project_decoder:
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
