@@ -15,47 +15,35 @@ from harness.records.schema import Cells, StepEntry
 
 
 def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
-    """Return the measured columns. Memory is the maximum over ranks; a step takes as long as its slowest rank."""
+    """Return the measured columns. Memory is the maximum over ranks; a step takes as long as its slowest rank.
+
+    Processor seconds and energy are those of all ranks.
+    """
+    usages, losses = [rank.host_usage for rank in ranks], mean_losses(ranks)
+    energies = [usage.energy_joules for usage in usages if usage.energy_joules is not None]
+    tokens = config.train.steps * config.train.global_batch * config.train.seq_len
     return {
         **throughput_columns(config, ranks, median_step_seconds(ranks)),
         **step_time_columns(layout, ranks),
         **memory_columns(ranks),
-        **resource_columns(config, ranks),
+        "cpu_seconds": sum(usage.cpu_seconds for usage in usages) / config.train.steps,
+        "peak_rss_bytes": max_known(usage.peak_rss_bytes for usage in usages),
+        "joules_per_token": sum(energies) / tokens if len(energies) == len(usages) else None,
         **kernel_columns(config, ranks),
-        "noise_warning": disturbance_text(step_seconds(ranks), [rank.host_usage for rank in ranks]),
+        "noise_warning": disturbance_text(step_seconds(ranks), usages),
         "communication_bytes": communication_bytes(ranks),
-        **training_columns(ranks),
+        "loss_first": losses[0],
+        "loss_last": losses[-1],
+        "skipped_steps": max(rank.skipped_steps for rank in ranks),
         "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
         "measured_on": peak_rank(ranks).device_name,
         **bubble_columns(config, layout, ranks),
     }
 
 
-def resource_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
-    """Return processor seconds per step and joules per token over all ranks, and the peak memory of any process."""
-    usages = [rank.host_usage for rank in ranks]
-    energies = [usage.energy_joules for usage in usages if usage.energy_joules is not None]
-    tokens = config.train.steps * config.train.global_batch * config.train.seq_len
-    return {
-        "cpu_seconds": sum(usage.cpu_seconds for usage in usages) / config.train.steps,
-        "peak_rss_bytes": max_known(usage.peak_rss_bytes for usage in usages),
-        "joules_per_token": sum(energies) / tokens if len(energies) == len(usages) else None,
-    }
-
-
 def communication_bytes(ranks: Sequence[RankReport]) -> int | None:
     """Return the most that any rank must send in one step; None where a process drives several devices itself."""
     return round(max(map(sent_bytes, ranks))) if all(rank.devices == 1 for rank in ranks) else None
-
-
-def training_columns(ranks: Sequence[RankReport]) -> Cells:
-    """Return the first and the last loss, and how many steps were skipped because gradients overflowed."""
-    losses = mean_losses(ranks)
-    return {
-        "loss_first": losses[0],
-        "loss_last": losses[-1],
-        "skipped_steps": max(rank.skipped_steps for rank in ranks),
-    }
 
 
 def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[StepEntry]:

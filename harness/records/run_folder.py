@@ -1,7 +1,7 @@
 """All paths inside a comparison's folder and a run's folder: no other module has a file's name.
 
 results/NAME/                      ComparisonFolder: the runs of one comparison
-  runs.csv                         one row per run
+  runs.csv, runs.parquet           one row per run
   plan_validation.json             whether the predicted winner of a sweep won, where plan.validate=true
   references/RUN_ID/               single-process runs that the others are compared with
   RUN_ID/                          RunFolder: one run
@@ -15,6 +15,7 @@ results/NAME/                      ComparisonFolder: the runs of one comparison
     logs/launcher.log              messages of the launcher
     memory/rank_00000.pickle       a memory snapshot, where measure.memory_snapshot=true
     trace.json                     a simulated step as a trace for Perfetto, where the cluster has hardware
+    export/                        what `harness export` writes by default
   .locks/RUN_ID.lock               locked by the command that works on the run
   .locks/command-ID.json, .lock    the queue of a running command
   .jobs/                           messages between a command and its Slurm jobs
@@ -44,11 +45,30 @@ _RECORD = "record.json"
 _REFERENCES = "references"
 
 
+class Entry:
+    """A file or a folder within the folder that has it as an attribute, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder | ComparisonFolder", _: type) -> Path:
+        return folder.path / self.name
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run."""
 
     path: Path
+
+    spec = Entry("run.json")
+    record = Entry(_RECORD)
+    steps = Entry("steps.jsonl")
+    ranks = Entry("ranks")
+    logs = Entry("logs")
+    launcher_log = Entry("logs/launcher.log")
+    trace = Entry("trace.json")
+    export = Entry("export")
 
     @property
     def comparison(self) -> "ComparisonFolder":
@@ -64,46 +84,6 @@ class RunFolder:
     def lock(self) -> Path:
         """The file that a command locks while it works on this run."""
         return self.comparison.lock(self.path.name)
-
-    @property
-    def spec(self) -> Path:
-        """The run file, which tells the ranks what to run."""
-        return self.path / "run.json"
-
-    @property
-    def record(self) -> Path:
-        """The record of the run."""
-        return self.path / _RECORD
-
-    @property
-    def steps(self) -> Path:
-        """The losses and times of every step, as JSON Lines."""
-        return self.path / "steps.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        """The folder of rank reports and heartbeats."""
-        return self.path / "ranks"
-
-    @property
-    def logs(self) -> Path:
-        """The folder of logs and stack traces."""
-        return self.path / "logs"
-
-    @property
-    def launcher_log(self) -> Path:
-        """The messages of the launcher of the ranks."""
-        return self.logs / "launcher.log"
-
-    @property
-    def trace(self) -> Path:
-        """The simulated step as a Chrome trace."""
-        return self.path / "trace.json"
-
-    @property
-    def export(self) -> Path:
-        """The folder that `harness export` writes to by default."""
-        return self.path / "export"
 
     def rank_report(self, rank: int) -> Path:
         """Return the file that a rank writes when it ends."""
@@ -141,40 +121,13 @@ class ComparisonFolder:
 
     path: Path
 
-    @property
-    def runs_csv(self) -> Path:
-        """The table of all runs."""
-        return self.path / "runs.csv"
-
-    @property
-    def runs_parquet(self) -> Path:
-        """The table of all runs in Parquet."""
-        return self.path / "runs.parquet"
-
-    @property
-    def plan_validation(self) -> Path:
-        """What the last sweep with plan.validate=true found."""
-        return self.path / "plan_validation.json"
-
-    @property
-    def references(self) -> Path:
-        """The folder of the single-process runs that others are compared with."""
-        return self.path / _REFERENCES
-
-    @property
-    def jobs(self) -> Path:
-        """The folder of messages between a command and its Slurm jobs."""
-        return self.path / ".jobs"
-
-    @property
-    def reserve(self) -> Path:
-        """The file that reserves disk space."""
-        return self.path / ".reserve"
-
-    @property
-    def locks(self) -> Path:
-        """The folder of lock files."""
-        return self.path / ".locks"
+    runs_csv = Entry("runs.csv")
+    runs_parquet = Entry("runs.parquet")
+    plan_validation = Entry("plan_validation.json")
+    references = Entry(_REFERENCES)
+    jobs = Entry(".jobs")
+    reserve = Entry(".reserve")
+    locks = Entry(".locks")
 
     def run(self, run_id: str) -> RunFolder:
         """Return the folder of one run."""

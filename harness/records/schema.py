@@ -111,16 +111,7 @@ class StepEntry(TypedDict):
     seconds: float | None  # of timed steps
 
 
-class RecordParts(TypedDict, total=False):
-    """The parts of a record that only some runs have."""
-
-    proof: ProofEntry
-    communication: Sequence[CommunicationEntry]
-    traffic: Sequence[TrafficEntry]
-    pipeline: Sequence[PipelineEntry]
-    predicted_step: PredictedStepEntry
-    notes: Sequence[str]
-    corpus: str
+RecordParts = dict[str, Any]  # those of the record's parts that only some runs have, by their names
 
 
 @dataclass(frozen=True)

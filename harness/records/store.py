@@ -11,7 +11,7 @@ import orjson
 from harness.records.columns import COLUMN_TYPES, column_type
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import SCHEMA_VERSION, Record, Row, with_current_names
+from harness.records.schema import SCHEMA_VERSION, Record, with_current_names
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked
@@ -164,7 +164,7 @@ def read_all(results_dir: Path) -> LoadedRecords:
             (loaded.running if is_running else loaded.records).append(record)
         except UserError as error:
             loaded.problems.append(str(error))
-    loaded.records.sort(key=lambda record: _sort_key(record.row))
+    loaded.records.sort(key=lambda r: (r.status == "refused", r.row.get("started_at") or "", r.run_id))
     return loaded
 
 
@@ -173,8 +173,3 @@ def readable_records(comparison: ComparisonFolder, pattern: str) -> Iterator[Rec
     for folder in comparison.recorded_runs(pattern):
         with suppress(UserError):
             yield read_record(folder.path)
-
-
-def _sort_key(row: Row) -> tuple[bool, str, str]:
-    """Return a key that sorts rows by the time of their start, with rejected runs last."""
-    return row["status"] == "refused", row.get("started_at") or "", row["run_id"]
