@@ -13,20 +13,14 @@ from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
 from harness.util.errors import UserError
 
-
-def _keys_without_identity() -> dict[str, tuple[str, ...]]:
-    """Return by group the keys whose fields say that they are no part of a run's identity."""
-    groups = {name: cls for name, cls in get_type_hints(RunConfig).items() if dataclasses.is_dataclass(cls)}
-    keys = {
-        group: tuple(entry.name for entry in dataclasses.fields(cls) if not entry.metadata.get("identity", True))
-        for group, cls in groups.items()
-    }
-    return {group: names for group, names in keys.items() if names}
-
-
 NAME_BYTES = 160  # of the readable part of an id; file systems take 255 for a file's whole name
 
-_NO_IDENTITY = _keys_without_identity()
+# By group, the keys whose fields say that they are no part of a run's identity.
+_NO_IDENTITY = {
+    group: [entry.name for entry in dataclasses.fields(cls) if not entry.metadata.get("identity", True)]
+    for group, cls in get_type_hints(RunConfig).items()
+    if dataclasses.is_dataclass(cls)
+}
 
 _OLD_KEYS = {
     entry.name: entry.metadata["old_key"]

@@ -46,9 +46,13 @@ def known_keys() -> dict[str, Any]:
     return dict(_keys_of(CommandConfig, "")) | dict(_keys_of(RunConfig, ""))
 
 
+def _is_group(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
+
+
 def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, hint in typing.get_type_hints(cls).items():
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        if _is_group(hint):
             yield f"{prefix}{name}", hint
             yield from _keys_of(hint, f"{prefix}{name}.")
         elif HFModelInfo not in typing.get_args(hint):
@@ -107,17 +111,12 @@ def similar_settings(key: str, value: str) -> list[str]:
     """Return the settings to type instead of one whose key does not exist, the likeliest first."""
     name, last = canonical(key), canonical(key.rpartition(".")[2])
     groups, keys = group_names(), known_keys()
-    for spelling in dict.fromkeys((name, last)):
-        if spelling in aliases.KEYS:
-            return setting(aliases.KEYS[spelling], value)
-        if spelling in groups:
-            return setting(spelling, value)
-        exact = [entry for entry in keys if spelling in (canonical(entry), canonical(entry.rpartition(".")[2]))]
-        exact = [
-            entry for entry in exact if not isinstance(keys[entry], type) or not dataclasses.is_dataclass(keys[entry])
-        ]
-        if exact:
-            return setting(exact[0], value)
+    single = [entry for entry in reversed(keys) if not _is_group(keys[entry])]
+    exact = {canonical(text): entry for entry in single for text in (entry.rpartition(".")[2], entry)}
+    exact |= dict(zip(groups, groups, strict=True)) | aliases.KEYS
+    for spelling in (name, last):
+        if spelling in exact:
+            return setting(exact[spelling], value)
     owner = key.rpartition(".")[0]
     siblings = [entry for entry in keys if owner and entry.startswith(f"{owner}.")]
     for candidates in (siblings, [*groups, *keys, *aliases.KEYS]):
@@ -147,7 +146,7 @@ def setting(key: str, value: str) -> list[str]:
 def wrong_value(key: str, value: str) -> str | None:
     """Return why a value cannot be right for a key that exists, with what to type instead; None if it may be."""
     hint = known_keys()[key]
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if _is_group(hint):
         if value.startswith(("{", "$")):
             return None
         if value in choices_of("sweeps") and key == "sweep":
@@ -179,46 +178,29 @@ def _whole_number(value: str) -> int | None:
 
 # The beginning of the models of a family, by a word in the name that a user knows; "" are those of llama.
 FAMILIES = {"mistral": "mistral_", "gpt": "gpt_", "mpt": "mpt_", "llama": ""}
-
 NEAREST_FAMILY = ""  # of names that have a size and no known family, such as 7B
+SIZE = r"(\d+(?:\.\d+)?)[\s_-]*([bmt])"
+SCALES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def similar_models(name: str, choices: Sequence[str]) -> list[str]:
-    """Return the models that a name probably means: those with the same source, else family and size."""
+    """Return the models that a name probably means: those with the same source, else family and nearest size."""
     stem = name.lower().rpartition("/")[2]
-    from_source = [model for model, source in sources(choices).items() if stem == source]
-    if from_source:
-        return from_source
-    size = re.search(r"(?<![\d.])(\d+(?:\.\d+)?)[\s_-]*([bmt])(?![a-z])", stem)
-    if size is None:
-        return []
-    spelled = f"{size[1]}{size[2]}"
+    same = [model for model, path in files_in("model").items() if model in choices and stem == source_name(path)]
+    size = re.search(rf"(?<![\d.]){SIZE}(?![a-z])", stem)
+    if same or size is None:
+        return same
     family = next((family for family in FAMILIES if family in stem), None)
-    if family is None and re.sub(r"[\W_]+", "", stem) != spelled.replace(".", ""):
+    if family is None and re.sub(r"[\W_]+", "", stem) != f"{size[1]}{size[2]}".replace(".", ""):
         return []  # another family, whose sizes say little
     prefix = NEAREST_FAMILY if family is None else FAMILIES[family]
-    if f"{prefix}{spelled}" in choices:
-        return [f"{prefix}{spelled}"]
-    return nearest_size(size[1], size[2], [choice for choice in choices if choice.startswith(prefix)], prefix)
-
-
-def nearest_size(number: str, unit: str, choices: Sequence[str], prefix: str) -> list[str]:
-    """Return the model of a family whose size, as its name says it, is nearest to the wanted one."""
-    scale = {"m": 1e6, "b": 1e9, "t": 1e12}
-    sizes = {}
-    for choice in choices:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([bmt])", choice.removeprefix(prefix))
-        if match:
-            sizes[choice] = float(match[1]) * scale[match[2]]
-    wanted = float(number) * scale[unit]
+    known = {choice: re.fullmatch(SIZE, choice.removeprefix(prefix)) for choice in choices if choice.startswith(prefix)}
+    sizes = {choice: float(match[1]) * SCALES[match[2]] for choice, match in known.items() if match}
+    wanted = float(size[1]) * SCALES[size[2]]
     return sorted(sizes, key=lambda choice: max(sizes[choice], wanted) / min(sizes[choice], wanted))[:1]
 
 
-def sources(choices: Sequence[str]) -> dict[str, str]:
-    """Return the name on the hub, without its owner and in lower case, of every model that has one."""
-    names = {}
-    for model, path in files_in("model").items():
-        match = re.match(r"[\w-]+/([\w.-]+)", str((yaml.safe_load(path.read_text()) or {}).get("source", "")))
-        if match and model in choices:
-            names[model] = match[1].lower()
-    return names
+def source_name(path: Path) -> str | None:
+    """Return the name on the hub, without its owner and in lower case, of a model's file; None if it has none."""
+    match = re.match(r"[\w-]+/([\w.-]+)", str((yaml.safe_load(path.read_text()) or {}).get("source", "")))
+    return match and match[1].lower()

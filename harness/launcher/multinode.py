@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
+from harness.config.from_dict import from_dict
 from harness.config.schema import Device
 from harness.launcher.launch import NodeInfo, launch
-from harness.launcher.outcome import PRIMARY_SIGNALS, LaunchOutcome, RankFailure
-from harness.util.files import JsonObject
+from harness.launcher.outcome import PRIMARY_SIGNALS, LaunchOutcome
 
 RENDEZVOUS_SECONDS = 600.0  # time for all nodes of the job to start
 
@@ -102,7 +102,7 @@ class NodeGroup:
         key = f"end {number} of {rank}"
         try:
             self.store.wait([key], timedelta(seconds=OUTCOME_SECONDS))
-            return read_outcome(json.loads(self.store.get(key)))
+            return from_dict(LaunchOutcome, json.loads(self.store.get(key)))
         except DistError:
             return LaunchOutcome(
                 "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0
@@ -118,7 +118,7 @@ class NodeGroup:
                 message = json.loads(self.store.get(f"run {number}"))
                 if message is None:
                     return
-                share = read_share(message)
+                share = from_dict(RunShare, message)
                 if self.rank < share.node_count:
                     outcome = self.launch_local_ranks(share)
                     self.store.set(f"end {number} of {self.rank}", json.dumps(dataclasses.asdict(outcome)))
@@ -177,15 +177,3 @@ def blame_key(outcome: LaunchOutcome) -> tuple[bool, bool, float]:
         return outcome.status == "error", True, 0.0
     first = outcome.failures[0]
     return first.signal not in PRIMARY_SIGNALS, False, first.at
-
-
-def read_share(values: JsonObject) -> RunShare:
-    """Return the share that the leader sent as JSON."""
-    module, function = values["entry"]
-    return RunShare(**values | {"entry": (module, function), "limits": LaunchLimits(**values["limits"])})
-
-
-def read_outcome(values: JsonObject) -> LaunchOutcome:
-    """Return the outcome that another node sent as JSON."""
-    failures = tuple(RankFailure(**failure) for failure in values["failures"])
-    return LaunchOutcome(**values | {"failures": failures})

@@ -7,10 +7,10 @@ has its allocator.
 import contextlib
 import gc
 import importlib
-import os
 import pkgutil
 
 from harness import engines
+from harness.launcher.forkserver import temporary_environment
 
 MODULES = (
     "harness.launcher.rank_entry",
@@ -35,14 +35,8 @@ def load() -> None:
     for name in MODULES:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
-    before = os.environ.get(COMPILER_SWITCH)
-    os.environ[COMPILER_SWITCH] = "1"
-    with contextlib.suppress(Exception):
+    with temporary_environment({COMPILER_SWITCH: "1"}), contextlib.suppress(Exception):
         importlib.import_module(UNCOMPILED)
-    if before is None:
-        del os.environ[COMPILER_SWITCH]
-    else:
-        os.environ[COMPILER_SWITCH] = before
     for module in pkgutil.walk_packages(engines.__path__, f"{engines.__name__}.", onerror=lambda _: None):
         with contextlib.suppress(Exception):
             importlib.import_module(module.name)

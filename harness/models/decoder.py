@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from harness.config.model import ModelConfig
+from harness.layout.layer_spec import layer_matrices
 from harness.layout.partition import Stage
 from harness.models.dropout_rng import rank_local_rng
 
@@ -15,34 +16,38 @@ SequenceChunks = tuple[tuple[int, int], ...]  # (start, stop) of positions
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (positions, head_dim)
 
 
-class Attention(nn.Module):
+class Projections(nn.Module):
+    """A branch of a layer with the matrices that the layer's table (harness.config.architecture) has for it."""
+
+    def __init__(self, model: ModelConfig, branch: str) -> None:
+        super().__init__()
+        for matrix in layer_matrices(model):
+            if matrix.path.startswith(f"{branch}."):
+                linear = nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases)
+                self.add_module(matrix.name, linear)
+
+
+class Attention(Projections):
     """Causal self-attention with grouped-query heads over hidden states (batch, seq, hidden)."""
 
     def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
+        super().__init__(model, "self_attn")
         self.head_dim = model.head_dim
         self.eager = model.attention == "eager"
         self.dropout = model.dropout
         self.dropout_rng_rank: int | None = None  # set where ranks share the input and hold different heads
-        query_size = model.num_attention_heads * model.head_dim
-        group_size = model.num_key_value_heads * model.head_dim
-        biases = model.architecture.biases
-        self.q_proj = nn.Linear(model.hidden_size, query_size, bias=biases)
-        self.k_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
-        self.v_proj = nn.Linear(model.hidden_size, group_size, bias=biases)
-        self.o_proj = nn.Linear(query_size, model.hidden_size, bias=biases)
 
     def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
         """Return hidden states of the same shape; `rotary` is () or the two tables of rotary_tables."""
         # The number of heads follows from the projection's width, so that this also works on a shard of the heads.
         query, key, value = (
-            proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            proj(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # type: ignore[operator]
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         if rotary:
             query, key = apply_rotary_emb(query, *rotary), apply_rotary_emb(key, *rotary)
         output = self.core(query, key, value)
-        return self.o_proj(output.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
+        return self.o_proj(output.transpose(1, 2).flatten(-2))  # type: ignore[operator, no-any-return]
 
     def core(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Compute attention between the projections: two products and a softmax of (batch, heads, seq, head_dim)."""
@@ -52,34 +57,23 @@ class Attention(nn.Module):
             return attend(query, key, value, dropout)
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(Projections):
     """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and a narrowing one."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size, bias=False)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states of the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[no-any-return]
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[operator, no-any-return]
 
 
-class GELU(nn.Module):
+class GELU(Projections):
     """An MLP with a widening matrix, GELU (arXiv 1606.08415, approximated by tanh as in GPT-2), and a narrowing one."""
 
-    def __init__(self, model: ModelConfig) -> None:
-        super().__init__()
-        self.up_proj = nn.Linear(model.hidden_size, model.intermediate_size)
-        self.down_proj = nn.Linear(model.intermediate_size, model.hidden_size)
-
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states of the same shape."""
-        return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[operator, no-any-return]
 
 
-MLP_CLASSES: dict[str, type[nn.Module]] = {"llama": SwiGLU, "gpt": GELU}
+MLP_CLASSES: dict[str, type[Projections]] = {"llama": SwiGLU, "gpt": GELU}
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
@@ -98,7 +92,7 @@ class Block(nn.Module):
         self.input_layernorm = build_norm(model)
         self.self_attn = Attention(model)
         self.post_attention_layernorm = build_norm(model)
-        self.mlp = MLP_CLASSES[model.family](model)
+        self.mlp = MLP_CLASSES[model.family](model, "mlp")
 
     def forward(self, hidden: Tensor, *rotary: Tensor) -> Tensor:
         """Return hidden states of the same shape, after attention and MLP."""
