@@ -7,20 +7,11 @@ from harness.report.columns import ShownColumn, from_frame, run_table
 from harness.report.document import BulletList, Paragraph, Section, section
 from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, labelled
 from harness.report.labels import PEAK_TITLES
+from harness.report.sentences import sentence
 from harness.report.text import bytes_text
 from harness.report.view import View
 
-# The sentences on memory of the host, for the columns that are shown only where one of them has a value.
-_HOST_NOTES = {
-    "offloaded_bytes": (
-        " Parameters, gradients and optimizer state are counted on the device and on the host; the state on the host is"
-        " no part of the device's peak memory."
-    ),
-    "offloaded_activation_bytes": (
-        " Activations on the host are the most that offload stored there at once: on a GPU in addition to the column"
-        " activations, on a CPU in the same memory."
-    ),
-}
+_ON_HOST = ("offloaded_bytes", "offloaded_activation_bytes")  # shown only where one has a value
 
 # Columns beside the parts of memory; the registry does not have the last three.
 _OTHER_MEMORY = {
@@ -38,7 +29,7 @@ _LARGEST = 3  # blocks of a run that are listed
 def memory(view: View) -> list[Section]:
     """Return the section on memory: the maximum over ranks and repeats of each kind, and over the baseline's."""
     table = view.line_medians
-    on_host = [name for name in _HOST_NOTES if any(column_values(table, name))]
+    on_host = [name for name in _ON_HOST if any(column_values(table, name))]
     compared = baseline_name(table)
     columns = []
     for name in MEMORY_COLUMNS:
@@ -51,22 +42,11 @@ def memory(view: View) -> list[Section]:
     sizes = run_table(table, columns)
     if sizes is None:
         return []
+    has_process = any(column_values(table, "peak_rss_bytes"))
     return section(
         f"Memory ({sizes.unit})",
         sizes,
-        Paragraph(
-            "Each column is the maximum over ranks and repeats. Parameters and optimizer state are measured between"
-            " steps, gradients and activations at their maximum during a step; these maxima may occur at different"
-            " times, so that their sum can differ from the peak."
-            + (
-                " Host process is the largest resident memory of any rank's process, including the interpreter and"
-                " libraries."
-                if any(column_values(table, "peak_rss_bytes"))
-                else ""
-            )
-            + "".join(_HOST_NOTES[name] for name in on_host)
-            + (f" × is the ratio to {compared}." if compared else "")
-        ),
+        Paragraph(sentence("memory_note", has_host_process=has_process, known=on_host, baseline=compared)),
     )
 
 
@@ -98,14 +78,7 @@ def peak(view: View) -> list[Section]:
         f"Breakdown of peak memory ({parts.unit})",
         memory_charts.peak(view),
         parts,
-        Paragraph(
-            "All memory of the rank with the highest peak of all repeats at the time of that peak, by its use; the"
-            " parts add up to the peak, and are empty where the profiled step had another peak than the timed ones. The"
-            " phase is the one in which the peak occurred. Gathered parameters are shards that were gathered for"
-            " computing; communication buffers are buckets, gradients that wait for their reduction, and copies of the"
-            " communication backend; temporary tensors are all others, which live within an operator or between"
-            " two, and gradients until their parameters have them."
-        ),
+        Paragraph(sentence("peak_note")),
         *(blocks if any(text for _, text in largest) else ()),
     )
 

@@ -15,7 +15,13 @@ from harness.report.comparison_columns import comparison_columns, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.frame import baseline_name, column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import VARYING, column_title, value_text
+from harness.report.sentences import sentence
 from harness.report.view import View
+
+# The columns that the legend explains, where they have a value.
+_EXPLAINED = (
+    *("speed_low", "is_crowded", "unsettled", "loss_deviation", "mfu", "pipeline_bubble", "is_ignored", "stale_reason"),
+)
 
 
 def recorded_versions(records: Sequence[Record]) -> dict[str, list[str]]:
@@ -40,7 +46,6 @@ def comparison(view: View) -> list[Section]:
         )
         for column in columns
     ]
-    baseline = baseline_name(table)
     main = replace(
         table_of(columns, caption="; ".join(shared_settings(table))),
         strategies=[str(strategy or "") for strategy in column_values(table, "strategy")],
@@ -50,55 +55,20 @@ def comparison(view: View) -> list[Section]:
     return section(
         "Comparison",
         main,
-        Paragraph(" ".join(_legend(table, baseline, bool(winners)))),
+        Paragraph(
+            sentence(
+                "comparison_legend",
+                baseline=baseline_name(table),
+                known=[name for name in _EXPLAINED if {*distinct_values(table, name)} - {False}],
+                are_few=any("(n = " in text for text in speed_texts(table)),
+                is_simulated="simulated" in column_values(table, "launch"),
+                has_best=bool(winners),
+                has_repeats=any(count and count > 1 for count in column_values(table, "runs")),
+            )
+        ),
         speed.throughput(view),
         tradeoffs.trade(view),
     )
-
-
-def _legend(table: pd.DataFrame, baseline: str, has_best: bool) -> Iterator[str]:
-    """Yield a sentence for each term and mark that the comparison uses."""
-    if baseline:
-        yield f"× is the ratio to {baseline}, for every row that is comparable with it."
-    if distinct_values(table, "speed_low"):
-        yield (
-            "Speed is the median [slowest–fastest] of at least three undisturbed runs. One configuration counts as"
-            " certainly faster than another if its slowest run is faster than the other's fastest; where either has"
-            " fewer than four runs, by more than half of the wider range."
-        )
-    if any("(n = " in text for text in speed_texts(table)):
-        simulated = " Simulated speeds are never ranked." if "simulated" in column_values(table, "launch") else ""
-        yield f"n is the number of undisturbed runs; with fewer than three, a speed is not ranked.{simulated}"
-    if any(column_values(table, "is_crowded")):
-        yield "Speeds of more ranks than cores are not ranked, whatever n is."
-    if any(column_values(table, "unsettled")):
-        yield "~ marks a speed that is not certainly different from the baseline's."
-    yield (
-        "Memory is the maximum over ranks. Model state is the parameters, gradients and optimizer state, on the device"
-        " and on the host. Communication is the bytes that one rank sends per step."
-    )
-    if distinct_values(table, "loss_deviation"):
-        yield "The deviations are the largest relative differences from the reference."
-    if has_best:
-        yield "Bold marks the best value of a column among comparable runs on the same number of ranks."
-    if distinct_values(table, "mfu"):
-        yield "MFU is model FLOPs utilization: the model's operations over the peak of all devices."
-    if distinct_values(table, "pipeline_bubble"):
-        yield "The bubble is the idle time of all pipeline stages over their working time."
-    if any(count and count > 1 for count in column_values(table, "runs")):
-        yield (
-            "Repeats of a configuration share a row: the median of speeds and times, the maximum of memory. Below, the"
-            " parts of a step are those of the run with the median speed, or of an even number the slower one of the"
-            " middle two, the parts of a peak those of the run with the largest one; the sections on proof, failures"
-            " and noise warnings have every run."
-        )
-    if any(column_values(table, "is_ignored")):
-        yield (
-            "‡ marks speeds and times to ignore, which are struck through: something disturbed every run, or fewer than"
-            " four steps were timed."
-        )
-    if distinct_values(table, "stale_reason"):
-        yield "† marks stale rows, which were recorded with other versions than are installed; they are listed below."
 
 
 def pivots(view: View, column: str | None = None) -> list[Section]:

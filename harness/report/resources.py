@@ -9,6 +9,7 @@ from harness.report.columns import ShownColumn, from_frame, run_table, table_of
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.frame import baseline_name, column_values, labelled
 from harness.report.labels import STEP_TITLES
+from harness.report.sentences import sentence
 from harness.report.text import byte_unit, bytes_text, format_numbers
 from harness.report.view import View
 
@@ -73,50 +74,22 @@ def time(view: View) -> list[Section]:
         speed.step(view),
         speed.exposed_communication(view),
         run_table(table, columns),
-        Paragraph(
-            "The parts are those of the slowest rank in the median step; from data to other they add up to the step"
-            " time. Communication is exposed while a collective is in flight and no operator computes, and overlapped"
-            f" while one does.{_measured_text(table)}{_simulated_text(table)}{_virtual_text(table)} Other is the time"
-            " outside all phases."
-        ),
+        Paragraph(sentence("time_note", **_time_facts(table))),
     )
 
 
-def _measured_text(table: pd.DataFrame) -> str:
-    """Return how the parts of measured steps were divided, with a space before it; empty where none was measured."""
+def _time_facts(table: pd.DataFrame) -> dict[str, bool]:
+    """Return where the times of a frame come from, which decides how they are to be read."""
     names = ("launch", "step_seconds", "pp", "measured_on")
     rows = list(zip(*(column_values(table, name) for name in names), strict=True))
     measured = [row for row in rows if row[0] != "simulated" and row[1] is not None]
-    if not measured:
-        return ""
-    text = (
-        " The shares of communication come from two traced steps, the phases from the timed ones. The"
-        " spread is the interquartile range of the step times over their median. CPU time is the processor time of all"
-        " ranks in one step, in seconds."
-    )
-    if any((degree or 1) > 1 for _, _, degree, _ in measured):
-        text += " What a pipeline sends, and its waiting for other stages, is idle time."
-    if any(device not in (None, "cpu") for *_, device in measured):
-        text += " Idle time of a GPU is an upper bound, because the profiler slows the host that launches kernels."
-    return text
-
-
-def _simulated_text(table: pd.DataFrame) -> str:
-    """Return what the parts of simulated steps are, with a space before it; empty where no simulation has times."""
-    launches, seconds = column_values(table, "launch"), column_values(table, "step_seconds")
-    if not any(launch == "simulated" and own is not None for launch, own in zip(launches, seconds, strict=True)):
-        return ""
-    return (
-        " The step of a simulation is one step by a model of the device: its slowest simulated rank waits for the host,"
-        " and for other stages of a pipeline, in its idle time, and what it sends to other stages is exposed."
-    )
-
-
-def _virtual_text(table: pd.DataFrame) -> str:
-    """Return what the parts of rows without a step time are, with a space before it; empty where there are none."""
-    if "virtual" not in column_values(table, "launch"):
-        return ""
-    return " A virtual run has no step time: its parts are what one rank computed alone."
+    return {
+        "is_measured": bool(measured),
+        "is_pipeline": any((degree or 1) > 1 for _, _, degree, _ in measured),
+        "is_of_gpu": any(device not in (None, "cpu") for *_, device in measured),
+        "is_simulated": any(launch == "simulated" and seconds is not None for launch, seconds, *_ in rows),
+        "is_virtual": any(launch == "virtual" for launch, *_ in rows),
+    }
 
 
 def operations(view: View) -> list[Section]:
@@ -138,22 +111,10 @@ def operations(view: View) -> list[Section]:
         "Floating-point operations",
         run_table(table, columns),
         Paragraph(
-            "The model's operations are the matrix products and attention (not halved for its causal mask) of the"
-            " forward, and twice as many for the backward. The executed operations were counted operator by operator on"
-            " all ranks; they include the forwards that checkpointing repeats and the scores that fused attention"
-            " recomputes."
-            + (
-                " A simulation counts those of one rank of every stage for all ranks of the stage, and none where"
-                " simulate.rank left out a stage."
-                if "simulated" in column_values(table, "launch")
-                else ""
-            )
-            + (
-                " MFU (model FLOPs utilization) and HFU (hardware FLOPs utilization) are the model's and the executed"
-                " operations over the device's dense peak in the compute dtype; they are empty where that peak is not"
-                " known."
-                if any(column_values(table, "mfu"))
-                else ""
+            sentence(
+                "operations_note",
+                is_simulated="simulated" in column_values(table, "launch"),
+                has_mfu=any(column_values(table, "mfu")),
             )
         ),
     )
@@ -186,11 +147,7 @@ def _communication(view: View) -> list[Section]:
     return section(
         f"Communication ({unit.name} per step)",
         sizes,
-        Paragraph(
-            "The bytes that the rank that sends most must send in one step under ring algorithms, counted from the"
-            " collectives that ran, by operation and mesh axis; the number of calls is in parentheses."
-            + (f" × is the ratio to {compared}." if compared else "")
-        ),
+        Paragraph(sentence("communication_note", baseline=compared)),
     )
 
 
