@@ -101,7 +101,7 @@ def main(options: Namespace) -> None:
         searches = [(entry, entry.result) for entry in made_plans if entry.result is not None]
         if not searches:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
-        from harness.report.plan_files import write_page  # it imports pandas, which a plan without a page does not need
+        from harness.report.plan_page import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
     if output == "table":

@@ -1,19 +1,20 @@
-"""The sections of a search of layouts: memory against speed, what fits which device, and what separates the fastest.
+"""The page of a search of layouts: memory against speed, what fits which device, and what separates the fastest.
 
-Its page has the look and the parts of report.html, and loads nothing.
+It has the look and the parts of report.html, and loads nothing; as Markdown it has its chart and its rows beside it.
 """
 
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import LayoutPlan
-from harness.planner.row import planned_row
+from harness.planner.row import csv_text, planned_row
 from harness.planner.run_overrides import run_overrides
 from harness.planner.search import SearchResult
 from harness.planner.sentences import (
@@ -22,19 +23,69 @@ from harness.planner.sentences import (
     error_sentences,
     memory_sentences,
     misfit_sentences,
+    run_sentences,
     separation,
 )
-from harness.report import html
+from harness.records.schema import Row
+from harness.report import html, markdown
 from harness.report.charts import render, style
 from harness.report.charts.front import GIB, front_chart, front_sentence
-from harness.report.document import MemorySlider, Paragraph, Section, Table, bullets, section
+from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, bullets, charts, section
+from harness.report.sentences import sentence
+from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
-FITS = {"likely": "is likely to fit", "tight": "is tight", "no": "does not fit"}  # a verdict in a sentence
+ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
+
+Cell = Callable[[Prediction], str]  # of a table of plans
+
+_FRONT: dict[str, Cell] = {
+    "layout": Prediction.label,
+    "GiB of a device": lambda entry: f"{entry.needed_bytes / GIB:.1f}",
+    "fits": lambda entry: entry.verdict.fits,
+    "step s": lambda entry: f"{entry.step_seconds:.4g}",
+    "tokens/s": lambda entry: f"{entry.tokens_per_second:,.0f}",
+}
+_OF_RUNS: dict[str, Cell] = {"overrides of its run": lambda entry: shlex.join(run_overrides(entry.config))}
+_SPEEDS: dict[str, Cell] = {
+    "tokens/s": _FRONT["tokens/s"],
+    "tokens/s of a device": lambda entry: f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
+    "MFU %": lambda entry: "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
+}
+_MEMORY: dict[str, Cell] = {
+    "peak GiB": lambda entry: f"{entry.memory.peak_bytes / GIB:.1f}",
+    "reserved GiB": lambda entry: (
+        f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
+    ),
+    "fits": _FRONT["fits"],
+    "fullest rank": lambda entry: str(entry.peak.rank),
+    "phase of its peak": lambda entry: entry.peak.phase,
+}
 
 
-def html_page(result: SearchResult, name: str, sections: Sequence[Section]) -> str:
-    """Return the page of a search for the browser. Without a library to draw them, it has no charts."""
+def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> None:
+    """Write the page of a search by these overrides, as HTML or as Markdown by its suffix.
+
+    Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
+    """
+    entries = result.best or result.front
+    device = f"{entries[0].layout.world_size} devices of {entries[0].cluster.name}" if entries else ""
+    name = f"Plan: {entries[0].config.model.name} on {device}" if entries else "Plan"
+    sections = [*_sections(plan, result), _commands(plan, result, overrides)]
+    page.parent.mkdir(parents=True, exist_ok=True)
+    if page.suffix == ".html":
+        atomic_write_text(page, _html(result, name, sections))
+        return
+    drawn = render.drawn(charts(sections), "the page has no chart")
+    for figure, text in drawn.items():
+        folder = page.parent / markdown.FIGURES
+        folder.mkdir(exist_ok=True)
+        atomic_write_text(folder / f"{figure}.svg", text)
+    atomic_write_text(page.parent / ROWS, csv_text(_rows(result)))
+    atomic_write_text(page, markdown.page(name, sections, drawn))
+
+
+def _html(result: SearchResult, name: str, sections: Sequence[Section]) -> str:
     rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
     counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
     try:
@@ -45,147 +96,90 @@ def html_page(result: SearchResult, name: str, sections: Sequence[Section]) -> s
     return html.page(name, sections, None, library, (style.config(), style.config(dark=True)), rows=rows | counts)
 
 
-def title(result: SearchResult) -> str:
-    """Return the title of the page: the model, and the devices that it is planned for."""
-    entry = (result.best or result.front)[:1]
-    if not entry:
-        return "Plan"
-    (first,) = entry
-    return f"Plan: {first.config.model.name} on {first.layout.world_size} devices of {first.cluster.name}"
+def _rows(result: SearchResult) -> list[Row]:
+    """Return a row for each of the best layouts and of those on the front, each once, with its places."""
+    entries = {id(entry): entry for entry in (*result.best, *result.front)}
+    best, front = ({id(entry): place for place, entry in enumerate(shown, 1)} for shown in (result.best, result.front))
+    return [
+        {"place_among_best": best.get(key), "place_on_front": front.get(key)} | planned_row(entry)
+        for key, entry in entries.items()
+    ]
 
 
-def plan_sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
+def _sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
     """Return the sections of the page; only those that have something to say."""
-    any_layout = (result.best or result.front)[:1]
-    errors = [line for entry in any_layout for line in (*error_sentences(entry), *basis_sentences(entry))]
-    answer: list[Any] = [Paragraph(line) for entry in any_layout for line in [settings_sentence(entry)]]
-    answer += [Paragraph(best_sentence(result)), Paragraph(front_sentence(result.front))]
-    answer += [Paragraph(line) for line in [*errors, *unmeasured(any_layout)]]
-    chart = front_chart(result.front)
-    sections = [Section("Answer", [*answer, *([chart] if chart else [])], is_first=True)]
-    if result.front:
-        outside = Paragraph(outside_sentence(result.front[0]))
-        sections += section("Which layouts fit", outside, slider(result.front), front_table(result.front))
-    if result.best:
-        separations = [separation(entry, result.best[0]) for entry in result.best[1:]]
-        sections += section("The fastest that fit", best_table(result.best), bullets(separations))
+    best, front = result.best, result.front
+    (answer,) = section("Answer", *map(Paragraph, _answer(result)), front_chart(front))
+    sections = [replace(answer, is_first=True)]
+    if front:
+        size = format_bytes(front[0].memory.process_bytes)
+        shown = _FRONT | (_OF_RUNS if front[0].is_runnable else {})
+        outside = Paragraph(sentence("outside_the_peak", size=size))
+        table = _table(shown, front, "The front, the fastest first")
+        sections += section("Which layouts fit", outside, _slider(front), table)
+    if best:
+        separations = [separation(entry, best[0]) for entry in best[1:]]
+        sections += section("The fastest that fit", _best_table(best), bullets(separations))
     sections += section("With less memory", bullets(memory_sentences(result)))
     sections += section("What would make others fit", bullets(misfit_sentences(result)))
     sections += section("How it was found", bullets([count_sentence(result), *plan.notes]))
-    if arithmetic := bullets(line for entry in result.best[:1] for line in explanation(entry)):
+    if arithmetic := bullets(line for entry in best[:1] for line in explanation(entry)):
         sections.append(Section("The arithmetic of the fastest", [arithmetic], is_folded=True))
     return sections
 
 
-def settings_sentence(entry: Prediction) -> str:
-    """Return what every layout of the search trains: model, devices, batch, precision and implementation."""
-    config, cluster = entry.config, entry.cluster
-    tokens = config.train.global_batch * config.train.seq_len
-    return (
-        f"Planned: {config.model.name}, with {config.model.parameters:,} parameters, on {entry.layout.world_size:,}"
-        f" devices ({cluster.hardware.device_name}); a step trains {config.train.global_batch:,} sequences of"
-        f" {config.train.seq_len:,} tokens, {tokens:,} in all, with precision={config.precision.name} and"
-        f" stack={entry.stack.name}. Every figure is a prediction: nothing was run."
-    )
+def _answer(result: SearchResult) -> Iterator[str]:
+    """Yield what was planned, the fastest that fits and the front, and what the predictions are worth."""
+    for entry in (result.best or result.front)[:1]:
+        device, ranks = entry.cluster.hardware.device_name, entry.layout.world_size
+        yield sentence("planned_settings", config=entry.config, device=device, ranks=ranks, stack=entry.stack.name)
+    if result.best:
+        first = result.best[0]
+        yield sentence("fastest_plan", entry=first, interval=first.step_interval, share=first.mfu, gib=GIB)
+    else:
+        yield sentence("no_plan")
+    yield front_sentence(result.front)
+    for entry in (result.best or result.front)[:1]:
+        yield from (*error_sentences(entry), *basis_sentences(entry))
+        if entry.stack.memory.kind == "harness" and entry.cluster.device == "cuda":
+            yield sentence("unmeasured_plan")
 
 
-def unmeasured(entries: Sequence[Prediction]) -> list[str]:
-    """Return that plans of this project's own engines were not compared with GPUs, if these entries are such plans."""
-    if not any(entry.stack.memory.kind == "harness" and entry.cluster.device == "cuda" for entry in entries):
-        return []
-    return [
-        "No plan of this project's own engines has been compared with a run on GPUs: their peaks were measured on a"
-        " CPU, with small models."
-    ]
-
-
-def outside_sentence(entry: Prediction) -> str:
-    """Return what a device holds beside the peak."""
-    size = format_bytes(entry.memory.process_bytes)
-    return f"What a layout needs of a device is its peak and {size} outside torch's allocator, such as CUDA's context."
-
-
-def best_sentence(result: SearchResult) -> str:
-    """Return the fastest layout that fits, with its speed and its memory."""
-    if not result.best:
-        return "No layout of this model fits these devices."
-    first = result.best[0]
-    low, high = first.step_interval
-    share = "" if first.mfu is None else f" and {100 * first.mfu:.1f} % of the devices' peak"
-    return (
-        f"The fastest that fits is {first.label()}: a step takes {first.step_seconds:.4g} s ({low:.3g} to {high:.3g}),"
-        f" which is {first.tokens_per_second:,.0f} tokens/s{share}, in {gib(first):.1f} of the"
-        f" {first.available_bytes / GIB:.1f} GiB of a device, which {FITS[first.verdict.fits]}."
-    )
-
-
-def gib(prediction: Prediction) -> float:
-    """Return the memory that a device must have, in GiB."""
-    return prediction.needed_bytes / GIB
-
-
-def slider(front: Sequence[Prediction]) -> MemorySlider:
+def _slider(front: Sequence[Prediction]) -> MemorySlider:
     """Return the slider over the front, which starts at the memory of the devices."""
-    entries = [(gib(entry), entry.label(), entry.tokens_per_second) for entry in front]
+    entries = [(entry.needed_bytes / GIB, entry.label(), entry.tokens_per_second) for entry in front]
     device = front[0].available_bytes / GIB
     fitting = [entry for entry in entries if entry[0] <= device]
-    if fitting:
-        size, label, speed = fitting[0]
-        text = (
-            f"{len(fitting)} of {len(entries)} layouts fit; the fastest of them is {label}, with {speed:,.0f} tokens/s"
-            f" in {size:.1f} GiB."
-        )
-    else:
-        text = f"nothing fits; the smallest layout needs {min(size for size, *_ in entries):.1f} GiB."
-    return MemorySlider(device, entries, f"{device:.1f} GiB a device: {text}")
+    return MemorySlider(device, entries, sentence("slider_start", device_gib=device, fitting=fitting, entries=entries))
 
 
-def front_table(front: Sequence[Prediction]) -> Table:
-    """Return the layouts of the front, the fastest first."""
-    rows = [
-        (
-            entry.label(),
-            f"{gib(entry):.1f}",
-            entry.verdict.fits,
-            f"{entry.step_seconds:.4g}",
-            f"{entry.tokens_per_second:,.0f}",
-            *([shlex.join(run_overrides(entry.config))] if entry.is_runnable else []),
-        )
-        for entry in front
-    ]
-    header = ["layout", "GiB of a device", "fits", "step s", "tokens/s"]
-    header += ["overrides of its run"] if front[0].is_runnable else []
-    return Table(header, rows, 1, "The front, the fastest first")
+def _table(columns: dict[str, Cell], entries: Sequence[Prediction], caption: str) -> Table:
+    return Table(list(columns), [[cell(entry) for cell in columns.values()] for entry in entries], caption=caption)
 
 
-def best_table(best: Sequence[Prediction]) -> Table:
+def _best_table(best: Sequence[Prediction]) -> Table:
     """Return the fastest layouts that fit, with what their steps and their memory consist of."""
-    seconds = [seconds_of_parts(entry) for entry in best]
-    shown = [part for part in seconds[0] if any(parts[part] for parts in seconds)]
-    header = ["layout", "step s", *(f"{part} s" for part in shown), "tokens/s", "tokens/s of a device", "MFU %"]
-    header += ["peak GiB", "reserved GiB", "fits", "fullest rank", "phase of its peak"]
-    rows = [
-        (
-            entry.label(),
-            f"{entry.step_seconds:.4g}",
-            *(f"{parts[part]:.4g}" for part in shown),
-            f"{entry.tokens_per_second:,.0f}",
-            f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
-            "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
-            f"{entry.memory.peak_bytes / GIB:.1f}",
-            f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
-            entry.verdict.fits,
-            str(entry.peak.rank),
-            entry.peak.phase,
-        )
-        for entry, parts in zip(best, seconds, strict=True)
-    ]
-    return Table(header, rows, 1, "Their steps and their memory; the parts add up to the step")
+    seconds = {id(entry): _seconds_of_parts(entry) for entry in best}
+    parts: dict[str, Cell] = {
+        f"{part} s": lambda entry, part=part: f"{seconds[id(entry)][part]:.4g}"  # type: ignore[misc]
+        for part in seconds[id(best[0])]
+        if any(of_entry[part] for of_entry in seconds.values())
+    }
+    columns = {name: _FRONT[name] for name in ("layout", "step s")} | parts | _SPEEDS | _MEMORY
+    return _table(columns, best, "Their steps and their memory; the parts add up to the step")
 
 
-def seconds_of_parts(entry: Prediction) -> dict[str, float]:
+def _seconds_of_parts(entry: Prediction) -> dict[str, float]:
     """Return the seconds of a step by the parts that the table of the best layouts has, in its order."""
     time = entry.time
     exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
     parts = {"compute": time.compute_seconds} | exposed | {"copies": entry.copy_seconds}
     return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}
+
+
+def _commands(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Section:
+    """Return the commands that plan this again and that run the fastest; of a sweep, the page has one search."""
+    lines = [("The command of this plan", shlex.join(["harness", "plan", *overrides]))]
+    lines += [("This search of it", plan.swept)] if plan.swept else []
+    lines += [("", line) for line in run_sentences(plan.overrides, result)]
+    return Section("How to plan it again, and to run it", [BulletList(lines)])

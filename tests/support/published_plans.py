@@ -20,7 +20,7 @@ from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction
 from harness.planner.plan import LayoutPlan, plans
 from harness.planner.row import csv_text, planned_row
-from harness.report.plan_files import write_page
+from harness.report.plan_page import write_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
