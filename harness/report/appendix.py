@@ -1,29 +1,26 @@
 """The report's last sections: failures, predictions, proofs, noise warnings, stale rows, versions and bad records."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import expected, losses
 from harness.report.columns import ShownColumn, from_frame, run_table
-from harness.report.comparability import group_by, is_measured
+from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
-from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_by_staleness
-from harness.report.overview import recorded_versions
+from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_by_staleness, labels_of
+from harness.report.sentences import sentence
 from harness.report.text import outcome_text
 from harness.report.view import View
 
 
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
-    failed = [
-        (label, outcome_text(record.row))
-        for label, record in labelled(view.table, view.records)
-        if record.status != "ok"
-    ]
-    by_cause = group_by(failed, lambda item: item[1])
-    return section("Failures", _by_cause({cause: [label for label, _ in items] for cause, items in by_cause.items()}))
+    failed = [outcome_text(record.row) if record.status != "ok" else "" for record in view.records]
+    return section("Failures", _by_cause(labels_of(labelled(view.table, failed))))
 
 
 def disturbed(view: View) -> list[Section]:
@@ -34,36 +31,31 @@ def disturbed(view: View) -> list[Section]:
 def stale(view: View) -> list[Section]:
     """Return the section on rows that were recorded with other versions than the installed ones."""
     rows = _by_cause(labels_by_staleness(view.table))
-    words = "These rows were recorded with other versions than are installed here: run them again before comparing."
-    return section("Stale rows", Paragraph(words), rows) if rows else []
+    return section("Stale rows", Paragraph(sentence("stale_rows")), rows) if rows else []
 
 
-def _by_cause(labels_of: Mapping[str, Sequence[str]]) -> BulletList | None:
-    items = [(", ".join(labels), cause) for cause, labels in labels_of.items()]
+def _by_cause(causes: Mapping[str, Sequence[str]]) -> BulletList | None:
+    items = [(", ".join(labels), cause) for cause, labels in causes.items()]
     return BulletList(items) if items else None
 
 
 def versions(view: View) -> list[Section]:
-    """Return the section on the versions and environments that the rows were recorded with."""
-    entries = recorded_versions(view.records) | _commits(view.records) | _environment(view.records)
+    """Return the section on the versions, sources and environments that the rows were recorded with."""
+    commits = [commit["commit"][:12] + " with changes" * commit["dirty"] for r in view.records if (commit := r.commit)]
+    entries = _distinct(record.versions for record in view.records)
+    entries |= _distinct({"commit of the harness": commit} for commit in commits)
+    entries |= _distinct(record.environment for record in view.records)
     rows = [[key, ", ".join(values)] for key, values in entries.items()]
     return section("Versions and environment", Table(["name", "value"], rows, label_columns=2)) if rows else []
 
 
-def _commits(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the commits of the harness's sources that made the records."""
-    commits = {f"{c['commit'][:12]}{' with changes' * c['dirty']}": None for record in records if (c := record.commit)}
-    return {"commit of the harness": list(commits)} if commits else {}
-
-
-def _environment(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return the distinct values of each plain entry of the environments."""
-    values_of: dict[str, dict[str, None]] = {}
-    for record in records:
-        for key, value in record.environment.items():
-            if isinstance(value, (str, int, float)):
-                values_of.setdefault(key, {})[str(value)] = None
-    return {key: list(values) for key, values in values_of.items()}
+def _distinct(records: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, None]]:
+    """Return the distinct plain values of each key, in the order in which they came."""
+    values: dict[str, dict[str, None]] = {}
+    for key, value in chain.from_iterable(record.items() for record in records):
+        if isinstance(value, (str, int, float)):
+            values.setdefault(key, {})[str(value)] = None
+    return values
 
 
 def unreadable(view: View) -> list[Section]:
@@ -93,22 +85,8 @@ def predicted_section(view: View) -> list[Section]:
             ]
     if not columns:
         return []
-    words = "The error is the difference of the prediction from the measurement, relative to the measurement."
-    return section(
-        "Predicted and measured values", expected.predicted(view), run_table(table, columns), Paragraph(words)
-    )
-
-
-_FLOORS = (
-    " Floor: how far apart two trainings of the reference are that differ in rounding only. A run that deviates much"
-    " further at any step ends as an error. Steps behind the proven ones prove nothing, because rounding alone moves"
-    " them too far."
-)
-
-_CHAIN = (
-    " Layers compared: no single process fits the whole model, so that a layout that fits is the reference, which was"
-    " itself compared with a single process on so many layers."
-)
+    words = Paragraph(sentence("error_of_prediction"))
+    return section("Predicted and measured values", expected.predicted(view), run_table(table, columns), words)
 
 
 def _proven_steps(record: Record) -> str:
@@ -143,16 +121,6 @@ def proof_section(view: View) -> list[Section]:
     proof_table = run_table(table, columns)
     if proof_table is None:
         return []
-    has_deviations = any("deviation" in column.header and column.is_known for column in columns)
-    return section(
-        "Proof",
-        *losses.losses(view),
-        proof_table,
-        Paragraph(
-            "Layout: whether the local and global sizes of parameters, gradients and optimizer state are those that the"
-            " layout prescribes."
-            + (_FLOORS if has_deviations else " No training was compared.")
-            + (" Skipped steps made no update because a gradient overflowed." if any(skipped) else "")
-            + (_CHAIN if any(layers) else "")
-        ),
-    )
+    compares = any("deviation" in column.header and column.is_known for column in columns)
+    words = sentence("proof", compares=compares, skips=any(skipped), is_chained=any(layers))
+    return section("Proof", *losses.losses(view), proof_table, Paragraph(words))

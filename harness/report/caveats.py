@@ -1,13 +1,13 @@
 """The limitations of a folder's figures, derived from the records themselves."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from harness.records.schema import Record, Row
 from harness.report.comparability import is_measured
 from harness.report.document import Section, bullets, section
-from harness.report.frame import column_values, compared_layers, labelled, labels_by_kernel, labels_by_staleness
+from harness.report.frame import column_values, compared_layers, labelled, labels_by_kernel, labels_of
 from harness.report.sentences import sentence
 from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
 from harness.report.text import span_text
@@ -16,18 +16,19 @@ from harness.report.view import View
 
 def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
-    return section("What the data cannot say", bullets(text for kind in _KINDS for text in kind(view)))
+    kinds = (_device, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
+    return section("What the data cannot say", bullets(text for kind in kinds for text in kind(view)))
 
 
-def _concerned(view: View, kind: str, is_concerned: Callable[[Record], Any]) -> Iterator[str]:
-    """Yield the sentence of a kind on the lines that it concerns, if there are any."""
-    labels = [label for label, line in labelled(view.line_medians, view.lines) if is_concerned(line)]
-    yield from _on_labels(view, kind, labels)
-
-
-def _on_labels(view: View, kind: str, labels: Sequence[str]) -> Iterator[str]:
+def _concerned(view: View, kind: str, flags: Iterable[Any]) -> Iterator[str]:
+    """Yield the sentence of a kind on the lines whose flags say that it concerns them, if there are any."""
+    labels = [label for label, flag in labelled(view.line_medians, flags) if flag]
     if labels:
         yield sentence(kind, labels=labels, total=len(view.lines))
+
+
+def _ok_records(view: View) -> list[Record]:
+    return [record for record in view.records if record.status == "ok"]
 
 
 def _device(view: View) -> Iterator[str]:
@@ -47,34 +48,29 @@ def _device(view: View) -> Iterator[str]:
         yield sentence("of_shared_cores", ranks=ranks, cores=cores)
     if any(record.row.get("launch") == "virtual" for record in ok):
         yield sentence("of_virtual_worlds")
-    yield from _concerned(
-        view, "of_simulations", lambda line: line.status == "ok" and line.row.get("launch") == "simulated"
-    )
+    simulated = (line.status == "ok" and line.row.get("launch") == "simulated" for line in view.lines)
+    yield from _concerned(view, "of_simulations", simulated)
 
 
 def _speeds(view: View) -> Iterator[str]:
     """Yield which speeds are not compared, and why: the first screen says what would rank them."""
-    total, table = len(view.lines), view.line_medians
-    by_reason: dict[str, list[str]] = {}
-    for label, standing in labelled(table, view.ranking.standings):
-        if standing.speed is not None and not standing.speed.is_ranked:
-            by_reason.setdefault(standing.speed.unranked_reason, []).append(label)
-    disturbed = by_reason.pop("disturbed", [])
-    for other in ("simulated", CROWDED):  # see _device
-        by_reason.pop(other, None)
-    if by_reason:
-        yield sentence("of_few_runs", by_reason=by_reason, minimum=MINIMUM_RUNS, total=total)
-    yield from _on_labels(view, "of_disturbances", disturbed)
-    unsettled = [label for label, is_so in labelled(table, column_values(table, "unsettled")) if is_so]
-    yield from _on_labels(view, "of_uncertain_differences", unsettled)
+    table, speeds = view.line_medians, [standing.speed for standing in view.ranking.standings]
+    reasons = [speed.unranked_reason if speed else "" for speed in speeds]
+    few = [(label, reason) for label, reason in labelled(table, reasons) if reason not in ("", *_ELSEWHERE)]
+    if few:
+        yield sentence("of_few_runs", by_reason=labels_of(few), minimum=MINIMUM_RUNS, total=len(view.lines))
+    yield from _concerned(view, "of_disturbances", (reason == "disturbed" for reason in reasons))
+    yield from _concerned(view, "of_uncertain_differences", column_values(table, "unsettled"))
+
+
+_ELSEWHERE = ("disturbed", "simulated", CROWDED)  # why speeds are not ranked, with a sentence of its own
 
 
 def _comparable(view: View) -> Iterator[str]:
     kernels = labels_by_kernel(view.line_medians)
     if kernels:
         yield sentence("of_kernels", by_kernel=kernels, total=len(view.lines))
-    stale = [label for labels in labels_by_staleness(view.line_medians).values() for label in labels]
-    yield from _on_labels(view, "of_stale_rows", stale)
+    yield from _concerned(view, "of_stale_rows", column_values(view.line_medians, "stale_reason"))
     machines = {(str(record.versions), str(record.environment.get("processor"))) for record in _ok_records(view)}
     if len(machines) > 1:
         yield sentence("of_several_machines")
@@ -83,13 +79,9 @@ def _comparable(view: View) -> Iterator[str]:
 def _deepspeed_settings(view: View) -> Iterator[str]:
     """Yield which of DeepSpeed's settings each of its speeds belongs to, where several strategies are compared."""
     ok = [(label, line) for label, line in labelled(view.line_medians, view.lines) if line.status == "ok"]
-    settings: dict[str, list[str]] = {"literature": [], "default": [], "options": []}
-    for label, line in ok:
-        if _is_deepspeed_zero(line.row):
-            settings[_setting(line)].append(label)
-    used = {setting: labels for setting, labels in settings.items() if labels}
-    if used and len(ok) > 1 and view.draws_speeds:
-        yield sentence("of_deepspeed_settings", by_setting=used, total=len(view.lines))
+    by_setting = labels_of((label, _setting(line)) for label, line in ok if _is_deepspeed_zero(line.row))
+    if by_setting and len(ok) > 1 and view.draws_speeds:
+        yield sentence("of_deepspeed_settings", by_setting=by_setting, total=len(view.lines))
 
 
 def _is_deepspeed_zero(row: Row) -> bool:
@@ -108,25 +100,20 @@ def _setting(line: Record) -> str:
 
 
 def _proven(view: View) -> Iterator[str]:
-    def is_real(line: Record) -> bool:
-        return line.status == "ok" and is_measured(line.row)
-
-    ok = [line for line in view.lines if is_real(line)]
-    yield from _concerned(
-        view, "of_no_reference", lambda line: is_real(line) and line.row.get("loss_deviation") is None
-    )
-    yield from _concerned(view, "of_fewer_layers", lambda line: is_real(line) and compared_layers(line))
+    real = [line if line.status == "ok" and is_measured(line.row) else None for line in view.lines]
+    unproven = (line and line.row.get("loss_deviation") is None for line in real)
+    yield from _concerned(view, "of_no_reference", unproven)
+    yield from _concerned(view, "of_fewer_layers", (line and compared_layers(line) for line in real))
+    ok = [line for line in real if line]
     steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
     if steps:
-        proven = [line.row.get("proven_steps") or 0 for line in ok]
-        yield sentence("of_few_steps", steps=steps, proven=min(proven))
+        yield sentence("of_few_steps", steps=steps, proven=min(line.row.get("proven_steps") or 0 for line in ok))
 
 
 def _missing(view: View) -> Iterator[str]:
-    yield from _concerned(view, "of_failures", lambda line: line.status != "ok")
-    yield from _concerned(
-        view, "of_no_memory", lambda line: line.status == "ok" and line.row.get("peak_allocated_bytes") is None
-    )
+    yield from _concerned(view, "of_failures", (line.status != "ok" for line in view.lines))
+    uncounted = (line.status == "ok" and line.row.get("peak_allocated_bytes") is None for line in view.lines)
+    yield from _concerned(view, "of_no_memory", uncounted)
     real = [record for record in _ok_records(view) if is_measured(record.row)]
     nodes = {record.environment.get("nodes") or 1 for record in real}
     if nodes == {1} and max(record.row.get("world_size") or 1 for record in real) > 1:
@@ -134,13 +121,6 @@ def _missing(view: View) -> Iterator[str]:
     if len({(line.row.get("model"), line.row.get("parameters")) for line in view.lines}) == 1:
         is_simulated = all(line.row.get("launch") == "simulated" for line in view.lines)
         yield sentence("of_one_model", is_simulated=is_simulated)
-
-
-def _ok_records(view: View) -> list[Record]:
-    return [record for record in view.records if record.status == "ok"]
-
-
-_KINDS = (_device, _speeds, _comparable, _deepspeed_settings, _proven, _missing)
 
 
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

@@ -149,7 +149,7 @@ def _fitting(view: View, group: ReportedGroup, fits_in: int) -> Answer:
     if not positions:
         known = [member.peak for member in group.members if member.peak is not None]
         return lead, sentence("nothing_fits", least=min(known, default=None))
-    chosen = reported_group(view, whole.among(positions, view.ranking.standings), group.title)
+    chosen = reported_group(view, view.ranking.among(whole, positions), group.title)
     text, lines, needs = "", chosen.members, ""
     if not chosen.winner and len(chosen.ranked) > 1:
         text = fastest(chosen)

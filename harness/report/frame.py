@@ -164,8 +164,13 @@ def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
 
 def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
     """Return the labels of rows by the value of a text column, without the rows where it is empty or unknown."""
+    return labels_of(labelled(table, column_values(table, name)))
+
+
+def labels_of(values: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return the labels of rows by their values, without those where it is empty or unknown."""
     groups: dict[str, list[str]] = {}
-    for label, value in labelled(table, column_values(table, name)):
+    for label, value in values:
         if value:
             groups.setdefault(value, []).append(label)
     return groups

@@ -7,7 +7,6 @@ from typing import Any
 import pandas as pd
 
 from harness.records.columns import column as registered
-from harness.records.schema import Record
 from harness.report.charts import speed, tradeoffs
 from harness.report.columns import ShownColumn, from_frame, table_of, write
 from harness.report.comparability import EQUAL_BYTES
@@ -22,16 +21,6 @@ from harness.report.view import View
 _EXPLAINED = (
     *("speed_low", "is_crowded", "unsettled", "loss_deviation", "mfu", "pipeline_bubble", "is_ignored", "stale_reason"),
 )
-
-
-def recorded_versions(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return every version of each package that the rows were recorded with."""
-    versions_of: dict[str, dict[str, None]] = {}
-    for record in records:
-        for key, version in record.versions.items():
-            if version is not None:
-                versions_of.setdefault(key, {})[str(version)] = None
-    return {key: list(versions) for key, versions in versions_of.items()}
 
 
 def comparison(view: View) -> list[Section]:

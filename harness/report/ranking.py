@@ -3,9 +3,9 @@
 Charts, tables and sentences take the answers from here. Positions are those of `View.lines`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record
@@ -13,31 +13,25 @@ from harness.report.comparability import choice_key, comparability_key, group_by
 from harness.report.labels import non_default
 from harness.report.speeds import Speed, leads, pool, speed_of
 
+T = TypeVar("T")
+
+U = TypeVar("U")
+
 
 @dataclass(frozen=True)
-class Group:
+class Group(Generic[T]):
     """The configurations that a reader may choose between: those that ended ok, comparable, on as many ranks."""
 
-    members: tuple[int, ...]  # in the order of the report
-    ranked: tuple[int, ...]  # those whose speeds may be compared, the fastest median first
-    fastest: tuple[int, ...]  # the one that certainly leads, or all that run its program; empty if none does
-    contenders: tuple[int, ...]  # if none leads: the ranked ones that may be the fastest, by their medians
-    smallest: tuple[int, ...]  # those with the least peak memory
-    front: tuple[int, ...]  # from the smallest to the fastest, each certainly faster than all before it, see _front
+    members: tuple[T, ...]  # in the order of the report
+    ranked: tuple[T, ...]  # those whose speeds may be compared, the fastest median first
+    fastest: tuple[T, ...]  # the one that certainly leads, or all that run its program; empty if none does
+    contenders: tuple[T, ...]  # if none leads: the ranked ones that may be the fastest, by their medians
+    smallest: tuple[T, ...]  # those with the least peak memory
+    front: tuple[T, ...]  # from the smallest to the fastest, each certainly faster than all before it, see _front
 
-    def among(self, positions: Collection[int], standings: Sequence["Standing"]) -> "Group":
-        """Return the group of some of its members alone, such as those that fit in a device's memory.
-
-        The front stays that of the whole group.
-        """
-
-        def chosen(old: Sequence[int]) -> tuple[int, ...]:
-            return tuple(position for position in old if position in positions)
-
-        members, ranked = chosen(self.members), chosen(self.ranked)
-        speeds = {position: speed for position in members if (speed := standings[position].speed)}
-        fastest, contenders = _fastest(ranked, speeds, [standing.program for standing in standings])
-        return Group(members, ranked, fastest, contenders, chosen(self.smallest), chosen(self.front))
+    def mapped(self, function: Callable[[T], U | None]) -> "Group[U]":
+        """Return the group of what a function gives for each configuration, without those for which it gives None."""
+        return Group(*(tuple(new for old in own if (new := function(old)) is not None) for own in vars(self).values()))
 
 
 @dataclass(frozen=True)
@@ -47,8 +41,6 @@ class Standing:
     speed: Speed | None  # None where no run ended ok
     group: int | None  # the position of its group in `Ranking.groups`; None where no run ended ok
     program: int  # equal for configurations that run the same program, such as `tp` and `single` on one rank
-    is_fastest: bool = False
-    is_smallest: bool = False
     is_on_front: bool = False
 
 
@@ -56,23 +48,24 @@ class Standing:
 class Ranking:
     """The groups of comparable configurations, and the place of every configuration."""
 
-    groups: tuple[Group, ...]  # the largest first, of equal ones the one on most ranks
+    groups: tuple[Group[int], ...]  # the largest first, of equal ones the one on most ranks
     standings: tuple[Standing, ...]  # one for each line
-    baseline: int | None  # the line that the ratios of all tables refer to; None where there are no ratios
-    compared: frozenset[int]  # the lines that are comparable with it, which have ratios
 
     def part(self, positions: Sequence[int]) -> "Ranking":
         """Return the ranking of these lines alone, which keep the places that they have among all lines."""
         new = {position: index for index, position in enumerate(positions)}
+        groups = tuple(group.mapped(new.get) for group in self.groups)
+        return Ranking(groups, tuple(self.standings[position] for position in positions))
 
-        def chosen(old: Sequence[int]) -> tuple[int, ...]:
-            return tuple(new[position] for position in old if position in new)
+    def among(self, group: Group[int], positions: Collection[int]) -> Group[int]:
+        """Return the group of some of its members alone, such as those that fit in a device's memory.
 
-        groups = tuple(Group(*(chosen(positions) for positions in vars(group).values())) for group in self.groups)
-        baseline = None if self.baseline is None else new.get(self.baseline)
-        return Ranking(
-            groups, tuple(self.standings[p] for p in positions), baseline, frozenset(chosen([*self.compared]))
-        )
+        The front stays that of the whole group.
+        """
+        part = group.mapped(lambda position: position if position in positions else None)
+        speeds = {position: speed for position in part.members if (speed := self.standings[position].speed)}
+        first = _fastest(part.ranked, speeds, [standing.program for standing in self.standings])
+        return Group(part.members, part.ranked, *first, part.smallest, part.front)
 
 
 def rank(lines: Sequence[Record]) -> Ranking:
@@ -84,17 +77,12 @@ def rank(lines: Sequence[Record]) -> Ranking:
     ordered = sorted(members, key=lambda group: (len(group), lines[group[0]].row.get("world_size") or 0), reverse=True)
     groups = tuple(_group(group, lines, speeds, programs) for group in ordered)
     group_of = {position: number for number, group in enumerate(groups) for position in group.members}
-    standings = [Standing(speed, group_of.get(position), programs[position]) for position, speed in enumerate(speeds)]
-    for group in groups:
-        for position in group.members:
-            standings[position] = replace(
-                standings[position],
-                is_fastest=position in group.fastest,
-                is_smallest=position in group.smallest,
-                is_on_front=position in group.front,
-            )
-    baseline, compared = common_baseline(lines)
-    return Ranking(groups, tuple(standings), baseline, compared)
+    on_front = {position for group in groups for position in group.front}
+    standings = [
+        Standing(speed, group_of.get(position), programs[position], position in on_front)
+        for position, speed in enumerate(speeds)
+    ]
+    return Ranking(groups, tuple(standings))
 
 
 def _programs(lines: Sequence[Record]) -> list[int]:
@@ -111,39 +99,33 @@ def program_key(line: Record) -> str | None:
     """
     if not line.layout or not line.config:
         return None
-    layout, config = dict(line.layout), result_affecting_keys(line.config)
-    if layout.get("pp") == 1:
-        layout = {key: value for key, value in layout.items() if key not in _OF_PIPELINES}
-    if layout.get("tp") == 1:
-        layout = {key: value for key, value in layout.items() if key not in _OF_TENSOR_PARALLELISM}
+    config = result_affecting_keys(line.config)
+    ignored = [key for degree, keys in _IGNORED.items() if line.layout.get(degree) == 1 for key in keys]
+    layout = {key: value for key, value in line.layout.items() if key not in ignored}
     strategy = config.get("strategy") or {}
     options = {key: strategy.get(key) for key in ("literature", "options")}
     others = {key: value for key, value in config.items() if key not in ("strategy", "repeat", "world_size")}
     return key_text([layout, options, others])
 
 
-_OF_PIPELINES = ("schedule", "virtual_stages", "layers_per_stage")
-
-_OF_TENSOR_PARALLELISM = ("sequence_parallel", "vocabulary_parallel")
+# The keys of a layout that a single pipeline stage and a single tensor-parallel rank ignore.
+_IGNORED = {
+    "pp": ("schedule", "virtual_stages", "layers_per_stage"),
+    "tp": ("sequence_parallel", "vocabulary_parallel"),
+}
 
 
 def _group(
     members: Sequence[int], lines: Sequence[Record], speeds: Sequence[Speed | None], programs: Sequence[int]
-) -> Group:
+) -> Group[int]:
     """Return one group of comparable configurations, of which each has a speed."""
     by_position = {position: speed for position in members if (speed := speeds[position]) is not None}
     ranked = sorted((p for p in members if by_position[p].is_ranked), key=lambda p: (-by_position[p].median, p))
-    peaks = {p: lines[p].row["peak_allocated_bytes"] for p in members if lines[p].row.get("peak_allocated_bytes")}
+    peaks = {p: peak for p in members if (peak := lines[p].row.get("peak_allocated_bytes"))}
     least = min(peaks.values(), default=None)
-    fastest, contenders = _fastest(ranked, by_position, programs)
-    return Group(
-        members=tuple(members),
-        ranked=tuple(ranked),
-        fastest=fastest,
-        contenders=contenders,
-        smallest=tuple(position for position, peak in peaks.items() if peak == least),
-        front=_front([position for position in ranked if position in peaks], by_position, peaks),
-    )
+    smallest = tuple(position for position, peak in peaks.items() if peak == least)
+    front = _front([position for position in ranked if position in peaks], by_position, peaks)
+    return Group(tuple(members), tuple(ranked), *_fastest(ranked, by_position, programs), smallest, front)
 
 
 def _fastest(
@@ -193,12 +175,12 @@ def common_baseline(lines: Sequence[Record]) -> tuple[int | None, frozenset[int]
     ok = [position for position, line in enumerate(lines) if line.status == "ok"]
     settings = group_by(ok, lambda position: comparability_key(lines[position].row))
     largest = max(settings.values(), key=len, default=[])
-    ddp = [position for position in largest if lines[position].row.get("strategy") == "ddp"]
-    single = [position for position in largest if lines[position].row.get("strategy") == "single"]
-    has_one_size = len({lines[position].row.get("world_size") for position in ddp}) == 1
-    candidates = ddp if has_one_size else single or ddp or largest
     if len(largest) < 2 or 2 * len(largest) < len(ok):
         return None, frozenset()
+    of_strategy = group_by(largest, lambda position: lines[position].row.get("strategy"))
+    ddp, single = of_strategy.get("ddp", []), of_strategy.get("single", [])
+    has_one_size = len({lines[position].row.get("world_size") for position in ddp}) == 1
+    candidates = ddp if has_one_size else single or ddp or largest
 
     def variations(position: int) -> tuple[bool, int, int]:
         row = lines[position].row

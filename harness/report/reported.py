@@ -39,16 +39,10 @@ class Reported:
 
 
 @dataclass(frozen=True)
-class ReportedGroup:
-    """A group of comparable configurations, see Group, with the one that sentences compare the others with."""
+class ReportedGroup(Group[Reported]):
+    """A group of comparable configurations, with the one that sentences compare the others with."""
 
     title: str  # what distinguishes it from other groups, such as "on 4 ranks"; empty where it is the only one
-    members: Sequence[Reported]
-    ranked: Sequence[Reported]
-    fastest: Sequence[Reported]
-    contenders: Sequence[Reported]
-    smallest: Sequence[Reported]
-    front: Sequence[Reported]
     baseline: Reported | None
 
     @property
@@ -87,7 +81,7 @@ def group_titles(view: View) -> list[str]:
     return [_title(row, differing) for row in rows] if len(rows) > 1 or (rows and differing) else [""] * len(rows)
 
 
-def reported_group(view: View, group: Group, title: str) -> ReportedGroup:
+def reported_group(view: View, group: Group[int], title: str) -> ReportedGroup:
     """Return a group of the view under labels that are as short as they can be in it."""
     records = [view.lines[position] for position in group.members]
     labels = dict(zip(group.members, column_values(records_frame(records), "label"), strict=True))
@@ -97,20 +91,8 @@ def reported_group(view: View, group: Group, title: str) -> ReportedGroup:
         if (speed := (standing := view.ranking.standings[position]).speed)
     }
     baseline, _ = common_baseline(records)
-
-    def named(positions: Sequence[int]) -> list[Reported]:
-        return [reported[position] for position in positions]
-
-    return ReportedGroup(
-        title,
-        members=named(group.members),
-        ranked=named(group.ranked),
-        fastest=named(group.fastest),
-        contenders=named(group.contenders),
-        smallest=named(group.smallest),
-        front=named(group.front),
-        baseline=None if baseline is None else reported[group.members[baseline]],
-    )
+    base = None if baseline is None else reported[group.members[baseline]]
+    return ReportedGroup(**vars(group.mapped(reported.get)), title=title, baseline=base)
 
 
 _FORMATS = {
