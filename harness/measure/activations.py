@@ -70,15 +70,10 @@ class ActivationMeter:
         self._offloaded_bytes = 0
         self._modules = tuple(model.modules())
         self._places: dict[int, tuple[dict[str, Any], str]] = {}  # where a weight's storage was found last
-        self._saved_bytes = 0
+        self.saved_bytes = 0  # saved for backward at present
         self._handle_counts: Counter[int] = Counter()  # the number of handles that keep each storage
         self._recomputed: set[int] = set()  # identities of storages that count until they are freed
         self._hooks: saved_tensors_hooks | None = None
-
-    @property
-    def saved_bytes(self) -> int:
-        """The bytes saved for backward at present."""
-        return self._saved_bytes
 
     def __enter__(self) -> "ActivationMeter":
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
@@ -182,7 +177,7 @@ class ActivationMeter:
                 self._count(storage, storage.bytes)
                 self._report(storage, True)
             self._handle_counts[identity] += 1
-        self.peak_bytes = max(self.peak_bytes, self._saved_bytes)
+        self.peak_bytes = max(self.peak_bytes, self.saved_bytes)
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
 
     def _release(self, saved_storages: dict[int, Storage]) -> None:
@@ -196,7 +191,7 @@ class ActivationMeter:
 
     def _count(self, storage: Storage, size: int) -> None:
         if self._is_counted(storage):
-            self._saved_bytes += size
+            self.saved_bytes += size
         if storage.identity in self._offloaded:
             self._offloaded_bytes += size
 

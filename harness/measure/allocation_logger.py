@@ -24,12 +24,8 @@ class AllocationLogger:
         """Return the moment of the next line."""
         raise NotImplementedError
 
-    def pause(self) -> int:
-        """Exclude the lines from now on from the peak; return the moment of the next line."""
-        return self.position()
-
-    def resume(self) -> int:
-        """Include the lines from now on in the peak; return the moment of the next line."""
+    def pause(self, is_paused: bool) -> int:
+        """Exclude the lines from now on from the peak, or include them; return the moment of the next line."""
         return self.position()
 
     def end(self) -> AllocationLog:
@@ -53,13 +49,9 @@ class CpuAllocationLog(AllocationLogger):
         """Return the number of the next line."""
         return self.allocator.log_length()
 
-    def pause(self) -> int:
-        """Exclude the lines from now on from the peak; return the number of the next line."""
-        return self.allocator.pause_log(True)
-
-    def resume(self) -> int:
-        """Include the lines from now on in the peak; return the number of the next line."""
-        return self.allocator.pause_log(False)
+    def pause(self, is_paused: bool) -> int:
+        """Exclude the lines from now on from the peak, or include them; return the number of the next line."""
+        return self.allocator.pause_log(is_paused)
 
     def end(self) -> AllocationLog:
         """Stop logging and return the log."""

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import TypedDict
 
 import psutil
 import torch
@@ -40,27 +39,6 @@ PACKAGES = {
     "transformers": "transformers",
     "triton": "triton",
 }
-
-
-class HostFacts(TypedDict):
-    """The facts about the machine's host, beside those that harness.hardware.machine knows."""
-
-    host_memory_bytes: int
-    system: str
-    processor: str | None
-    physical_cores: int | None
-    frequency_governor: str | None
-    instructions: str
-    libc: str | None
-
-
-class DeviceFacts(TypedDict):
-    """The facts about the machine's GPUs; None means unknown, or that there is no GPU."""
-
-    driver: str | None
-    device_names: list[str] | None
-    power_limits_watts: list[float | None] | None
-    topology: list[list[str | None]] | None  # the connection from each device (row) to each other (column)
 
 
 _GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
@@ -110,7 +88,8 @@ def _homes() -> tuple[str, ...]:
 
 
 @functools.cache
-def _host() -> HostFacts:
+def _host() -> JsonObject:
+    """Return the facts about the machine's host, beside those that harness.hardware.machine knows."""
     return {
         "host_memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -165,12 +144,13 @@ def _first_line(command: list[str]) -> str | None:
 
 
 @functools.cache
-def _devices(device_ids: tuple[str, ...]) -> DeviceFacts:
-    """Return the driver's version, and every visible device's name, power limit and connections to the others.
+def _devices(device_ids: tuple[str, ...]) -> JsonObject:
+    """Return the driver's version, and every visible device's name, power limit in watts and connections to the others.
 
-    They are read once for the same devices: runs side by side in a sweep use different ones.
+    The topology has a row for each device. All are None if one is unknown or there is no GPU. They are read once for
+    the same devices: runs side by side in a sweep use different ones.
     """
-    unknown = DeviceFacts(driver=None, device_names=None, power_limits_watts=None, topology=None)
+    unknown: JsonObject = dict.fromkeys(("driver", "device_names", "power_limits_watts", "topology"))
     if not device_ids:
         return unknown
     try:

@@ -151,15 +151,7 @@ class DeviceMemory:
 
     def counters(self) -> MemoryCounters:
         """Return all readings."""
-        return MemoryCounters(
-            self.peak_allocated_bytes(),
-            self.peak_requested_bytes(),
-            self.peak_active_bytes(),
-            self.peak_reserved_bytes(),
-            self.non_torch_bytes(),
-            self.num_alloc_retries(),
-            self.num_ooms(),
-        )
+        return MemoryCounters(*(getattr(self, name)() for name in MemoryCounters._fields))
 
     def non_torch_bytes(self) -> int | None:
         """Return the bytes in use on the device that are not torch's.

@@ -60,10 +60,10 @@ class OwnershipRecorder:
     def pause(self) -> Iterator[None]:
         """Exclude allocations inside the block from the step's, because the measurement itself makes them."""
         self._update_peak()
-        self.is_paused, started = True, self.logger.pause() if self.logger else 0
+        self.is_paused, started = True, self.logger.pause(True) if self.logger else 0
         with torch.no_grad():
             yield
-        self.is_paused, ended = False, self.logger.resume() if self.logger else 0
+        self.is_paused, ended = False, self.logger.pause(False) if self.logger else 0
         self.memory.reset_peak()
         if ended > started:
             self.annotations.pauses.append(OpSpan(started, ended, "measuring"))

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -141,10 +140,6 @@ class StepListener(Listener):
         gathers = call.operation == "all_gather" and call.operator.startswith("c10d::")
         of_parameters = gathers and is_data_parallel_axis(group_axes(call.ranks, self.layout))
         self.recorder.claim(tensors, "gathered" if of_parameters else "communication", f"{call.operation} buffers")
-
-    def write_snapshot(self, path: Path) -> None:
-        """Write the step's memory history for torch's viewer."""
-        self.recorder.write_snapshot(path)
 
     def result(self, timed_log: AllocationLog | None) -> ProfiledStep:
         """Return the measurements. `timed_log` is the allocation log of the timed step with the highest peak."""

@@ -4,7 +4,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import combinations, pairwise
-from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
@@ -18,15 +17,6 @@ from harness.records.training_report import Box, StateShard
 from harness.tensors.shard import GATHERED
 
 MASTER_BYTES = 4  # per parameter element, in fp32
-
-
-class OwnedShard(NamedTuple):
-    """A rank's shard of a tensor: `box` is the (start, stop) along each dimension of the whole `shape`."""
-
-    name: str
-    state_name: str
-    shape: tuple[int, ...]
-    box: Box
 
 
 def ownership_problems(
@@ -59,14 +49,14 @@ def allowed_shard_counts(layout: Layout, kind: StateKind) -> list[int]:
     return sorted(allowed)
 
 
-def kept_shards(rank: RankReport, kind: StateKind) -> list[OwnedShard]:
+def kept_shards(rank: RankReport, kind: StateKind) -> list[StateShard]:
     """Return the shards of a kind of state that a rank keeps, without gathered copies."""
-    return [shard for shard in _owned_shards(rank, kind) if shard.state_name != GATHERED]
+    return [shard for shard in _reported_shards(rank, kind) if shard.state_name != GATHERED]
 
 
 def gathered_problems(ranks: Sequence[RankReport], literature: bool) -> list[str]:
     """Return a problem if the papers' method is claimed and a rank keeps whole parameters beside its shards."""
-    shards = (shard for rank in ranks for shard in _owned_shards(rank, "parameters"))
+    shards = (shard for rank in ranks for shard in _reported_shards(rank, "parameters"))
     if literature and any(shard.state_name == GATHERED for shard in shards):
         return ["parameters are still whole between steps, although the layout shards them"]
     return []
@@ -191,20 +181,13 @@ def largest_parameter_numel(model: ModelConfig) -> int:
 
 
 def _reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
+    if kind == "gradients":
+        return [StateShard(gradient.name, "", gradient.shape, gradient.box, "") for gradient in rank.first_gradients]
     return rank.parameter_shards if kind == "parameters" else rank.optimizer_shards
 
 
-def _owned_shards(rank: RankReport, kind: str) -> Iterator[OwnedShard]:
-    if kind == "gradients":
-        for gradient in rank.first_gradients:
-            yield OwnedShard(gradient.name, "", gradient.shape, gradient.box)
-    else:
-        for shard in _reported_shards(rank, kind):
-            yield OwnedShard(shard.name, shard.state_name, shard.shape, shard.box)
-
-
 def _ownership_problems(
-    kind: str, by_rank: Sequence[list[OwnedShard]], model: ModelConfig, layout: Layout, shards: int
+    kind: str, by_rank: Sequence[list[StateShard]], model: ModelConfig, layout: Layout, shards: int
 ) -> Iterator[str]:
     """Yield parameters whose elements are not all there, or are on more or fewer ranks than the layout has copies."""
     shapes = model_profile(model).parameter_shapes
@@ -233,7 +216,7 @@ def _ownership_problems(
 
 
 def excess_problems(
-    kind: str, owned: Sequence[OwnedShard], model: ModelConfig, layout: Layout, rank: int, shards: int
+    kind: str, owned: Sequence[StateShard], model: ModelConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
     """Yield a line for parameters of other stages on a rank, and for states larger than the rank's equal share."""
     shares = rank_shares(model, layout, rank, shards)

@@ -8,7 +8,6 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import STATE_KINDS
 from harness.proof.layout import (
-    OwnedShard,
     allowed_shard_counts,
     box_numel,
     excess_problems,
@@ -18,6 +17,7 @@ from harness.proof.layout import (
     shard_numel,
 )
 from harness.records.rank_report import RankReport
+from harness.records.training_report import StateShard
 
 
 def share_problems(
@@ -43,7 +43,7 @@ def share_problems(
 
 
 def _missing_problems(
-    kind: str, owned: Sequence[OwnedShard], model: ModelConfig, layout: Layout, rank: int, shards: int
+    kind: str, owned: Sequence[StateShard], model: ModelConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
     """Yield a line for states of which a rank holds fewer elements than its share.
 

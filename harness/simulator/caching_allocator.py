@@ -210,15 +210,12 @@ class CachingAllocator:
             for address, block in pool.blocks.items()
             if block.is_mapped and not block.is_split and not block.is_expandable
         }
-        has_freed = True
-        while excess > 0 and has_freed and ages:
+        while excess > 0 and ages:
             oldest = sum(ages.values()) / len(ages)
-            has_freed = False
             for address in [address for address, age in ages.items() if age >= oldest]:
                 excess -= pool.blocks[address].size
                 self._release(pool.blocks[address])
                 del ages[address]
-                has_freed = True
 
 
 def replay(requests: Iterable[Request], allocator: CachingAllocator, pauses: Iterable[range], peaks_from: int) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -83,8 +83,9 @@ def ddp_reducer() -> Iterator[None]:
         with rebuilt_buckets(self.bucket_bytes_cap):
             return init_helper(self, *arguments, **keywords)
 
-    with ExitStack() as stack:
-        stack.enter_context(communication_hook(all_reduce_bucket))
-        stack.enter_context(mock.patch.object(DistributedDataParallel, "_ddp_init_helper", init_helper_with_buckets))
-        stack.enter_context(mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False))
+    with (
+        communication_hook(all_reduce_bucket),
+        mock.patch.object(DistributedDataParallel, "_ddp_init_helper", init_helper_with_buckets),
+        mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False),
+    ):
         yield

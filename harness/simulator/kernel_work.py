@@ -119,9 +119,8 @@ class Transfers(NamedTuple):
         return send_seconds(size, 1 if in_node else gpus_per_node, gpus_per_node, hardware)
 
 
-Computation = Product | AttentionKernel | Movement
 Communication = Collective | Transfers
-Work = Computation | HostLinkCopy | HostWork | Communication
+Work = Product | AttentionKernel | Movement | HostLinkCopy | HostWork | Communication
 
 
 @lru_cache(maxsize=1024)
@@ -136,6 +135,6 @@ def work_seconds(work: Work, hardware: HardwareConfig, gpus_per_node: int) -> fl
 
     Raise UserError if the device's peak in a product's dtype is unknown.
     """
-    if isinstance(work, Collective | Transfers):
+    if isinstance(work, Communication):
         return work.seconds(hardware, gpus_per_node)
     return work.seconds(hardware)

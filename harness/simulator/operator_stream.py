@@ -55,7 +55,6 @@ class StreamRecorder(StreamObserver):
         self.layout, self.rank = layout, rank
         self.launches: list[Launch] = []
         self.phase = OUTSIDE_PHASES
-        self.is_recording = False
         self._cache = WorkCache(device_type)
         self._last: dict[Stream, int] = {}
         self._last_of_communicator: dict[str, Moment] = {}
@@ -66,8 +65,6 @@ class StreamRecorder(StreamObserver):
 
     def on_operator(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         """Record what an operator launches, or what it waits for."""
-        if not self.is_recording:
-            return
         if func.namespace in NAMESPACES:
             self._on_collective(func, args, kwargs, result)
             return
@@ -99,7 +96,7 @@ class StreamRecorder(StreamObserver):
 
     def wait_on_host(self, moment: Moment | None) -> None:
         """Record that the host waits for a moment."""
-        if self.is_recording and moment:
+        if moment:
             self.launches.append(Launch("synchronize", None, HOST, self.phase, "", tuple(moment.values())))
 
     def _on_collective(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
@@ -109,7 +106,7 @@ class StreamRecorder(StreamObserver):
         elif call.operator in ("c10d::send", "c10d::recv_"):
             self._on_transfer(call, result)
         elif call.operator in RULES and len(call.ranks) > 1:
-            size = sum(tensor.numel() * tensor.element_size() * times for tensor, times in call.moved_tensors())
+            size = sum(tensor.nbytes * times for tensor, times in call.moved_tensors())
             self._communicate(func._opname, Collective(call.operation, size, call.ranks), call, result)
 
     def _communicate(self, name: str, work: Collective, call: CollectiveCall, result: Any) -> None:
@@ -132,16 +129,14 @@ class StreamRecorder(StreamObserver):
             for tensor in iter_tensors(work):
                 self._results[tensor.untyped_storage()._cdata] = moment
             return
-        self._keep_work(dist.Work.unbox(work), moment)  # type: ignore[attr-defined]
-
-    def _keep_work(self, work: Any, moment: Moment) -> None:
+        work = dist.Work.unbox(work)  # type: ignore[attr-defined]
         self._works[id(work)] = (work, moment)
 
     def _on_transfer(self, call: CollectiveCall, result: Any) -> None:
         """Record a single send or receive, or add it to the batch that is being launched."""
         direction: Literal["send", "receive"] = "send" if call.operator == "c10d::send" else "receive"
         peer = call.ranks[call.arguments["dst" if direction == "send" else "src"]]
-        size = sum(tensor.numel() * tensor.element_size() for tensor in iter_tensors(call.arguments["tensors"]))
+        size = sum(tensor.nbytes for tensor in iter_tensors(call.arguments["tensors"]))
         if self._batch is not None:
             self._batch.append((direction, peer, size))
             return
@@ -161,15 +156,12 @@ class StreamRecorder(StreamObserver):
 
     def launch_batch(self, batch_isend_irecv: Any, operations: Sequence[dist.P2POp]) -> Any:
         """Launch transfers by torch's function, and record them as one kernel of the group's communicator."""
-        if not self.is_recording:
-            return batch_isend_irecv(operations)
         self._batch = []
         works = batch_isend_irecv(operations)
         parts, self._batch = self._batch, None
         group = operations[0].group or distributed_c10d._get_default_group()
         moment = self._transfer(parts, f"communicator {_group_name(group)}")
-        for work in works:
-            self._keep_work(work, moment)
+        self._works |= {id(work): (work, moment) for work in works}
         return works
 
     @contextmanager
@@ -182,8 +174,8 @@ class StreamRecorder(StreamObserver):
             return wait(work, *arguments, **keywords)
 
         def recorded_future(work: Any) -> Any:
-            if self.is_recording:  # DDP asks for futures, for which the current stream waits at the end of backward
-                Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
+            # DDP asks for futures, for which the current stream waits at the end of backward.
+            Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
             return get_future(work)
 
         stand_in = lambda operations: self.launch_batch(batch, operations)  # noqa: E731

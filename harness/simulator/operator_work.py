@@ -1,7 +1,7 @@
 """The kernel that an operator launches, from its arguments and its result."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -10,8 +10,6 @@ from torch import Tensor
 
 from harness.measure.collective_rules import iter_tensors
 from harness.simulator.kernel_work import AttentionKernel, HostLinkCopy, HostWork, Movement, Product, Work
-
-_aten = torch.ops.aten
 
 # Operators that launch no kernel although their results are new or they change an argument.
 _WITHOUT_KERNEL = {
@@ -31,20 +29,8 @@ _UNREAD = {"nll_loss_backward": 1}
 # Operators that write a result of zeros before they add their first argument to rows of it.
 _SCATTERS = {"embedding_dense_backward", "nll_loss_backward", "scatter", "index_put"}
 
-# The dimensions of heads and positions of queries, and whether the operator is a backward.
-_HEADS_FIRST, _POSITIONS_FIRST = (1, 2), (2, 1)
-_ATTENTION = {
-    "_scaled_dot_product_flash_attention": (_HEADS_FIRST, False),
-    "_scaled_dot_product_efficient_attention": (_HEADS_FIRST, False),
-    "_scaled_dot_product_cudnn_attention": (_HEADS_FIRST, False),
-    "_flash_attention_forward": (_POSITIONS_FIRST, False),
-    "_efficient_attention_forward": (_POSITIONS_FIRST, False),
-    "_scaled_dot_product_flash_attention_backward": (_HEADS_FIRST, True),
-    "_scaled_dot_product_efficient_attention_backward": (_HEADS_FIRST, True),
-    "_scaled_dot_product_cudnn_attention_backward": (_HEADS_FIRST, True),
-    "_flash_attention_backward": (_POSITIONS_FIRST, True),
-    "_efficient_attention_backward": (_POSITIONS_FIRST, True),
-}
+# The ends of the names of fused attention kernels.
+_ATTENTION = ("_attention", "_attention_backward", "_attention_forward")
 
 _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # the places of the two factors
 
@@ -74,16 +60,12 @@ def launches_nothing(func: Any) -> bool:
     return func.is_view or func._opname in _WITHOUT_KERNEL or func.namespace in ("prim", "prims")
 
 
-def signature(values: Iterable[Any]) -> tuple[Any, ...]:
+def signature(value: Any) -> Any:
     """Return what an operator's kernel depends on: shapes, strides, dtypes and devices of tensors, and plain values."""
-    return tuple(map(_signature, values))
-
-
-def _signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype, device_type_of(value))
     if isinstance(value, (list, tuple)):
-        return tuple(map(_signature, value))
+        return tuple(map(signature, value))
     return value if isinstance(value, (int, float, str, torch.dtype)) else type(value)
 
 
@@ -102,8 +84,8 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     name = func._opname
     if devices > {device_type} and name in ("_to_copy", "copy_"):
         return HostLinkCopy(_tensor_bytes(outputs[0]))
-    if name in _ATTENTION:
-        return _attention(name, args, kwargs)
+    if name.endswith(_ATTENTION):
+        return _attention(func, args, kwargs)
     if name in _PRODUCTS:
         first, second = (args[place] for place in _PRODUCTS[name])
         *batch, m, k = first.shape
@@ -116,28 +98,22 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _attention(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionKernel:
+def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionKernel:
     """Return the attention kernel of an operator, of which backward has the gradient of the output first."""
-    (heads_dim, positions_dim), is_backward = _ATTENTION[name]
-    query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
+    is_backward = func._opname.endswith("_backward")
+    heads_dim, positions_dim = (1, 2) if func._opname.startswith("_scaled_dot_product") else (2, 1)
+    query, key = args[1:3] if is_backward else args[:2]
     batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
-    schema_values = _named(name, args, kwargs)
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     return AttentionKernel(
         batch * queries,
         keys,
         query.shape[heads_dim],
         query.shape[-1],
-        computed_share(queries, keys, schema_values.get("is_causal"), schema_values.get("custom_mask_type")),
+        computed_share(queries, keys, values.get("is_causal"), values.get("custom_mask_type")),
         dtype_name(query),
         is_backward,
     )
-
-
-def _named(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an operator's arguments by name."""
-    schema = getattr(_aten, name).default._schema
-    names = [argument.name for argument in schema.arguments]
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
 def computed_share(queries: int, keys: int, is_causal: Any, mask_type: Any) -> float:

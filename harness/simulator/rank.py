@@ -5,10 +5,11 @@ import os
 import socket
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -17,8 +18,6 @@ from harness.cost_model.memory import PROCESS_BYTES
 from harness.data.corpus import Corpus
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
-from harness.layout.model_profile import model_profile
-from harness.layout.state_widths import StateKind
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.memory import DeviceMemory
@@ -26,7 +25,7 @@ from harness.measure.memory_ownership import state_fields
 from harness.measure.step_profiler import StepListener
 from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
-from harness.probe import Probe, ShardSource
+from harness.probe import Probe
 from harness.records.rank_report import RankReport
 from harness.records.training_report import TensorFingerprint
 from harness.simulator.allocator_blocks import parse_allocator_settings
@@ -40,6 +39,7 @@ from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.process import StepRequest
 from harness.simulator.process_group import accelerate_process, fake_process_group, pipeline_stages
 from harness.simulator.step_timing import TimedStep, profile_timed_step, time_step
+from harness.tensors.shard import Shard
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 
@@ -53,14 +53,9 @@ Progress = Callable[[str, int], None]  # called with the phase and the step that
 class ShapeFingerprinter(Fingerprinter):
     """A fingerprinter of tensors that have no values: it takes their names, shapes and boxes alone."""
 
-    def state(self, engine: ShardSource, kind: StateKind, state_name: str | None = None) -> list[TensorFingerprint]:
-        """Return fingerprints of this rank's shards of one kind of state, without sums."""
-        shards = (shard for shard in engine.local_shards(kind) if state_name in (None, shard.state_name))
-        shapes = model_profile(self.model).parameter_shapes
-        return [
-            TensorFingerprint(shard.name, tuple(shapes.get(shard.name, shard.shape)), shard.box, None, None)
-            for shard in shards
-        ]
+    def fingerprint(self, shard: Shard, shape: tuple[int, ...], subtracted: Tensor | None = None) -> TensorFingerprint:
+        """Return the fingerprint of a shard of a parameter of this shape, without sums."""
+        return TensorFingerprint(shard.name, tuple(shape), shard.box, None, None)
 
 
 def simulate_rank(
@@ -90,16 +85,17 @@ def simulate_rank(
 @contextmanager
 def simulated_device(request: StepRequest) -> Iterator[None]:
     """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
-    with ExitStack() as stack:
-        stack.enter_context(accelerate_process(request.layout, request.rank))
-        stack.enter_context(deepspeed_process(request.layout, request.device, request.device_bytes))
-        if request.device == "cuda":
-            hardware = request.config.cluster.hardware
-            stack.enter_context(cuda_api(hardware.compute_capability if hardware else 9))
-            stack.enter_context(cuda_kernels())
-        for context in (ddp_reducer(), pipeline_stages(), attention_backend_priority()):
-            stack.enter_context(context)
-        stack.enter_context(fake_process_group(request.rank, request.layout.world_size))
+    hardware, is_cuda = request.config.cluster.hardware, request.device == "cuda"
+    with (
+        accelerate_process(request.layout, request.rank),
+        deepspeed_process(request.layout, request.device, request.device_bytes),
+        cuda_api(hardware.compute_capability if hardware else 9) if is_cuda else nullcontext(),
+        cuda_kernels() if is_cuda else nullcontext(),
+        ddp_reducer(),
+        pipeline_stages(),
+        attention_backend_priority(),
+        fake_process_group(request.rank, request.layout.world_size),
+    ):
         yield
 
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest import mock
 
-from harness.config.hardware import HardwareConfig
 from harness.engines.base import Engine
 from harness.hardware.described_cluster import described_cluster
 from harness.measure.gradient_fingerprint import Fingerprinter
@@ -57,11 +57,8 @@ def profile_timed_step(
         if not listener.recorder.is_paused:
             launches.on_operator(func, args, kwargs, result)
 
-    counter.on_operator = on_operator
-    with launches.attach(), probe.listen(listener), listener:
-        launches.is_recording = True
+    with probe.listen(listener), listener, launches.attach(), mock.patch.object(counter, "on_operator", on_operator):
         yield listener, launches
-        launches.is_recording = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,9 @@ def time_step(request: StepRequest, launches: Sequence[Launch]) -> TimedStep | N
         return None
     gpus_per_node = described_cluster(request.config.cluster).gpus_per_node
     try:
-        seconds = [launch_seconds(launch, hardware, gpus_per_node) for launch in launches]
+        seconds = [
+            0.0 if launch.work is None else work_seconds(launch.work, hardware, gpus_per_node) for launch in launches
+        ]
     except UserError:
         return None
     player, operator_seconds = Player(launches, seconds, hardware.fitted), Counter[str]()
@@ -96,8 +95,3 @@ def time_step(request: StepRequest, launches: Sequence[Launch]) -> TimedStep | N
         launches=len(launches),
     )
     return TimedStep(request.rank, launches, player.starts, player.ends, summary)
-
-
-def launch_seconds(launch: Launch, hardware: HardwareConfig, gpus_per_node: int) -> float:
-    """Return the seconds of a launch where nothing else runs; a wait of the host has none of its own."""
-    return 0.0 if launch.work is None else work_seconds(launch.work, hardware, gpus_per_node)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.config.hardware import FittedHardware
 from harness.records.rank_report import SimulatedTime
-from harness.simulator.kernel_work import Collective, HostLinkCopy, Transfers, Work
+from harness.simulator.kernel_work import Communication, HostLinkCopy, Work
 from harness.simulator.operator_stream import HOST, Launch
 
 ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
@@ -22,7 +22,7 @@ ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
 
 def kind_of(work: Work | None) -> str:
     """Return whether a kernel computes, communicates or copies between device and host."""
-    if isinstance(work, Collective | Transfers):
+    if isinstance(work, Communication):
         return "communication"
     return "copy" if isinstance(work, HostLinkCopy) else "compute"
 

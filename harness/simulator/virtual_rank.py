@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -44,15 +44,13 @@ def run_next_rank(directory: Path) -> None:
 def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device]]:
     """Return a context in which this process is one rank of a world; yield the mesh of the world, and its device."""
     device, layout, rank = prepare_device(spec), spec.layout, int(os.environ["RANK"])
-    with ExitStack() as stack:
-        for context in (
-            own_tokens(spec.config.model.vocab_size, layout, rank),
-            communication_hook(keep_bucket),
-            lone_stages(),
-            filled_parts(layout, device),
-            fake_process_group(rank, layout.world_size),
-        ):
-            stack.enter_context(context)
+    with (
+        own_tokens(spec.config.model.vocab_size, layout, rank),
+        communication_hook(keep_bucket),
+        lone_stages(),
+        filled_parts(layout, device),
+        fake_process_group(rank, layout.world_size),
+    ):
         yield init_device_mesh(spec.device, layout.mesh_shape, mesh_dim_names=AXES), device
 
 
@@ -109,17 +107,20 @@ class HeldMessages:
 @contextmanager
 def lone_stages() -> Iterator[None]:
     """Return a context in which pipeline stages run without the other ranks' stages."""
-    create_forward, create_backward = PipelineStage.get_fwd_recv_ops, PipelineStage.get_bwd_recv_ops
-    receive_forward = _filling(create_forward, RECEIVED_HIDDEN_STATE)
-    receive_backward = _filling(create_backward, RECEIVED_GRADIENT)
-    with ExitStack() as stack:
-        for context in (
-            pipeline_stages(),
-            mock.patch.object(PipelineStage, "get_fwd_recv_ops", receive_forward),
-            mock.patch.object(PipelineStage, "get_bwd_recv_ops", receive_backward),
-            mock.patch.object(schedules, "_batch_p2p", _holding(schedules._batch_p2p)),
-        ):
-            stack.enter_context(context)
+    start: Any = schedules._batch_p2p
+
+    def start_and_hold(operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
+        return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
+
+    receives: dict[str, Any] = {
+        "get_fwd_recv_ops": _filling(PipelineStage.get_fwd_recv_ops, RECEIVED_HIDDEN_STATE),
+        "get_bwd_recv_ops": _filling(PipelineStage.get_bwd_recv_ops, RECEIVED_GRADIENT),
+    }
+    with (
+        pipeline_stages(),
+        mock.patch.multiple(PipelineStage, **receives),
+        mock.patch.object(schedules, "_batch_p2p", start_and_hold),
+    ):
         yield
 
 
@@ -143,12 +144,3 @@ def fill_received(tensor: Tensor, size: float) -> None:
     values = tensor.data
     values[..., ::2] = size
     values[..., 1::2] = -size
-
-
-def _holding(start: Callable[..., Sequence[Any]]) -> Callable[..., list[HeldMessages]]:
-    """Return a function that starts a batch of messages and returns a handle that keeps their tensors."""
-
-    def start_and_hold(operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
-        return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
-
-    return start_and_hold

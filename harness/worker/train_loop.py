@@ -92,7 +92,7 @@ def train(
         if engine.skipped_steps == skipped_steps:  # else gradients overflowed, and the optimizer did not run
             break
     if snapshot is not None:
-        profiled.write_snapshot(snapshot)
+        profiled.recorder.write_snapshot(snapshot)
     with trace:
         wait_for_ranks(memory.device)  # a rank that is late would look like communication in the others' traces
         with probe.listen(trace):

@@ -429,7 +429,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
             for loss in losses:
                 loss.backward()
         del losses, loss
-        assert meter._saved_bytes == 0
+        assert meter.saved_bytes == 0
     finally:
         gc.enable()
     assert one_by_one == (CHECKPOINTED if checkpointed else WHOLE)

@@ -95,7 +95,6 @@ def record_rank(layout: Layout, micro_batches: int, rank: int) -> list[Launch]:
         schedule = schedules[layout.schedule](held, micro_batches, loss_fn=loss, scale_grads=False)
         rows = torch.zeros(micro_batches, 1)
         with pipeline_stages(), recorder.attach(), TransferMode(recorder):
-            recorder.is_recording = True
             arguments = (rows,) if stages[0].is_first else ()
             schedule.step(*arguments, target=rows if stages[-1].is_last else None, return_outputs=False)
     return recorder.launches

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.config.strategy import MODEL_AXES
-from harness.engines.base import Engine, option_problems
+from harness.engines.base import Engine, load_engine, option_problems
 from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.nvml import driver_version
 from harness.layout.model_profile import model_profile
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from harness.config.schema import RunConfig
-    from harness.engines.base import EngineModule
     from harness.hardware.machine import Machine
     from harness.layout.layout import Layout
     from harness.probe import Probe
@@ -110,16 +109,9 @@ def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machi
         )
 
 
-def backing_engine(layout: "Layout") -> "EngineModule":
-    """Return the engine of the library that Accelerate wraps for this layout."""
-    from harness.engines.base import load_engine
-
-    return load_engine("deepspeed" if layout.data_parallel == "none" else "torch")
-
-
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
-    """Return the wrapped engine's widths."""
-    return backing_engine(layout).state_widths(config, layout)
+    """Return the widths of the engine of the library that Accelerate wraps for this layout."""
+    return load_engine("deepspeed" if layout.data_parallel == "none" else "torch").state_widths(config, layout)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:

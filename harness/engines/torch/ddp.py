@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config.schema import RunConfig
+from harness.engines.torch.grad_norm import local_part
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
 from harness.models.init_weights import initial_value, local_part_like, materialize
@@ -116,23 +116,19 @@ class ReplicatedParams:
     def sync_model_params(self) -> None:
         """Copy the updated masters into the model, and free the gradients or zero those that are bucket views.
 
-        One operator copies all of them: on a GPU hundreds of small kernels would slow these strategies alone.
+        One operator, which takes no DTensors, copies all of them: on a GPU hundreds of small kernels would slow these
+        strategies alone.
         """
         with torch.no_grad():
             if self.masters:
-                copies = [plain_tensor(self.parameters[name]) for name in self.masters]
-                torch._foreach_copy_(copies, [plain_tensor(master) for master in self.masters.values()])
+                copies = [local_part(self.parameters[name]) for name in self.masters]
+                torch._foreach_copy_(copies, [local_part(master) for master in self.masters.values()])
             trained = [self.master_param(name) for name in self.parameters]
             if self.accumulates_in_buckets and (views := [p.grad for p in trained if p.grad is not None]):
                 torch._foreach_zero_(views)
                 return
             for parameter in chain(trained, self.parameters.values()):
                 parameter.grad = None
-
-
-def plain_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor with this rank's elements: torch's operators over lists take no DTensors."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def distributed_data_parallel(
