@@ -11,7 +11,7 @@
                   |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
                   |        |                deepspeed_zero.py, _2, _3                          what a library allocates
                   |        +-- stack_memory.py, stack_moments.py, stack_parameters.py          other implementations
-                  |    predicted_peak.py, fits.py                whether it fits, and remedies
+                  |    nearest_decoder.py, fits.py               models without formulas; whether a plan fits
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them
         work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight

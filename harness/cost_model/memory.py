@@ -58,6 +58,8 @@ class MemoryEstimate:
     host_bytes: int  # offloaded to the host, pinned; 0 on a CPU, where it is part of all else
     process_bytes: int  # interpreter, libraries, context: outside torch's allocator; only for whether it fits a host
     at_peak: Bytes
+    rank: int = 0  # the first of the world's ranks at this place of the pipeline
+    phase: str = "backward"  # in which it peaks: forward, backward or optimizer
 
     @property
     def peak_bytes(self) -> int:
@@ -131,6 +133,8 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         host_bytes=step.host_bytes + offloaded,
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
         at_peak=at_peak,
+        rank=peak.pp_rank * (own.layout.world_size // own.layout.pp),
+        phase=peak.phase,
     )
 
 

@@ -13,8 +13,8 @@ from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
-from harness.cost_model.predicted_peak import PredictedPeak, predicted_memory, predicted_peak
-from harness.cost_model.stack_memory import predict_memory
+from harness.cost_model.nearest_decoder import predicted_memory
+from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_host_update
@@ -57,19 +57,20 @@ class Prediction:
         """The memory of the rank with the highest peak."""
         if self.is_runnable:
             return predicted_memory(self.config, self.layout, self.widths, self.cluster.device)
-        capability = self.cluster.hardware.compute_capability
-        return predict_memory(self.config, self.layout, self.stack, self.widths, capability)
+        return self.peak.estimate
 
     @cached_property
-    def peak(self) -> PredictedPeak:
-        """The rank and the phase of the highest peak, and what torch's allocator reserves for it."""
-        device, capability = self.cluster.device, self.cluster.hardware.compute_capability
-        return predicted_peak(self.config, self.layout, self.stack, self.widths, device, self.memory, capability)
+    def peak(self) -> RankMemory:
+        """The memory of that rank, and what torch's allocator reserves for it."""
+        if self.is_runnable:
+            return own_memory(self.stack.memory, self.memory, self.cluster.device)
+        capability = self.cluster.hardware.compute_capability
+        return predict_highest_rank(self.config, self.layout, self.stack, None, capability)
 
     @cached_property
     def verdict(self) -> FitVerdict:
         """Whether the highest rank fits a device, by the errors on file, and its host's memory."""
-        verdict = fit_verdict(self.peak.memory, self.available_bytes, self.judged_stack)
+        verdict = fit_verdict(self.peak, self.available_bytes, self.judged_stack)
         return verdict if self.fits_host else dataclasses.replace(verdict, fits="no")
 
     @property

@@ -10,7 +10,7 @@ state of random generators, and the contexts of CUDA and NCCL.
 import math
 from dataclasses import dataclass
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import MODEL_AXES
 from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, PROCESS_BYTES, MemoryEstimate, estimate_memory
@@ -67,9 +67,14 @@ def predict_highest_rank(
         )
     if widths is None:
         raise ValueError("the stack harness needs its engine's widths")
-    estimate = estimate_memory(config, layout, widths, "cuda")
+    return own_memory(stack.memory, estimate_memory(config, layout, widths, "cuda"), "cuda")
+
+
+def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device) -> RankMemory:
+    """Return a rank's memory with the stack `harness`; a CPU's allocator takes nothing beyond what is requested."""
     lasting = (estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
-    return RankMemory(estimate, sum(lasting), reserved_bytes(stack.memory, estimate, 0, 0))
+    reserved = estimate.peak_bytes if device == "cpu" else reserved_bytes(memory, estimate, 0, 0)
+    return RankMemory(estimate, sum(lasting), reserved)
 
 
 def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -> None:
@@ -125,9 +130,9 @@ def predict_rank_memory(
     state = model_state(config, layout, memory, parts)
     workspaces = workspace_bytes(memory, compute_capability)
     passes = activation_moments(config, layout, memory, parts, shape, pp_rank, micro_batches)
-    moments = [state.at(moment, micro_batches > 1) for moment in passes]
-    moments.append(state.in_optimizer_step())
-    highest = max(moments, key=lambda moment: sum(moment.values()))
+    moments = [(moment.phase, state.at(moment, micro_batches > 1)) for moment in passes]
+    moments.append(("optimizer", state.in_optimizer_step()))
+    phase, highest = max(moments, key=lambda moment: sum(moment[1].values()))
     resident = {"parameters": state.parameters, "optimizer": state.optimizer, "workspaces": workspaces}
     estimate = MemoryEstimate(
         state.parameters,
@@ -135,10 +140,12 @@ def predict_rank_memory(
         state.optimizer,
         activation_bytes=max(moment.activations for moment in passes),
         loss_bytes=max(moment.loss for moment in passes),
-        communication_buffer_bytes=max(moment["buffers"] for moment in moments),
+        communication_buffer_bytes=max(moment["buffers"] for _, moment in moments),
         host_bytes=0,
         process_bytes=PROCESS_BYTES["cuda"],
         at_peak=resident | highest,
+        rank=pp_rank * (layout.world_size // layout.pp),
+        phase=phase,
     )
     chunks = len(parts.chunks) if layout.pp_enabled else 0
     resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes

@@ -13,7 +13,9 @@ from functools import lru_cache
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackMemory
+from harness.config.strategy import Schedule
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
+from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.stack_parameters import RankParts
 from harness.layout.layout import Layout, micro_batches_per_round
 
@@ -27,6 +29,11 @@ class StackMoment:
     temporaries: int = 0
     remaining_layers: int = 0  # the layers of this pass whose backward has not run
     in_backward: bool = False
+
+    @property
+    def phase(self) -> str:
+        """The phase of a step that the moment is part of; the loss ends forward."""
+        return "backward" if self.in_backward else "forward"
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,10 @@ def activation_moments(
         again = layer.saved - shape.hidden_bytes if recomputes else 0
     layers = sum(parts.chunks)
     average = (saved * (layers - recomputes) + shape.hidden_bytes * recomputes) / max(1, layers)
-    passes = passes_in_flight(layout, micro_batches, pp_rank)
+    passes = micro_batches  # of GPipe; no stack has a schedule that splits backward
+    if layout.schedule != "gpipe" or not layout.pp_enabled:
+        schedule: Schedule = "interleaved_1f1b" if layout.virtual_stages > 1 else "1f1b"
+        passes = max_in_flight_micro_batches(dataclasses.replace(layout, schedule=schedule), micro_batches, pp_rank)
     group = micro_batches_per_round(layout.pp, micro_batches)
     ends = 0  # token ids, and the mask of the embedding's dropout
     if parts.holds_embedding:
@@ -195,21 +205,6 @@ def activation_moments(
     if not gathers:
         return moments
     return [dataclasses.replace(moment, temporaries=moment.temporaries + gathers) for moment in moments]
-
-
-def passes_in_flight(layout: Layout, micro_batches: int, pp_rank: int) -> int:
-    """Return the most passes through a rank's stages that it keeps for backward at once.
-
-    1F1B keeps as many as there are stages from this one on, GPipe all, and the interleaved schedule its warm-up and one
-    more (Megatron-LM, megatron/core/pipeline_parallel/schedules.py, get_pp_rank_microbatches).
-    """
-    chunks, stages = layout.virtual_stages, layout.pp
-    if layout.schedule == "gpipe" and layout.pp_enabled:
-        return micro_batches
-    if chunks == 1:
-        return min(micro_batches, stages - pp_rank)
-    warm_up = (chunks - 1) * micro_batches_per_round(layout.pp, micro_batches) + 2 * (stages - 1 - pp_rank)
-    return min(chunks * micro_batches, warm_up + 1)
 
 
 def layers_in_flight(chunks: tuple[int, ...], passes: int, group: int) -> int:

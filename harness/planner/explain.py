@@ -32,13 +32,13 @@ def memory_explanation(prediction: Prediction) -> Iterator[str]:
     """Yield the derivation of the figures of memory."""
     layout, memory, widths, peak = prediction.layout, prediction.memory, prediction.widths, prediction.peak
     parts = " + ".join(f"{name} {format_bytes(size)}" for name, size in memory.at_peak.items() if size)
-    yield f"predicted_peak_bytes = {memory.peak_bytes}: at its worst, in {peak.phase} of rank {peak.rank}, {parts}."
+    yield f"predicted_peak_bytes = {memory.peak_bytes}: at its worst, in {memory.phase} of rank {memory.rank}, {parts}."
     if prediction.cluster.device == "cuda":
-        beyond = peak.memory.reserved_bytes - memory.peak_bytes
+        beyond = peak.reserved_bytes - memory.peak_bytes
         is_planned = prediction.stack.memory.fragmentation > 0
         unknown = "" if is_planned else "; freed blocks that fit no later request come on top"
         yield (
-            f"peak_reserved_bytes = {peak.memory.reserved_bytes}: {beyond} bytes beyond the peak, in segments of 2 MiB:"
+            f"peak_reserved_bytes = {peak.reserved_bytes}: {beyond} bytes beyond the peak, in segments of 2 MiB:"
             f" what the allocator holds and cannot use again{unknown}."
         )
     yield f"fits = {fit_sentence(prediction)}"

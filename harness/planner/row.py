@@ -91,9 +91,9 @@ def memory_columns(prediction: Prediction) -> Cells:
     memory, peak, verdict = prediction.memory, prediction.peak, prediction.verdict
     return {
         "predicted_peak_bytes": memory.peak_bytes,
-        "peak_rank": peak.rank,
-        "peak_phase": peak.phase,
-        "peak_reserved_bytes": peak.memory.reserved_bytes if prediction.cluster.device == "cuda" else None,
+        "peak_rank": memory.rank,
+        "peak_phase": memory.phase,
+        "peak_reserved_bytes": peak.reserved_bytes if prediction.cluster.device == "cuda" else None,
         "fits": verdict.fits,
         "predicted_peak_low_bytes": round(verdict.low_bytes),
         "predicted_peak_high_bytes": round(verdict.high_bytes),

@@ -219,7 +219,7 @@ def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list
                 f"{prediction.tokens_per_second / prediction.layout.world_size:,.0f}",
                 "" if mfu is None else f"{100 * mfu:.1f} %",
                 format_bytes(prediction.memory.peak_bytes),
-                format_bytes(prediction.peak.memory.reserved_bytes) if is_gpu else "",
+                format_bytes(prediction.peak.reserved_bytes) if is_gpu else "",
                 prediction.verdict.fits,
                 *(f"{part:.3g}" for part in seconds),
             )
@@ -237,9 +237,9 @@ def detail_lines(prediction: Prediction) -> Iterator[str]:
     memory, peak = prediction.memory, prediction.peak
     parts = ", ".join(f"{part} {format_bytes(size)}" for part in PEAK_PARTS if (size := memory.at_peak.get(part, 0)))
     is_planned = prediction.stack.memory.fragmentation > 0  # else what fragments waste is not on file
-    reserved = f"{'' if is_planned else 'at least '}{format_bytes(peak.memory.reserved_bytes)}"
+    reserved = f"{'' if is_planned else 'at least '}{format_bytes(peak.reserved_bytes)}"
     also = f"; torch reserves {reserved}" if prediction.cluster.device == "cuda" else ""
-    yield f"memory: rank {peak.rank} peaks at {format_bytes(memory.peak_bytes)} in {peak.phase}: {parts}{also}."
+    yield f"memory: rank {memory.rank} peaks at {format_bytes(memory.peak_bytes)} in {memory.phase}: {parts}{also}."
     yield f"fits: {fit_sentence(prediction)}"
     seconds = ", ".join(f"{name} {size:.4g} s" for name, size in terms(prediction).items() if size)
     yield f"step: {prediction.step_seconds:.4g} s: {seconds}."

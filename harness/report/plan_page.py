@@ -55,11 +55,11 @@ _SPEEDS: dict[str, Cell] = {
 _MEMORY: dict[str, Cell] = {
     "peak GiB": lambda entry: f"{entry.memory.peak_bytes / GIB:.1f}",
     "reserved GiB": lambda entry: (
-        f"{entry.peak.memory.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
+        f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
     ),
     "fits": _FRONT["fits"],
-    "fullest rank": lambda entry: str(entry.peak.rank),
-    "phase of its peak": lambda entry: entry.peak.phase,
+    "fullest rank": lambda entry: str(entry.memory.rank),
+    "phase of its peak": lambda entry: entry.memory.phase,
 }
 
 

@@ -137,7 +137,7 @@ def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
     strategy = StrategyConfig(name="pipeline", pp=4, schedule="1f1b")
     eight = DescribedCluster("eight", 1, 8, HARDWARE_OF_TESTS, "cuda")
     prediction = predict(config, resolve_layout(strategy, 4), eight, load_stack("harness"))
-    assert prediction.peak.rank == 3
+    assert prediction.memory.rank == 3
     highest = max(
         estimate_rank_memory(config, prediction.layout, prediction.widths, "cuda", rank, [stage]).peak_bytes
         for rank, stage in enumerate(split_into_stages(config.model, prediction.layout))
@@ -146,8 +146,8 @@ def test_the_rank_and_the_phase_are_those_of_the_peak() -> None:
     slow = run(shaped(vocab_size=256, hidden_size=1024, intermediate_size=4096), global_batch=1)
     slow = dataclasses.replace(slow, train=dataclasses.replace(slow.train, seq_len=2, fused_optimizer=False))
     single = predict(slow, resolve_layout(StrategyConfig(name="single"), 1), eight, load_stack("harness"))
-    assert single.peak.phase == "optimizer"
-    assert prediction.peak.phase == "backward"
+    assert single.memory.phase == "optimizer"
+    assert prediction.memory.phase == "backward"
 
 
 def test_a_sweep_file_is_expanded_and_its_impossible_combinations_are_shown(

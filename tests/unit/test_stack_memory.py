@@ -24,7 +24,7 @@ from harness.cost_model.stack_memory import (
     predict_memory,
     predict_rank_memory,
 )
-from harness.cost_model.stack_moments import layer_bytes, passes_in_flight
+from harness.cost_model.stack_moments import layer_bytes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
@@ -161,12 +161,12 @@ def swap_tensor_and_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def keep_one_micro_batch_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_moments.passes_in_flight
+    original = stack_moments.max_in_flight_micro_batches
 
     def fewer(layout: Layout, micro_batches: int, pp_rank: int) -> int:
         return max(1, original(layout, micro_batches, pp_rank) - 1)
 
-    monkeypatch.setattr(stack_moments, "passes_in_flight", fewer)
+    monkeypatch.setattr(stack_moments, "max_in_flight_micro_batches", fewer)
 
 
 def keep_gradients_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,17 +256,6 @@ def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, 
     )
     unit = 1 if gigabytes > 100 else 0.1  # of the last printed digit
     assert layer.saved * config.model.num_hidden_layers / 1e9 == pytest.approx(gigabytes, abs=unit)
-
-
-def test_a_stage_keeps_as_many_micro_batches_as_follow_it() -> None:
-    layout = layout_of(4, pp=4)
-    assert [passes_in_flight(layout, 8, rank) for rank in range(4)] == [4, 3, 2, 1]
-    assert [passes_in_flight(layout, 2, rank) for rank in range(4)] == [2, 2, 2, 1]
-    gpipe = layout_of(4, pp=4, schedule="gpipe")
-    assert [passes_in_flight(gpipe, 8, rank) for rank in range(4)] == [8] * 4
-    # Megatron-LM: (v - 1) p + 2 (p - 1 - rank) + 1
-    looped = layout_of(4, pp=4, schedule="interleaved_1f1b", virtual_stages=2)
-    assert [passes_in_flight(looped, 8, rank) for rank in range(4)] == [11, 9, 7, 5]
 
 
 @pytest.mark.parametrize("name", ["gpt_125m", "7b", "70b", "tiny", "mistral_7b"])
