@@ -54,9 +54,7 @@ _SPEEDS: dict[str, Cell] = {
 }
 _MEMORY: dict[str, Cell] = {
     "peak GiB": lambda entry: f"{entry.memory.peak_bytes / GIB:.1f}",
-    "reserved GiB": lambda entry: (
-        f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
-    ),
+    "reserved GiB": lambda entry: f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
     "fits": _FRONT["fits"],
     "fullest rank": lambda entry: str(entry.memory.rank),
     "phase of its peak": lambda entry: entry.memory.phase,
