@@ -15,7 +15,7 @@ from harness.report.columns import ShownColumn, write
 from harness.report.comparison_columns import UNSETTLED_MARK, WORDS, abbreviations
 from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
 from harness.report.regressions import BaselineCheck, Change, Figure
-from harness.report.speeds import MINIMUM_RUNS, Speed, are_alike, speed_of
+from harness.report.speeds import MINIMUM_RUNS, are_alike
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
     bytes_text,
@@ -34,10 +34,6 @@ _EXACT_COLUMNS = ("_bytes", "_flops", "in_flight_micro_batches", "_retries", "_o
 
 # These have columns of their own; the last depends on what else a process imported.
 _SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_rss_bytes"}
-
-Rows = Sequence[tuple[Row, Row]]  # of A and of B
-
-Speeds = Sequence[tuple[Speed | None, Speed | None]]  # of A and of B
 
 
 def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
@@ -76,22 +72,19 @@ def _print_changes(title: str, differences: Changes, out: Console) -> None:
 
 
 def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
-    matched = [(label, first, second) for label, first, second in lines if first and second]
+    matched = [pair for pair in lines if pair.first and pair.second]
+    notes = ["no run of A has the same configuration as a run of B"]
     if matched:
-        names, rows = [label for label, *_ in matched], [(first.row, second.row) for _, first, second in matched]
-        speeds = [(speed_of(first.runs), speed_of(second.runs)) for _, first, second in matched]
-        columns, left_out = fit_width(_columns(names, rows, speeds), out.width)
+        columns, left_out = fit_width(_columns(matched), out.width)
         out.print(rich_table(columns))
         titles = ", ".join(column.title for column in left_out)
         notes = [f"columns left out to fit {out.width} characters: {titles}"] if left_out else []
-        legend = abbreviations(columns)
-        notes += [legend] if legend else []
-        notes += [*_legend(names, rows, speeds), *_notes(names, rows)]
-    else:
-        notes = ["no run of A has the same configuration as a run of B"]
-    for side, name in (("A", "first"), ("B", "second")):
-        unmatched = [(pair.label, getattr(pair, name)) for pair in lines if None in pair]
-        texts = [f"{label} {_status(line.row)}" for label, line in unmatched if line]
+        notes += [text for text in (abbreviations(columns), *_legend(matched), *_notes(matched)) if text]
+    for side, alone in (
+        ("A", [(pair.label, pair.first) for pair in lines if not pair.second]),
+        ("B", [(pair.label, pair.second) for pair in lines if not pair.first]),
+    ):
+        texts = [f"{label} {_status(line.row)}" for label, line in alone if line]
         notes += [f"only in {side}: {', '.join(texts)}"] if texts else []
     for note in notes:
         out.print(Text(sanitize(note)))
@@ -105,50 +98,38 @@ _FIGURES = (
 )
 
 
-def _columns(names: Sequence[str], rows: Rows, by_side: Speeds) -> list[ShownColumn]:
+def _columns(pairs: Sequence[Pair]) -> list[ShownColumn]:
     """Return the columns of both values and of B over A, without those that are empty throughout.
 
     Where width is short, A's value is left out before B's.
     """
-    statuses = [(_status(first), _status(second)) for first, second in rows]
-    changed = [before if before == after else f"{before} → {after}" for before, after in statuses]
+    changed = [_change([_status(row) for row in pair.rows]) for pair in pairs]
+    marks = [UNSETTLED_MARK if pair.speeds and are_alike(*pair.speeds) else "" for pair in pairs]
     columns = [
-        ShownColumn("run", [sanitize(name) for name in names], number=False),
+        ShownColumn("run", [sanitize(pair.label) for pair in pairs], number=False),
         ShownColumn("status", changed, number=False),
     ]
     for key, word, kind, drop, drop_ratio in _FIGURES:
-        title, values = WORDS[word].short, [row.get(key) for side in zip(*rows, strict=True) for row in side]
+        title, values = WORDS[word].short, [pair.rows[side].get(key) for side in (0, 1) for pair in pairs]
         (both,) = write([ShownColumn(f"{title} {{unit}}", values, kind)])
-        ratios = format_ratios([_ratio(key, first, second) for first, second in rows])
+        ratios = format_ratios([pair.ratio(key) for pair in pairs])
         if kind == "number":
-            marks = [UNSETTLED_MARK * _is_within_variation(*sides) for sides in by_side]
             ratios = [ratio + mark for ratio, mark in zip(ratios, marks, strict=True)]
         columns += [
-            ShownColumn(f"{both.title}\nA", both.cells[: len(rows)], drop=drop),
-            ShownColumn(f"{both.title}\nB", both.cells[len(rows) :], drop=drop + 1),
+            ShownColumn(f"{both.title}\nA", both.cells[: len(pairs)], drop=drop),
+            ShownColumn(f"{both.title}\nB", both.cells[len(pairs) :], drop=drop + 1),
             ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
         ]
     for key, word, drop in (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4)):
-        columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", _deviations(key, rows), drop=drop))
+        cells = [_change(format_deviations([row.get(key) for row in pair.rows])) for pair in pairs]
+        columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", cells, drop=drop))
     return [column for column in columns if column.is_known]
 
 
-def _ratio(key: str, first: Row, second: Row) -> float | None:
-    """Return B over A, None unless both ended ok with a value and A's is not 0."""
-    base, value = first.get(key), second.get(key)
-    if not first["status"] == second["status"] == "ok" or not base or value is None:
-        return None
-    return float(value / base)
-
-
-def _is_within_variation(first: Speed | None, second: Speed | None) -> bool:
-    """Return whether two speeds that may be compared differ by no more than runs vary."""
-    return bool(first and second and first.is_ranked and second.is_ranked and are_alike(first, second))
-
-
-def _deviations(key: str, rows: Rows) -> list[str]:
-    texts = [format_deviations([first.get(key), second.get(key)]) for first, second in rows]
-    return [before if before == after else f"{before or '-'} → {after or '-'}" for before, after in texts]
+def _change(texts: Sequence[str]) -> str:
+    """Return two texts of A and of B, once where they are the same."""
+    before, after = texts
+    return before if before == after else f"{before or '-'} → {after or '-'}"
 
 
 def _status(row: Row) -> str:
@@ -157,46 +138,39 @@ def _status(row: Row) -> str:
     return str(row["status"]) if runs == alike else f"{row['status']} {alike}/{runs}"
 
 
-def _legend(names: Sequence[str], rows: Rows, speeds: Speeds) -> Iterator[str]:
+def _legend(pairs: Sequence[Pair]) -> Iterator[str]:
     """Yield the meanings of the table's marks, and the speeds that may not be compared."""
     yield "× is the ratio of B to A"
-    if any(_is_within_variation(*sides) for sides in speeds):
+    if any(pair.speeds and are_alike(*pair.speeds) for pair in pairs):
         yield f"{UNSETTLED_MARK} marks a difference that is not certain"
-    unranked = [
-        name
-        for name, (first, second), pair in zip(names, speeds, rows, strict=True)
-        if first and second and not (first.is_ranked and second.is_ranked) and _ratio("tokens_per_second", *pair)
-    ]
+    unranked = [pair.label for pair in pairs if not pair.speeds and pair.ratio("tokens_per_second")]
     if unranked:
-        names_text = "every run" if len(unranked) == len(names) else ", ".join(unranked)
+        names_text = "every run" if len(unranked) == len(pairs) else ", ".join(unranked)
         yield f"fewer than {MINIMUM_RUNS} undisturbed runs, so that it is not certain which is faster: {names_text}"
 
 
-def other_changes(first: Row, second: Row) -> list[str]:
-    """Return the figures that no column shows and that differ by more than EXACT, in the form A → B."""
-    texts = []
+def _other_changes(first: Row, second: Row) -> Iterator[str]:
+    """Yield the figures that no column shows and that differ by more than EXACT, in the form A → B."""
     for key in sorted((first.keys() & second.keys()) - _SHOWN):
         before, after = first[key], second[key]
         if key.endswith(_EXACT_COLUMNS) and None not in (before, after) and abs(after - before) > EXACT * abs(before):
             format_value = bytes_text if key.endswith("_bytes") else "{:,.0f}".format
-            texts.append(f"{key} {format_value(before)} → {format_value(after)}")
-    return texts
+            yield f"{key} {format_value(before)} → {format_value(after)}"
 
 
-def _notes(names: Sequence[str], rows: Rows) -> Iterator[str]:
+def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
     """Yield other figures that changed, changes of the world size, reasons of failures, and noise warnings."""
-    for name, (first, second) in zip(names, rows, strict=True):
-        changed = other_changes(first, second) if first["status"] == second["status"] == "ok" else []
-        if changed:
-            yield f"{name}: {', '.join(changed)}"
-        worlds = first.get("world_size"), second.get("world_size")
-        if None not in worlds and worlds[0] != worlds[1]:
-            yield f"{name} world size {worlds[0]} → {worlds[1]}"
-        for side, row in (("A", first), ("B", second)):
-            if first["status"] != second["status"] and row["status"] != "ok":
-                yield f"{side}: {name} {outcome_text(row)}"
+    for pair in pairs:
+        if pair.is_ok and (changed := ", ".join(_other_changes(*pair.rows))):
+            yield f"{pair.label}: {changed}"
+        before, after = (row.get("world_size") for row in pair.rows)
+        if None not in (before, after) and before != after:
+            yield f"{pair.label} world size {before} → {after}"
+        for side, row, other in zip("AB", pair.rows, pair.rows[::-1], strict=True):
+            if row["status"] not in ("ok", other["status"]):
+                yield f"{side}: {pair.label} {outcome_text(row)}"
             if row.get("noise_warning"):
-                yield f"{side}: {name} noise warning: {row['noise_warning']}"
+                yield f"{side}: {pair.label} noise warning: {row['noise_warning']}"
 
 
 def print_regressions(comparison: BaselineCheck, out: Console) -> None:

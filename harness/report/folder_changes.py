@@ -2,12 +2,16 @@
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
-from harness.records.schema import Record
+from harness.records.schema import Record, Row
+from harness.report.comparability import group_by
 from harness.report.frame import column_values, records_frame
 from harness.report.labels import flattened
+from harness.report.speeds import Speed, speed_of
 from harness.report.view import merge_repeats
 
 # A run is defined by these parts of its configuration. All others may differ between two folders and leave runs to
@@ -29,12 +33,34 @@ Flat = dict[str, Any]  # under dotted keys
 Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True)
+class Pair:
     """The lines of both folders with the same configuration; a folder without such a line has None."""
 
     label: str  # unique among the pairs
     first: Record | None
     second: Record | None
+
+    @cached_property
+    def rows(self) -> tuple[Row, Row]:
+        """The rows of both lines, empty for a line that a folder does not have."""
+        return self.first.row if self.first else {}, self.second.row if self.second else {}
+
+    @cached_property
+    def is_ok(self) -> bool:
+        """Whether both lines ended ok."""
+        return all(row.get("status") == "ok" for row in self.rows)
+
+    @cached_property
+    def speeds(self) -> tuple[Speed, Speed] | None:
+        """The speeds of both lines, if they may be ranked."""
+        first, second = (line and speed_of(line.runs) for line in (self.first, self.second))
+        return (first, second) if first and second and first.is_ranked and second.is_ranked else None
+
+    def ratio(self, key: str) -> float | None:
+        """Return B over A, None unless both ended ok with a value and A's is not 0."""
+        base, value = (row.get(key) for row in self.rows)
+        return float(value / base) if self.is_ok and base and value is not None else None
 
 
 def origin(record: Record) -> Flat:
@@ -63,12 +89,12 @@ def _configuration(record: Record) -> Flat:
 
 def changes(first: Iterable[Flat], second: Iterable[Flat]) -> Changes:
     """Return the keys whose values differ between the two, with all values of both sides; `-` means none."""
-    values = _values(first), _values(second)
-    keys = sorted({*values[0], *values[1]})
+    sides = _values(first), _values(second)
+    texts = {key: tuple(side.get(key, {}) for side in sides) for key in sorted({*sides[0], *sides[1]})}
     return {
-        key: (_join(values[0].get(key)), _join(values[1].get(key)))
-        for key in keys
-        if set(values[0].get(key, ())) != set(values[1].get(key, ()))
+        key: (", ".join(before) or "-", ", ".join(after) or "-")
+        for key, (before, after) in texts.items()
+        if before.keys() != after.keys()
     }
 
 
@@ -87,22 +113,18 @@ def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> 
     return {key: values for key, values in changes(*sides).items() if is_shared(key)}
 
 
-def _values(records: Iterable[Flat]) -> dict[str, list[str]]:
+def _values(records: Iterable[Flat]) -> dict[str, dict[str, None]]:
     """Return the distinct known values of each key, in order."""
-    values: dict[str, list[str]] = {}
+    values: dict[str, dict[str, None]] = {}
     for flat in records:
         for key, value in flat.items():
-            if value is not None and _text(value) not in values.setdefault(key, []):
-                values[key].append(_text(value))
+            if value is not None:
+                values.setdefault(key, {})[_text(value)] = None
     return values
 
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def _join(values: Sequence[str] | None) -> str:
-    return ", ".join(values) if values else "-"
 
 
 def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
@@ -114,21 +136,22 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
     If a folder has several such lines, those of the same run are a pair; of others, for instance made by different
     versions, the latest of both.
     """
-    first, second = merge_repeats(first), merge_repeats(second)
-    sides: list[dict[str, list[Record]]] = [{}, {}]
+    sides = merge_repeats(first), merge_repeats(second)
     ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
-    columns = _known_columns(first, second) if any(map(is_table, (first, second))) else None
-    for side, of_side in zip(sides, (first, second), strict=True):
-        for line in of_side:
-            side.setdefault(_run_key(line, ignored, columns), []).append(line)
+    columns = _known_columns(*sides) if any(map(is_table, sides)) else None
+    groups = [group_by(lines, lambda line: _run_key(line, ignored, columns)) for lines in sides]
     matched: list[tuple[Record | None, Record | None]] = []
     unmatched: list[tuple[Record | None, Record | None]] = []
-    for key in dict.fromkeys((*sides[0], *sides[1])):
-        first_lines, second_lines = sides[0].get(key, []), sides[1].get(key, [])
-        matched += _same_runs(first_lines, second_lines)
-        if first_lines and second_lines:
-            matched.append((first_lines.pop(), second_lines.pop()))
-        unmatched += [(line, None) for line in first_lines] + [(None, line) for line in second_lines]
+    for key in dict.fromkeys((*groups[0], *groups[1])):
+        befores, afters = (group.get(key, []) for group in groups)
+        by_id = {line.run_id: line for line in afters}
+        same = [(line, by_id[line.run_id]) for line in befores if line.run_id in by_id]
+        ids = {line.run_id for line, _ in same}
+        befores, afters = ([line for line in lines if line.run_id not in ids] for lines in (befores, afters))
+        matched += [*same, *zip(befores[-1:], afters[-1:], strict=False)]
+        count = min(len(befores), len(afters), 1)
+        unmatched += [(line, None) for line in befores[: len(befores) - count]]
+        unmatched += [(None, line) for line in afters[: len(afters) - count]]
     lines = [first or second for first, second in matched + unmatched]
     labels = column_values(records_frame([line for line in lines if line]), "label")
     return [Pair(label, *pair) for label, pair in zip(labels, matched + unmatched, strict=True)]
@@ -141,16 +164,6 @@ def _known_columns(*sides: Sequence[Record]) -> list[str]:
         for name in _DEFINING_COLUMNS
         if all(any(line.row.get(name) is not None for line in lines) for lines in sides)
     ]
-
-
-def _same_runs(first_lines: list[Record], second_lines: list[Record]) -> list[tuple[Record, Record]]:
-    """Remove the lines of the same run from both lists, and return them as pairs; an id has the hash of its run."""
-    by_id = {line.run_id: line for line in second_lines}
-    matched = [(line, by_id[line.run_id]) for line in first_lines if line.run_id in by_id]
-    for first, second in matched:
-        first_lines.remove(first)
-        second_lines.remove(second)
-    return matched
 
 
 def _run_key(line: Record, ignored: set[str], columns: Sequence[str] | None) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record
 from harness.report.folder_changes import Changes, Pair, configuration_changes, pairs
-from harness.report.speeds import MINIMUM_RUNS, Speed, leads, speed_of
+from harness.report.speeds import MINIMUM_RUNS, Speed, leads
 from harness.report.text import outcome_text
 
 # The columns that may not grow.
@@ -97,14 +97,13 @@ def compare(
             continue
         compared += 1
         changes += _failure(pair)
-        if pair.second is None or pair.second.status != "ok":
+        if pair.second is None or not pair.is_ok:
             continue
         changes += _exact_changes(label, pair.first, pair.second, limit)
-        speeds = speed_of(pair.first.runs), speed_of(pair.second.runs)
         reason = _why_incomparable(pair.first, pair.second, across_versions)
-        if not reason and speeds[0] and speeds[1] and speeds[0].is_ranked and speeds[1].is_ranked:
+        if not reason and pair.speeds:
             judged += 1
-            changes += _speed_change(label, speeds[0], speeds[1], limit)
+            changes += _speed_change(label, *pair.speeds, limit)
         else:
             unjudged.setdefault(reason or _FEW_RUNS, []).append(label)
     changes.sort(key=lambda change: (_ORDER.index(change.verdict), -change.growth))
@@ -114,7 +113,7 @@ def compare(
 
 def _failure(pair: Pair) -> Iterator[Change]:
     """Yield the change of a configuration of which fewer runs end ok than in the baseline."""
-    label, first, second = pair
+    label, first, second = pair.label, pair.first, pair.second
     if first is None or (second and second.status == "ok" and _ok_share(second) >= _ok_share(first)):
         return
     if second is None:
@@ -172,24 +171,20 @@ def _speed_figure(speed: Speed) -> Figure:
 def _why_incomparable(first: Record, second: Record, across_versions: bool) -> str:
     """Return why the speeds of two lines cannot be compared; empty if they can."""
     devices = first.row.get("measured_on"), second.row.get("measured_on")
-    machines = machine_text(first), machine_text(second)
-    versions = versions_text(first), versions_text(second)
     if devices[0] != devices[1]:
         return f"the device differs: {devices[0]} → {devices[1]}"
-    if machines[0] is None or machines[1] is None:
-        return f"{_unknown_sides(machines)} not say which machine made these rows"
-    if machines[0] != machines[1]:
-        return f"the machine differs: {machines[0]} → {machines[1]}"
-    if not across_versions and (versions[0] is None or versions[1] is None):
-        return f"{_unknown_sides(versions)} not say which versions made these rows"
-    if not across_versions and versions[0] != versions[1]:
-        return f"versions differ: {_different_versions(str(versions[0]), str(versions[1]))}"
+    texts = {"machine": (machine_text(first), machine_text(second))}
+    texts |= {} if across_versions else {"versions": (versions_text(first), versions_text(second))}
+    for kind, (before, after) in texts.items():
+        if before is None or after is None:
+            unknown = [side for side, text in (("A", before), ("B", after)) if text is None]
+            verb = "does" if len(unknown) == 1 else "do"
+            return f"{' and '.join(unknown)} {verb} not say which {kind} made these rows"
+        if before != after and kind == "machine":
+            return f"the machine differs: {before} → {after}"
+        if before != after:
+            return f"versions differ: {_different_versions(before, after)}"
     return ""
-
-
-def _unknown_sides(texts: Sequence[str | None]) -> str:
-    unknown = [side for side, text in zip("AB", texts, strict=True) if text is None]
-    return f"{' and '.join(unknown)} {'does' if len(unknown) == 1 else 'do'}"
 
 
 def _different_versions(first: str, second: str) -> str:
