@@ -8,10 +8,9 @@ from typing import Annotated, Literal
 
 import yaml
 
-from harness.config.from_dict import Natural, NotNegative, from_dict, rule
+from harness.config.from_dict import Natural, NotNegative, from_dict, one_of, rule
 from harness.config.locations import files_in
 from harness.config.optimizer import ADAMW
-from harness.util.errors import UserError
 
 # Which engine's memory a stack has: `harness` is this project's own, which the exact model predicts from the widths and
 # the layout, `replicated` keeps weights whole beside sharded or whole optimizer state, and `flat_units` is FSDP1, whose
@@ -164,6 +163,5 @@ class StackConfig:
 def load_stack(name: str) -> StackConfig:
     """Return the stack of this name as its file in conf/stack has it. Raises UserError if there is none."""
     files = files_in("stack")
-    if name not in files:
-        raise UserError(f"stack={name} is not known: choose {', '.join(files)}")
+    one_of(*files)(name, "stack")
     return from_dict(StackConfig, yaml.safe_load(files[name].read_text()), "stack")

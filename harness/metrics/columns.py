@@ -11,7 +11,8 @@ from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import bubble_columns, median_step_seconds, step_seconds, step_time_columns
 from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import COMPOSED, RankReport
-from harness.records.schema import Cells, StepEntry
+from harness.records.schema import Cells
+from harness.util.files import JsonObject
 
 
 def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Cells:
@@ -46,7 +47,7 @@ def communication_bytes(ranks: Sequence[RankReport]) -> int | None:
     return round(max(map(sent_bytes, ranks))) if all(rank.devices == 1 for rank in ranks) else None
 
 
-def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[StepEntry]:
+def step_entries(config: RunConfig, ranks: Sequence[RankReport]) -> list[JsonObject]:
     """Return one entry per step for steps.jsonl: the world's mean loss, the gradient norm, the slowest rank's time."""
     losses, norms = mean_losses(ranks), ranks[0].grad_norms
     seconds, phases = step_seconds(ranks), step_phases(config)

@@ -10,7 +10,8 @@ from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
 from harness.probe import COMPUTE_PHASES
 from harness.records.rank_report import OUTSIDE_PHASES, PhaseShare, RankReport, TimeBreakdown
-from harness.records.schema import Cells, PipelineEntry
+from harness.records.schema import Cells
+from harness.util.files import JsonObject
 
 # The column that the computing of each phase counts to.
 PHASE_COLUMNS = {
@@ -143,7 +144,7 @@ def bubble_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankReport
     }
 
 
-def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> list[PipelineEntry]:
+def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> list[JsonObject]:
     """Return one entry per rank of a pipeline: its stages and layers, and the medians of its times over timed steps.
 
     The idle time is what a step takes beside data, forward, backward and optimizer: sending, and waiting for other
@@ -152,7 +153,7 @@ def pipeline_entries(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
     return [stage_times(config, layout, rank) for rank in ranks] if layout.pp_enabled else []
 
 
-def stage_times(config: RunConfig, layout: Layout, rank: RankReport) -> PipelineEntry:
+def stage_times(config: RunConfig, layout: Layout, rank: RankReport) -> JsonObject:
     """Return the entry of one rank of a pipeline."""
     stages = stages_of_rank(config.model, layout, rank.rank)
     phases = rank.phase_seconds
@@ -165,7 +166,7 @@ def stage_times(config: RunConfig, layout: Layout, rank: RankReport) -> Pipeline
     return {
         "rank": rank.rank,
         "stages": [stage.index for stage in stages],
-        "layers": [stage.layers for stage in stages],
+        "layers": [stage.layers for stage in stages],  # of each
         "working_seconds": working_seconds,
         "idle_seconds": idle_seconds,
         "idle_share": idle_seconds / (idle_seconds + working_seconds),

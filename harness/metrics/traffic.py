@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from harness.cost_model.communication import LAYOUT
 from harness.layout.layout import Layout, group_axes
 from harness.records.rank_report import RankReport
-from harness.records.schema import CommunicationEntry, TrafficEntry
+from harness.util.files import JsonObject
 
 
 def rank_sending_most(ranks: Sequence[RankReport]) -> RankReport:
@@ -19,7 +19,7 @@ def sent_bytes(rank: RankReport) -> float:
     return sum(traffic.bytes_sent for traffic in rank.profiled.communication)
 
 
-def communication_entries(layout: Layout, rank: RankReport) -> list[CommunicationEntry]:
+def communication_entries(layout: Layout, rank: RankReport) -> list[JsonObject]:
     """Return what one rank sends in a step by operation, mesh axis, dtype and purpose.
 
     `sizes` maps the bytes that a call moved to the number of such calls.
@@ -40,7 +40,7 @@ def communication_entries(layout: Layout, rank: RankReport) -> list[Communicatio
 
 def bytes_by_axis(
     layout: Layout, rank: RankReport, expected: Mapping[str, float], padded: Mapping[str, float]
-) -> list[TrafficEntry]:
+) -> list[JsonObject]:
     """Return one entry per mesh axis: the layout's bytes, the formula's, and those of other senders by their name.
 
     `expected` and `padded` are keyed by axis and kind, as harness.cost_model.communication returns them.
@@ -53,13 +53,13 @@ def bytes_by_axis(
         else:
             outside[entry["axis"]][f"{entry['purpose']} {entry['operation']}"] += entry["bytes"]
     formula, exact = _sums_by_axis(expected), _sums_by_axis(padded)
-    entries: list[TrafficEntry] = [
+    entries: list[JsonObject] = [
         {
             "axis": axis,
             "bytes": sent[axis],
             "formula_bytes": formula[axis],
-            "padded_bytes": exact[axis],
-            "outside": dict(outside[axis]),
+            "padded_bytes": exact[axis],  # with uneven shares and the library's padding, which `bytes` must be
+            "outside": dict(outside[axis]),  # by function and operation: what no formula counts
         }
         for axis in sorted({*sent, *formula, *outside})
     ]

@@ -46,21 +46,19 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
     projections (arXiv 2205.05198).
     """
 
-    def full() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), probe.recompute()
-
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         modes = create_selective_checkpoint_contexts(save_policy(checkpointing))  # type: ignore[no-untyped-call]
         first, second = (SavedOperatorsMode(mode) for mode in modes)
         announced = nested(first, SavedOutputsMode(probe, checkpointing)) if probe.listener else first
         return announced, nested(probe.recompute(), second)
 
+    contexts = selective if checkpointing.name == "selective" else full_contexts(probe)
     for index, block in model.layers_by_index().items():
         if checkpointing.recomputes_layer(index):
-            checkpoint_block(block, selective if checkpointing.name == "selective" else full)
+            checkpoint_block(block, contexts)
         elif checkpointing.name == "attention":
             attention: Any = block.get_submodule("self_attn")
-            attention.core = checkpointed(attention.core, full)
+            attention.core = checkpointed(attention.core, contexts)
 
 
 def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:
@@ -71,6 +69,11 @@ def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:
 def checkpointed(forward: Callable[..., Tensor], contexts: ContextFn) -> Any:
     """Return a forward that backward runs a second time; `contexts` returns the contexts of the two runs."""
     return functools.partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+
+
+def full_contexts(probe: Probe) -> ContextFn:
+    """Return the contexts of a part of which nothing but the input is saved."""
+    return lambda: (nullcontext(), probe.recompute())
 
 
 class SavedOperators:
@@ -144,12 +147,7 @@ def nested(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any
 
 def apply_loss_chunks(model: Decoder, chunks: int, probe: Probe) -> None:
     """Run head and loss in `chunks` parts of the tokens, each checkpointed: one part's logits live at a time."""
-    head: Any = model.lm_head if chunks > 1 else None
-    if head is None:
-        return
-
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        return nullcontext(), probe.recompute()
-
-    model.loss_chunks = chunks
-    head.chunk_loss = functools.partial(checkpoint, head.chunk_loss, use_reentrant=False, context_fn=contexts)
+    head: Any = model.lm_head
+    if chunks > 1 and head is not None:
+        model.loss_chunks = chunks
+        head.chunk_loss = checkpointed(head.chunk_loss, full_contexts(probe))

@@ -41,7 +41,8 @@ from harness.proof.training import (
     overflow_problems,
 )
 from harness.records.rank_report import RankReport
-from harness.records.schema import Cells, ProofEntry, RecordParts, StepEntry
+from harness.records.schema import Cells, ProofEntry, RecordParts
+from harness.util.files import JsonObject
 
 # Returns where ranks of a model and a layout hold other shards, and whether they are the papers'.
 ShardProblems = Callable[[ModelConfig, Layout, Sequence[RankReport], bool], list[str]]
@@ -73,7 +74,7 @@ class Verdict:
 
     columns: Cells
     parts: RecordParts
-    steps: Sequence[StepEntry] = ()
+    steps: Sequence[JsonObject] = ()
 
 
 def verify_run(

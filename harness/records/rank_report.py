@@ -59,12 +59,7 @@ class TimeBreakdown(NamedTuple):
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Build the breakdown from the values in a rank's report."""
-        phases = {
-            name: PhaseShare(
-                share["seconds"], share["exposed_seconds"], share["waiting_seconds"], share.get("copy_seconds", 0.0)
-            )
-            for name, share in values["phases"].items()
-        }
+        phases = {name: PhaseShare(**share) for name, share in values["phases"].items()}
         return cls(values["seconds"], phases, values["overlapped_seconds"])
 
 
@@ -93,7 +88,7 @@ class AtPeak(FromJson):
     bytes: int = 0
     parts: Sequence[PeakPart] = field(
         default=(),
-        metadata=keyed("parts", lambda parts: [PeakPart(part["role"], part["what"], part["bytes"]) for part in parts]),
+        metadata=keyed("parts", lambda parts: [PeakPart(**part) for part in parts]),
     )
 
 

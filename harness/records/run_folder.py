@@ -30,12 +30,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.command import split_values
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import from_dict, require
 from harness.config.schema import Device, RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
 from harness.records.rank_report import RankReport
-from harness.util.errors import UserError
 from harness.util.files import JsonObject
 
 COMMAND_PREFIX = "command-"  # of a running command's files in .locks
@@ -156,9 +155,9 @@ class ComparisonFolder:
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
     """Return the folder of a comparison by its keys. Raise UserError if `name` is not a plain folder name."""
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", str(name)) is None:  # the command line may give a number
-        raise UserError(f"name={name} {rule}")
-    return ComparisonFolder(Path(str(results_dir)) / str(name))
+    text = str(name)  # the command line may give a number
+    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text) is not None, "name", name, rule)
+    return ComparisonFolder(Path(str(results_dir)) / text)
 
 
 @dataclass(frozen=True)

@@ -50,67 +50,6 @@ class ProofEntry(TypedDict, total=False):
     problems: Sequence[str]
 
 
-class CommunicationEntry(TypedDict):
-    """The data that a rank sends in a step in one operation along one mesh axis."""
-
-    operation: str
-    axis: str
-    dtype: str
-    purpose: str
-    bytes: float
-    count: int
-    sizes: Mapping[int, int]  # the number of calls by the bytes that they moved, which are text in a file
-
-
-class TrafficEntry(TypedDict):
-    """The data that a rank sends in a step along one mesh axis, beside the formula's."""
-
-    axis: str
-    bytes: float
-    formula_bytes: float
-    padded_bytes: float  # the formula's with uneven shares and the library's padding, which `bytes` must be
-    outside: Mapping[str, float]  # by function and operation: what no formula counts
-
-
-class PipelineEntry(TypedDict):
-    """The work of one rank of a pipeline in a step."""
-
-    rank: int
-    stages: Sequence[int]
-    layers: Sequence[int]  # of each stage
-    working_seconds: float
-    idle_seconds: float
-    idle_share: float
-    bubble: float
-    in_flight: int  # micro-batches, at the most
-    activation_bytes: int
-
-
-class PredictedStepEntry(TypedDict):
-    """The predicted seconds of a step, their parts, which add up to them, and the interval that they are to lie in."""
-
-    step_seconds: float
-    low_seconds: float
-    high_seconds: float
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    other_seconds: float
-    bubble_seconds: float
-    copy_seconds: float  # between device and host
-    exposed_seconds: Mapping[str, float]  # of communication, by axis
-
-
-class StepEntry(TypedDict):
-    """One line of steps.jsonl: a training step."""
-
-    step: int
-    phase: str  # of the run: warm-up, timed, traced or profiled
-    loss: float | None
-    grad_norm: float | None
-    seconds: float | None  # of timed steps
-
-
 RecordParts = dict[str, Any]  # those of the record's parts that only some runs have, by their names
 
 
@@ -118,7 +57,8 @@ RecordParts = dict[str, Any]  # those of the record's parts that only some runs 
 class Record:
     """The record of one run. Parts that the file does not have are empty.
 
-    `parts` are the names of the parts that the file has, in its order: a rejected run has neither layout nor proof.
+    `parts` are the names of the parts that the file has, in its order: a rejected run has neither layout nor proof. The
+    keys of an entry are told where it is made: harness.metrics.traffic and step_time, and harness.runner.record.
     """
 
     row: Row
@@ -129,10 +69,10 @@ class Record:
     versions: dict[str, str | None] = field(default_factory=dict)
     commit: Commit | None = None  # None outside a repository
     proof: ProofEntry = field(default_factory=ProofEntry)
-    communication: list[CommunicationEntry] = field(default_factory=list)  # of the rank that sends most, by operation
-    traffic: list[TrafficEntry] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
-    pipeline: list[PipelineEntry] = field(default_factory=list)  # the stages and idle time of every rank
-    predicted_step: PredictedStepEntry | None = None  # None where the hardware is not described
+    communication: list[JsonObject] = field(default_factory=list)  # of the rank that sends most, by operation
+    traffic: list[JsonObject] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
+    pipeline: list[JsonObject] = field(default_factory=list)  # the stages and idle time of every rank
+    predicted_step: JsonObject | None = None  # None where the hardware is not described
     notes: list[str] = field(default_factory=list)
     corpus: str = ""  # the fingerprint of the training data
     schema_version: int = SCHEMA_VERSION

@@ -98,7 +98,7 @@ def _time_table(labels: Sequence[str], records: Sequence[Record], pairs: Sequenc
     pairs = [pair if record else None for record, pair in zip(timed, pairs, strict=True)]
     formula, simulated = _column(timed, "predicted_step_seconds"), _column(timed, "step_seconds")
     steps = [record.predicted_step if record else None for record in timed]
-    lows, highs = ([step and step[end] for step in steps] for end in ("low_seconds", "high_seconds"))
+    lows, highs = ([step[end] if step else None for step in steps] for end in ("low_seconds", "high_seconds"))
     texts = format_numbers([*lows, *highs], MILLISECONDS)  # together, with as many decimals
     intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[: len(steps)], texts[len(steps) :], strict=True)]
     columns = [

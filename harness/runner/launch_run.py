@@ -22,7 +22,7 @@ from harness.measure.native_allocator import build_allocator
 from harness.measure.operator_log import build_operator_log
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunSpec
-from harness.records.schema import Cells, Record, RecordParts, StepEntry
+from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import read_record, write_record
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import RunPlan, core_note
@@ -33,7 +33,7 @@ from harness.runner.simulation import simulated_ranks
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
-from harness.util.files import atomic_write_text
+from harness.util.files import JsonObject, atomic_write_text
 from harness.util.native_build import announcing_builds
 from harness.util.text import one_line
 
@@ -179,7 +179,7 @@ def write_row(
     ending: Cells,
     ranks: Sequence[RankReport] = (),
     parts: RecordParts | None = None,
-    steps: Sequence[StepEntry] = (),
+    steps: Sequence[JsonObject] = (),
 ) -> Record:
     """Write the run's record, and its steps if it has any, and return it. On a full disk, write the row alone.
 
@@ -203,7 +203,7 @@ def write_row(
 
 
 def write_record_files(
-    plan: RunPlan, ending: Cells, ranks: Sequence[RankReport], parts: RecordParts, steps: Sequence[StepEntry]
+    plan: RunPlan, ending: Cells, ranks: Sequence[RankReport], parts: RecordParts, steps: Sequence[JsonObject]
 ) -> Record:
     """Write record.json and steps.jsonl, and return the record as it is read back. Raises OSError."""
     record = build_record(plan.config, plan.command, plan.machine, plan.layout, plan.run_id, ending, ranks, parts)

@@ -20,10 +20,11 @@ from harness.proof.verify import Verdict, verify_run
 from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, to_record_entry
-from harness.records.schema import Cells, PredictedStepEntry, Record, RecordParts
+from harness.records.schema import Cells, Record, RecordParts
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import RunPlan, rank_memory_limit
 from harness.runner.reference_plans import Reference
+from harness.util.files import JsonObject
 from harness.util.text import one_line
 
 
@@ -85,10 +86,11 @@ def predicted_columns(plan: RunPlan) -> Cells:
     }
 
 
-def predicted_step_entry(plan: RunPlan) -> PredictedStepEntry | None:
+def predicted_step_entry(plan: RunPlan) -> JsonObject | None:
     """Return the record's part on the predicted step; None where there is no prediction or layers are compiled.
 
-    The interval is that of the harness's own stack, as `harness plan` states it.
+    The parts add up to the step, in which copies are between device and host, and communication is by axis. The
+    interval is that of the harness's own stack, as `harness plan` states it.
     """
     prediction = None if plan.config.train.compile else plan.prediction
     if prediction is None:

@@ -12,9 +12,9 @@ from harness.config.command import TrackingConfig
 from harness.records import heartbeat
 from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Record, StepEntry
+from harness.records.schema import Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
-from harness.util.files import atomic_write_json
+from harness.util.files import JsonObject, atomic_write_json
 from harness.util.redact import redacted
 
 MAX_LISTED_RANKS = 8  # live figures list so many ranks one by one; of more ranks only the extremes are logged
@@ -38,7 +38,7 @@ def finished_run(run_dir: Path, id: str, record: Record, tracking: TrackingConfi
     return TrackedRun(id, row["run_id"], run_dir.parent.name, run_dir, redacted(config), (*names, *tracking.tags))
 
 
-def step_values(run_dir: Path) -> list[StepEntry]:
+def step_values(run_dir: Path) -> list[JsonObject]:
     """Return index, phase, loss, gradient norm and seconds of every step; empty if the run did not train to its end."""
     path = RunFolder(run_dir).steps
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

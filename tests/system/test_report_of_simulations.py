@@ -4,17 +4,18 @@ import dataclasses
 import re
 from typing import Any
 
-from harness.records.schema import PredictedStepEntry, Record
+from harness.records.schema import Record
 from harness.report import markdown
 from harness.report.claims import claims
 from harness.report.document import BulletList, Chart, Disturbed, Paragraph, Section, Table
 from harness.report.sections import sections
 from harness.report.view import View
+from harness.util.files import JsonObject
 from tests.support.example_records import MIB, record_of, row
 
 H100 = "NVIDIA H100 80GB HBM3"
 
-STEP: PredictedStepEntry = {
+STEP: JsonObject = {
     "step_seconds": 0.1,
     "low_seconds": 0.08,
     "high_seconds": 0.13,

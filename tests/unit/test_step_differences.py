@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from harness.records.schema import PredictedStepEntry, Record
+from harness.records.schema import Record
 from harness.report import markdown
 from harness.report.sources import largest_differences, simulated_parts, sources, step_difference
 from harness.report.view import View
+from harness.util.files import JsonObject
 from tests.support.example_records import record_of, row
 
-PLANNED: PredictedStepEntry = {
+PLANNED: JsonObject = {
     "step_seconds": 0.5,
     "low_seconds": 0.4,
     "high_seconds": 0.6,
@@ -50,7 +51,7 @@ SIMULATED = {
 }
 
 
-def simulated(planned: PredictedStepEntry | None = PLANNED, **changes: Any) -> Record:
+def simulated(planned: JsonObject | None = PLANNED, **changes: Any) -> Record:
     """Return the record of a simulated rank with this time."""
     cells = row(1, "fsdp_full_shard", "torch", 3, launch="simulated", step_seconds=SIMULATED["step_seconds"])
     record = record_of(cells | {"predicted_step_seconds": 0.5, "measured_on": "NVIDIA H100 80GB HBM3"})
