@@ -1,19 +1,24 @@
 """Decoder layers as data: the operators of every family's layer, from which all that plans it is derived. No torch.
 
 Shapes and parameters (harness.layout.layer_spec), operations, the tensors that forward keeps, the order in which
-backward makes and frees them, and what tensor-parallel ranks send are readings of this one table.
+backward makes and frees them, and what tensor-parallel ranks send are readings of one table, architecture.toml.
 """
 
+import tomllib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from harness.config.from_dict import from_dict
 
 # What an operator is: a matrix whose outputs tensor-parallel ranks divide, or one whose inputs they divide and whose
 # products they sum, an elementwise function, a rotation of heads by their positions, or the core of attention.
 OperatorKind = Literal["column", "row", "function", "rotary", "attention"]
 
 
-class Operator(NamedTuple):
+@dataclass(frozen=True)
+class Operator:
     """An operator of a branch: it makes one tensor of others, which it keeps for backward, and may have a matrix.
 
     The tensor `input` is the output of the branch's norm, and the one without a name is added to the residual stream.
@@ -34,27 +39,7 @@ class Branch(NamedTuple):
     operators: tuple[Operator, ...]
 
 
-ATTENTION = (
-    Operator("column", "query", ("input",), "q_proj"),
-    Operator("column", "key", ("input",), "k_proj"),
-    Operator("column", "value", ("input",), "v_proj"),
-    Operator("rotary", "query", ("query",)),
-    Operator("rotary", "key", ("key",)),
-    Operator("attention", "output", ("query", "key", "value")),
-    Operator("row", "", ("output",), "o_proj"),
-)
-SWIGLU = (
-    Operator("column", "gate", ("input",), "gate_proj"),
-    Operator("function", "silu", ("gate",)),
-    Operator("column", "up", ("input",), "up_proj"),
-    Operator("function", "product", ("silu", "up")),
-    Operator("row", "", ("product",), "down_proj"),
-)
-GELU = (
-    Operator("column", "up", ("input",), "up_proj"),
-    Operator("function", "product", ("up",)),
-    Operator("row", "", ("product",), "down_proj"),
-)
+_TABLES: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 @dataclass(frozen=True)
@@ -96,26 +81,5 @@ class Architecture:
         return self.norm == "layer"
 
 
-ARCHITECTURES = {
-    # arXiv 2302.13971. Backward at SwiGLU's product: gradients of product, silu and up, less the product freed before.
-    "llama": Architecture(
-        norm="rms",
-        biases=False,
-        learned_positions=False,
-        mlp=SWIGLU,
-        mlp_backward_peak=(2, 0),
-        elementwise_tensors=(16, 5),
-        dropout=False,
-    ),
-    # GPT-2 and GPT-3 (arXiv 2005.14165) as Megatron-LM cuts them. Backward at down_proj: gradients of GELU's output and
-    # of the matrix.
-    "gpt": Architecture(
-        norm="layer",
-        biases=True,
-        learned_positions=True,
-        mlp=GELU,
-        mlp_backward_peak=(1, 1),
-        elementwise_tensors=(4, 4),
-        dropout=True,
-    ),
-}
+ATTENTION = [from_dict(Operator, row) for row in _TABLES["attention"]]
+ARCHITECTURES = {name: from_dict(Architecture, facts, name) for name, facts in _TABLES["families"].items()}

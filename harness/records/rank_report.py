@@ -9,8 +9,7 @@ from harness.records.training_report import (
     StateShard,
     TensorFingerprint,
     TrainingReport,
-    keyed,
-    read_fingerprints,
+    fingerprints,
     read_shards,
     to_plain,
 )
@@ -86,10 +85,7 @@ class AtPeak(FromJson):
 
     phase: str = ""
     bytes: int = 0
-    parts: Sequence[PeakPart] = field(
-        default=(),
-        metadata=keyed("parts", lambda parts: [PeakPart(**part) for part in parts]),
-    )
+    parts: Sequence[PeakPart] = field(default=(), metadata={"read": lambda parts: [PeakPart(**part) for part in parts]})
 
 
 @dataclass(frozen=True)
@@ -105,7 +101,7 @@ class HostUsage(FromJson):
     core_seconds: float = 0.0  # of these cores, busy, idle or stolen; by the same clock as the next two
     busy_seconds: float = 0.0  # of these cores in user and system mode, for any process of this machine
     stolen_seconds: float | None = None  # of these cores, given to other virtual machines; known on Linux only
-    peak_rss_bytes: int | None = field(default=None, metadata=keyed("peak_host_bytes"))  # shared pages included
+    peak_rss_bytes: int | None = None  # shared pages included
     energy_joules: float | None = None  # of this rank's devices; unknown for steps that are too short to measure
     clocks_lowered: list[str] | None = None  # reasons: "power limit", "heat", "power brake", "hardware"
     device_pids: list[int] | None = None  # processes on this rank's devices, this process included
@@ -116,19 +112,19 @@ class ProfiledStep(FromJson):
     """The measurements of the one step in which every operator is observed."""
 
     gradient_bytes: int = 0  # the most during the step
-    gradient_bytes_by_device: Mapping[str, int] = field(default_factory=dict, metadata=keyed("placed_gradients"))
+    gradient_bytes_by_device: Mapping[str, int] = field(default_factory=dict)
     gradient_dtypes: Sequence[str] = ()  # of the reduced gradients
     activation_bytes: int = 0  # the most saved for backward during the step, on the device
     offloaded_activation_bytes: int = 0  # the most that activation offload had on the host
     recomputations: int = 0  # second forwards of checkpointed parts
-    max_in_flight_micro_batches: int = field(default=0, metadata=keyed("in_flight"))  # whose backward was not finished
+    max_in_flight_micro_batches: int = 0  # whose backward was not finished
     split_backwards: int = 0  # backwards whose first half, for inputs, left the gradients of weights alone
     flops: int = 0  # of matrix products and attention, second forwards included
     peak_allocated_bytes: int | None = None
-    at_peak: AtPeak | None = field(default=None, metadata=keyed("at_peak", AtPeak.from_json))  # None: not counted
+    at_peak: AtPeak | None = field(default=None, metadata={"read": AtPeak.from_json})  # None: not counted
     peak_without_backend_bytes: int | None = None  # of the timed steps, without the copies that gloo makes
     communication: Sequence[Traffic] = field(
-        default=(), metadata=keyed("communication", lambda entries: [Traffic.from_json(entry) for entry in entries])
+        default=(), metadata={"read": lambda sent: [Traffic.from_json(entry) for entry in sent]}
     )
     attention_kernels: Sequence[str] = ()
     optimizers: Sequence[str] = ()  # implementations of the optimizer's step
@@ -167,42 +163,38 @@ class RankReport(TrainingReport):
 
     step_seconds: Sequence[float] = ()
     phase_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    host_usage: HostUsage = field(default=HostUsage(), metadata=keyed("used", HostUsage.from_json))
-    last_parameters: Sequence[TensorFingerprint] = field(
-        default=(), metadata=keyed("last_parameters", read_fingerprints)
-    )
-    last_masters: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_masters", read_fingerprints))
+    host_usage: HostUsage = field(default=HostUsage(), metadata={"read": HostUsage.from_json})
+    last_parameters: Sequence[TensorFingerprint] = fingerprints()
+    last_masters: Sequence[TensorFingerprint] = fingerprints()
     graphs_in_timed_steps: int = 0  # compiled during these steps
-    time_breakdown: TimeBreakdown | None = field(default=None, metadata=keyed("traced", TimeBreakdown.from_json))
-    profiled: ProfiledStep = field(default=ProfiledStep(), metadata=keyed("profiled", ProfiledStep.from_json))
+    time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
+    profiled: ProfiledStep = field(default=ProfiledStep(), metadata={"read": ProfiledStep.from_json})
     peak_allocated_bytes: int | None = None  # in the timed steps, like the next six fields
     peak_requested_bytes: int | None = None
     peak_active_bytes: int | None = None
     peak_reserved_bytes: int | None = None
-    non_torch_bytes: int | None = field(default=None, metadata=keyed("outside_bytes"))
-    num_alloc_retries: int | None = field(default=None, metadata=keyed("allocation_retries"))
-    num_ooms: int | None = field(default=None, metadata=keyed("out_of_memory_errors"))
+    non_torch_bytes: int | None = None
+    num_alloc_retries: int | None = None
+    num_ooms: int | None = None
     devices: int = 1  # driven by this process
     device_name: str = ""
     start_peak_bytes: int | None = None  # the most while the engine was built
-    dropout_seed: int | None = field(default=None, metadata=keyed("masks_seed"))
-    dropout_rng_ranks: Sequence[int | None] = field(default=(), metadata=keyed("masks_ranks"))
+    dropout_seed: int | None = None
+    dropout_rng_ranks: Sequence[int | None] = ()
     parameter_bytes: int = 0
     optimizer_bytes: int = 0
-    host_state: Sequence[str] = field(default=(), metadata=keyed("on_host"))  # kinds of state offloaded to the host
-    state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict, metadata=keyed("placed"))
-    parameter_shards: Sequence[StateShard] = field(default=(), metadata=keyed("parameters", read_shards))
-    optimizer_shards: Sequence[StateShard] = field(default=(), metadata=keyed("optimizer", read_shards))
-    simulated_time: SimulatedTime | None = field(
-        default=None, metadata=keyed("simulated_time", SimulatedTime.from_json)
-    )
+    host_state: Sequence[str] = ()  # kinds of state offloaded to the host
+    state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    parameter_shards: Sequence[StateShard] = field(default=(), metadata={"read": read_shards})
+    optimizer_shards: Sequence[StateShard] = field(default=(), metadata={"read": read_shards})
+    simulated_time: SimulatedTime | None = field(default=None, metadata={"read": SimulatedTime.from_json})
     # The second training of a reference, which differs from the first in rounding only; None for other runs.
-    perturbed: TrainingReport | None = field(default=None, metadata=keyed("perturbed", TrainingReport.from_json))
+    perturbed: TrainingReport | None = field(default=None, metadata={"read": TrainingReport.from_json})
 
     phase: str = ""  # a failed rank's last phase; step and memory follow
     step: int = 0
     allocated_bytes: int | None = None
-    rss_bytes: int | None = field(default=None, metadata=keyed("host_bytes"))
+    rss_bytes: int | None = None
     error: str = ""  # the exception's class
     reason: str = ""
     traceback: str = ""

@@ -47,9 +47,29 @@ def read_shards(entries: Sequence[Sequence[Any]]) -> list[StateShard]:
 _AS_ARRAY = (TensorFingerprint, StateShard)  # written as JSON arrays, because there are many
 
 
-def keyed(name: str, read: Any = None) -> Any:
-    """Return metadata for a field that has another key in the file, or whose value is read by a function."""
-    return {"key": name, "read": read}
+def fingerprints() -> Any:
+    """Return a field of fingerprints."""
+    return field(default=(), metadata={"read": read_fingerprints})
+
+
+# The keys of attributes in a rank's file where these are others.
+FILE_KEYS = {
+    "peak_rss_bytes": "peak_host_bytes",
+    "gradient_bytes_by_device": "placed_gradients",
+    "max_in_flight_micro_batches": "in_flight",
+    "host_usage": "used",
+    "time_breakdown": "traced",
+    "non_torch_bytes": "outside_bytes",
+    "num_alloc_retries": "allocation_retries",
+    "num_ooms": "out_of_memory_errors",
+    "dropout_seed": "masks_seed",
+    "dropout_rng_ranks": "masks_ranks",
+    "host_state": "on_host",
+    "state_bytes_by_device": "placed",
+    "parameter_shards": "parameters",
+    "optimizer_shards": "optimizer",
+    "rss_bytes": "host_bytes",
+}
 
 
 class FromJson:
@@ -60,7 +80,7 @@ class FromJson:
         """Build the dataclass from the values of a file."""
         known: dict[str, Any] = {}
         for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
-            value = values.get(entry.metadata.get("key", entry.name))
+            value = values.get(FILE_KEYS.get(entry.name, entry.name))
             if value is not None:
                 read = entry.metadata.get("read")
                 known[entry.name] = read(value) if read else value
@@ -71,7 +91,7 @@ def to_plain(value: Any) -> Any:
     """Return dataclasses and named tuples as the plain values that stand for them in a file."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         entries = dataclasses.fields(value)
-        return {e.metadata.get("key", e.name): to_plain(getattr(value, e.name)) for e in entries}
+        return {FILE_KEYS.get(e.name, e.name): to_plain(getattr(value, e.name)) for e in entries}
     if isinstance(value, tuple) and hasattr(value, "_asdict") and not isinstance(value, _AS_ARRAY):
         return {key: to_plain(entry) for key, entry in value._asdict().items()}
     if isinstance(value, Mapping):
@@ -90,10 +110,8 @@ class TrainingReport(FromJson):
     losses: Sequence[float | None] = ()
     grad_norms: Sequence[float | None] = ()
     skipped_steps: int = 0  # because gradients overflowed
-    first_gradients: Sequence[TensorFingerprint] = field(
-        default=(), metadata=keyed("first_gradients", read_fingerprints)
-    )
-    first_moments: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("first_moments", read_fingerprints))
+    first_gradients: Sequence[TensorFingerprint] = fingerprints()
+    first_moments: Sequence[TensorFingerprint] = fingerprints()
     # The differences between the parameters, or their masters, after the first update and the initial weights.
-    first_updates: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("first_updates", read_fingerprints))
-    last_gradients: Sequence[TensorFingerprint] = field(default=(), metadata=keyed("last_gradients", read_fingerprints))
+    first_updates: Sequence[TensorFingerprint] = fingerprints()
+    last_gradients: Sequence[TensorFingerprint] = fingerprints()

@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.config.checkpointing import CheckpointingConfig
+from harness.config.from_dict import from_dict
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import (
@@ -222,7 +223,7 @@ def test_selective_checkpointing_is_a_remedy_where_it_is_enough() -> None:
 )
 def test_invalid_checkpointing_is_refused(values: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=r"checkpointing.*choose"):
-        CheckpointingConfig(**values)
+        from_dict(CheckpointingConfig, values, "checkpointing")
 
 
 BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
