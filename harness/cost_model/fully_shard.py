@@ -1,16 +1,11 @@
 """The memory that fully_shard takes for whole parameters and for gradients on their way to shards. Imports no torch."""
 
-from collections.abc import Sequence
 from functools import cached_property
 
-from harness.config.schema import Device, RunConfig
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.shard_groups import ShardGroup
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
-from harness.layout.layout import Layout
-from harness.layout.partition import Stage
-from harness.layout.state_widths import StateWidths
 
 
 class FullyShard(Sharding):
@@ -26,12 +21,15 @@ class FullyShard(Sharding):
 
     reduces_groups = True
 
-    def __init__(
-        self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
-    ) -> None:
-        super().__init__(config, layout, widths, device, stages)
-        self.degree = layout.axes_size(layout.sharding_axes)
-        self.reshards = layout.zero_stage == 3
+    @cached_property
+    def degree(self) -> int:
+        """The number of shards."""
+        return self.layout.axes_size(self.layout.sharding_axes)
+
+    @cached_property
+    def reshards(self) -> bool:
+        """Whether a group is gathered for each of its uses."""
+        return self.layout.zero_stage == 3
 
     @cached_property
     def counts(self) -> list[int]:

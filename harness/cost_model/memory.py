@@ -19,6 +19,7 @@ from harness.cost_model.rank_memory import (
     max_offloaded_bytes,
     max_saved_bytes,
     rank_backward_starts,
+    rank_peak,
     rank_stages,
     sharding_of,
 )
@@ -116,12 +117,12 @@ def estimate_rank_memory(
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
     step = RankStep(sharding_of(config, layout, widths, device, stages))
-    return rank_estimate(RankPeak(step, pp_rank, rank_backward_starts(config, layout, pp_rank)))
+    return rank_estimate(rank_peak(step, pp_rank, rank_backward_starts(config, layout, pp_rank)))
 
 
 def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     """Return the memory of a rank whose worst moment is known."""
-    at_peak, own, step = dict(peak.at_peak), peak.step.sharding, peak.step
+    own, step = peak.step.sharding, peak.step
     offloaded = 0 if own.is_cpu else max_offloaded_bytes(own.activations, peak.starts)
     return MemoryEstimate(
         own.parameter_bytes,
@@ -132,7 +133,7 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         communication_buffer_bytes=own.buffer_bytes + max(tape.most_buffers for tape in step.tapes.values()),
         host_bytes=step.host_bytes + offloaded,
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
-        at_peak=at_peak,
+        at_peak=peak.at_peak,
         rank=peak.pp_rank * (own.layout.world_size // own.layout.pp),
         phase=peak.phase,
     )

@@ -6,6 +6,7 @@ Ranks whose stages are alike differ by the order of their passes alone, so that 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
@@ -150,33 +151,19 @@ class RankStep:
         return {rank: rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 
 
-@dataclass(frozen=True, eq=False)
-class RankPeak:
-    """A rank of the pipeline with the starts of its step's backwards among which the worst one is."""
+class RankPeak(NamedTuple):
+    """A rank of the pipeline at the worst moment of its step."""
 
     step: RankStep
     pp_rank: int
-    starts: Sequence[BackwardStart]
+    starts: Sequence[BackwardStart]  # of backwards, among which the worst one is
+    phase: str
+    at_peak: Bytes  # by what they are
 
-    @cached_property
-    def highest(self) -> tuple[str, Bytes]:
-        """The phase of the worst moment of a step, and its bytes by what they are."""
-        return self.step.peak(self.starts)
 
-    @property
-    def phase(self) -> str:
-        """The phase of the worst moment of a step."""
-        return self.highest[0]
-
-    @property
-    def at_peak(self) -> Bytes:
-        """The bytes at the worst moment of a step, by what they are."""
-        return self.highest[1]
-
-    @cached_property
-    def peak_bytes(self) -> int:
-        """The bytes at the worst moment of a step."""
-        return sum(self.at_peak.values())
+def rank_peak(step: RankStep, pp_rank: int, starts: Sequence[BackwardStart]) -> RankPeak:
+    """Return the worst moment of a step with these starts of backwards."""
+    return RankPeak(step, pp_rank, starts, *step.peak(starts))
 
 
 def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:
@@ -184,11 +171,10 @@ def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device:
     ranks = []
     for stages, pp_ranks in alike_ranks(config.model, layout, config.checkpointing.every):
         step = RankStep(sharding_of(config, layout, widths, device, stages))
-        ranks += [RankPeak(step, rank, starts) for rank, starts in step.heaviest_starts(pp_ranks).items()]
-    highest = max(ranks, key=lambda rank: (rank.peak_bytes, -rank.pp_rank))
+        ranks += [rank_peak(step, rank, starts) for rank, starts in step.heaviest_starts(pp_ranks).items()]
+    highest = max(ranks, key=lambda rank: (sum(rank.at_peak.values()), -rank.pp_rank))
     # What is most at other moments than the peak's is among all starts of that rank.
-    (starts,) = highest.step.heaviest_starts((highest.pp_rank,)).values()
-    return RankPeak(highest.step, highest.pp_rank, starts)
+    return highest._replace(starts=highest.step.heaviest_starts((highest.pp_rank,))[highest.pp_rank])
 
 
 def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:

@@ -275,24 +275,21 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
 
 def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
     """Return the number of parameters whose optimizer state is on the rank that has most of them."""
-    shards = layout.shard_count("optimizer")
-    if layout.partitions_by_parameter:
-        return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards)
-    return math.ceil(_local_total(model, without_data_parallelism(layout), tuple(stages)) / shards)
+    shards, by_parameter = layout.shard_count("optimizer"), layout.partitions_by_parameter
+    return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards, by_parameter)
 
 
 @lru_cache(maxsize=1024)
-def _local_total(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...]) -> float:
-    return sum(local_sizes(model, layout, stages))
-
-
-@lru_cache(maxsize=256)
-def _largest_partition(model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int) -> int:
+def _largest_partition(
+    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, by_parameter: bool
+) -> int:
     """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
 
-    Each goes to the rank that has fewest, and to the first of several such ranks.
+    Each goes to the rank that has fewest, and to the first of several such ranks; others divide all parameters evenly.
     """
     sizes = local_sizes(model, layout, stages)
+    if not by_parameter:
+        return math.ceil(sum(sizes) / shards)
     ranks = [(0.0, rank) for rank in range(shards)]
     for size in sorted(sizes, reverse=True):
         total, rank = ranks[0]
