@@ -7,6 +7,7 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.report.text import (
     at_most,
     bytes_text,
@@ -41,6 +42,7 @@ def _template() -> Template:
     environment.filters |= {
         "at_most": at_most,
         "bytes": bytes_text,
+        "capitalized": lambda text: text[:1].upper() + text[1:],
         "duration": duration_text,
         "grouped": "{:,.0f}".format,
         "labels": labels_text,
@@ -50,5 +52,6 @@ def _template() -> Template:
         "span": span_text,
         "words": join_words,
     }
+    environment.globals |= {"crowded": CROWDED, "minimum_runs": MINIMUM_RUNS}
     source = Path(__file__).with_name("sentences.j2").read_text(encoding="utf-8")
     return environment.from_string(" ".join(source.split()))

@@ -3,15 +3,19 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import MOST, ChartLine, Datum, Item, omitted_text
+from harness.report.charts.lines import MOST, ChartLine, Datum, Item
 from harness.report.charts.marks import Field, Plot, Rows, Scale, unseen
 from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, VegaLite
+from harness.report.sentences import sentence
 from harness.report.text import Unit, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
+
+_RULE = "the first of those whose strategies are shown"
 
 _MARGIN = 48  # pixels at the right of bars for their values
 
@@ -81,28 +85,30 @@ class Bars(Plot):
         self,
         name: str,
         title: str,
-        text: str,
         measure: str,
         layers: Sequence[VegaLite],
         margin: int = _MARGIN,
         data: Mapping[str, Sequence[Datum]] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> Chart:
         """Return the chart of these layers and the texts, as `marks.draw` does.
 
         Args:
             name: The name of the chart's file.
             title: The title of the chart.
-            text: What the chart shows; it is followed by how many bars are drawn, if not all are.
             measure: The field whose range the page states.
             layers: The marks, from the back to the front.
             margin: Pixels at the right of bars for their values.
             data: More data by their names.
+            facts: What the sentence of this chart says beside what its rows show.
         """
         total = len(self.rows.items)
         noun = "configuration" if self.rows.noun == "run" else self.rows.noun
-        text += omitted_text(min(MOST, total), total, noun=noun)
+        omitted = sentence("chart_omitted", drawn=min(MOST, total), total=total, rule=_RULE, noun=noun)
         plot = marks.single([*layers, *self.texts()], self.height) | {"usermeta": self.order()}
-        return marks.draw(name, title, setting_lines(self.view), text, self.rows, measure, plot, data, margin, MOST)
+        return marks.draw(
+            name, title, setting_lines(self.view), self.rows, measure, plot, facts, data, margin, MOST, omitted
+        )
 
     def order(self, most: int = MOST) -> VegaLite:
         """Return the strategies of all bars if not all are drawn at once: the page draws the first visible ones."""

@@ -6,13 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import ONE_OF_EACH, ChartLine, Datum, Item, omitted_text, select
+from harness.report.charts.lines import ChartLine, Datum, Item, select
 from harness.report.charts.marks import Plot, unseen
 from harness.report.charts.points import shortened
 from harness.report.charts.series import Series
 from harness.report.charts.setting import setting_lines
 from harness.report.comparability import group_by
 from harness.report.document import Chart, VegaLite
+from harness.report.sentences import sentence
+
+ONE_OF_EACH = "one of every strategy, then the others in the order of the report"  # what `select` returns
 
 _FEW = 6  # curves that one chart can show
 
@@ -38,27 +41,27 @@ class Curves(Plot):
         self,
         name: str,
         title: str,
-        text: str,
         measure: str,
         total: int,
         behind: Sequence[VegaLite] = (),
         above: Sequence[VegaLite] = (),
         data: Mapping[str, Sequence[Datum]] | None = None,
+        facts: Mapping[str, Any] | None = None,
     ) -> Chart:
         """Return the chart of the curves, as `marks.draw` does.
 
         Args:
             name: The name of the chart's file.
             title: The title of the chart.
-            text: What the chart shows; it is followed by which curves are drawn, if not all are.
             measure: The field whose range the page states.
             total: How many curves there are.
             behind: Layers behind the curves.
             above: Layers in front of the curves.
             data: More data by their names.
+            facts: What the sentence of this chart says beside what its rows show.
         """
         curves = {item.label: item for item in self.rows.items}
-        text += omitted_text(len(curves), total, ONE_OF_EACH)
+        omitted = sentence("chart_omitted", drawn=len(curves), total=total, rule=ONE_OF_EACH)
         groups = group_by(curves.values(), lambda curve: curve.strategy)
         variants = {curve.label: rank for group in groups.values() for rank, curve in enumerate(group)}
         if len(curves) <= _FEW:
@@ -98,7 +101,8 @@ class Curves(Plot):
                 "spec": {"layer": layers, "width": width, "height": _CELL_HEIGHT},
                 "usermeta": {"beside": room + _BESIDE},
             }
-        return marks.draw(name, title, setting_lines(self.view), text, rows, measure, plot, data, room + 4)
+        setting = setting_lines(self.view)
+        return marks.draw(name, title, setting, rows, measure, plot, facts, data, room + 4, omitted=omitted)
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""

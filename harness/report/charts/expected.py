@@ -12,7 +12,7 @@ from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import Claim
 from harness.report.comparability import EQUAL_BYTES, is_measured
 from harness.report.document import Chart
-from harness.report.text import byte_unit, format_numbers, pluralize
+from harness.report.text import byte_unit, format_numbers
 from harness.report.view import View, median_run
 from harness.util.text import sanitize
 
@@ -35,9 +35,6 @@ def predicted(view: View) -> Chart | None:
         "name": unseen([line.label if place in named else "" for place, line in enumerate(lines)]),
     }
     rows = Rows(lines, fields)
-    text = rows.described(
-        f"Predicted against measured peak memory of {{}} in {unit.name}; relative error of the prediction in %", "error"
-    )
     both = spanning("", [*fields["x"].values, *fields["y"].values]).domain
     plot = Points(view, rows, Scale(fields["x"].title, both), Scale(fields["y"].title, both))
     ends = [{"strategy": "", "x": end, "y": end} for end in both or ()]
@@ -45,7 +42,7 @@ def predicted(view: View) -> Chart | None:
     diagonal = marks.layer("line reference", "ends", x=plot.x.channel("x"), y=plot.y.channel("y"))
     layers = marks.single([diagonal, plot.mark("point"), plot.labels("labels")])
     name, setting = "Predicted and measured peak memory", setting_lines(view)
-    return marks.draw("predicted", name, setting, text, rows, "error", layers, {"ends": ends, "labels": labels})
+    return marks.draw("predicted", name, setting, rows, "error", layers, None, {"ends": ends, "labels": labels})
 
 
 _MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
@@ -77,12 +74,9 @@ def traffic(view: View) -> Chart | None:
     }
     scale = Scale(f"sent per step ({unit.name}{'; | = formula' * any(differs)})")
     plot = bars(view, [replace(line, position=rank) for rank, (line, *_) in enumerate(entries)], fields, scale)
-    what = f"Bytes that a rank of {{}} sends per step by mesh axis ({', '.join(dict.fromkeys(axes))}) in {unit.name}"
-    ticks = "The ticks are the bytes of the layout's formula, where those that were sent differ."
-    formula = ticks if any(differs) else "All are those of the layout's formula."
-    text = f"{plot.rows.described(what, 'value')} {formula}"
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "formula", "bar", "datum.differs")]
-    return plot.chart("traffic", "Bytes sent by mesh axis", text, "value", layers)
+    facts = {"axes": dict.fromkeys(axes), "differs": any(differs)}
+    return plot.chart("traffic", "Bytes sent by mesh axis", "value", layers, facts=facts)
 
 
 def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
@@ -119,13 +113,8 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         plot.mark("point paper", "expected", "bar"),
         plot.mark("point", "measured", "bar"),
     ]
-    far = [claim for claim in known if not claim.agrees]
-    text = (
-        f"The figures of papers at this layout beside the measured ones, {pluralize(len(known), 'claim')}:"
-        f" {len(known) - len(far)} agree."
-        + (f" The farthest apart is {items[0].label}, by a factor of {_apart(known[0]):.2f}." if far else "")
-    )
-    return plot.chart("papers", "Measured against the papers", text, "apart", layers, margin=0)
+    facts = {"agreeing": sum(claim.agrees for claim in known), "factor": _apart(known[0])}
+    return plot.chart("papers", "Measured against the papers", "apart", layers, 0, facts=facts)
 
 
 def _apart(claim: Claim) -> float:

@@ -5,15 +5,18 @@ from dataclasses import replace
 
 from harness.report.charts import marks, style
 from harness.report.charts.bars import LINES, Bars, Labels, bars
-from harness.report.charts.lines import ChartLine, chart_lines, failure_text, omitted_text, untimed_text
+from harness.report.charts.lines import ChartLine, chart_lines
 from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, unseen
 from harness.report.charts.setting import setting_lines
-from harness.report.charts.speed import how_drawn, speed_fields, speed_marks
+from harness.report.charts.speed import speed_fields, speed_marks
 from harness.report.document import Chart
+from harness.report.sentences import sentence
 from harness.report.text import pluralize
 from harness.report.view import View
 
 _MOST = 16  # configurations that fit on the first screen
+
+_RULE = "those of the largest comparable group first; Comparison has all"
 
 _LETTER, _GAP, _VALUE = 6.4, 16, 56  # pixels: of a character, between the panels, and of a value behind a bar
 
@@ -27,26 +30,17 @@ def first_picture(view: View) -> Chart | None:
     lines = _sorted(view, by_speed)
     if not any(line.peak or line.speed for line in lines):
         return None
-    most, second = _drawn_count(lines), _speeds(lines) if view.draws_speeds else _sent(lines)
-    peak, measure = bytes_field("peak memory", [line.peak for line in lines]), next(iter(second))
-    fields = {
-        "status": column("status", [(view.draws_speeds and line.untimed) or line.status for line in lines], True),
-        "peak": peak,
-        "figure": unseen(peak.cells),
-        "ended": unseen([line.end if line.peak is None else None for line in lines]),
-        **second,
-        "untimed": unseen(
-            [line.untimed if value is None else None for line, value in zip(lines, second[measure].values, strict=True)]
-        ),
-    }
-    left = bars(view, lines, fields, Scale(peak.title))
+    most = _drawn_count(lines)
+    fields, drawn = _fields(view, lines), Rows(lines[:most], _fields(view, lines[:most]))
+    measure = "median" if view.draws_speeds else "sent"
+    left = bars(view, lines, fields, Scale(fields["peak"].title))
     panels = [[left.mark("bar", "peak", "bar"), *left.texts("peak", "figure")]]
     name, title = "Memory and speed", f"tokens/s ({'median, range' if by_speed else 'not ranked'})"
     if not view.draws_speeds:
-        name, title = "Memory and communication", second[measure].title
+        name, title = "Memory and communication", fields["sent"].title
     right = Bars(view, left.rows, Scale(title), Labels("", text=f"columns > 1 ? '' : {LINES}"))
-    if any(second[measure].values[:most]):
-        own = speed_marks(right) if view.draws_speeds else [right.mark("bar", measure, "bar")]
+    if any(drawn.fields[measure].values):
+        own = speed_marks(right) if view.draws_speeds else [right.mark("bar", "sent", "bar")]
         panels.append([*own, *right.texts(ended="untimed")])
     else:
         name = "Peak memory"
@@ -54,35 +48,32 @@ def first_picture(view: View) -> Chart | None:
     labels, count = round(_LETTER * max(map(len, names))) + 8, len(panels)
     width = (style.WIDTH - labels - (count - 1) * _GAP - count * _VALUE) // count
     cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
-    order = left.order(most)
-    plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": {"beside": labels + _VALUE, **order}}
-    text = _text(name, left.rows.first(most), ("peak", measure), by_speed) + failure_text(lines[:most])
-    if view.draws_speeds:
-        text += how_drawn(lines[:most]) + untimed_text(lines[:most])
-    text += omitted_text(most, len(lines), "those of the largest comparable group first; Comparison has all")
-    chart = marks.draw("first", name, setting_lines(view), text, left.rows, "peak", plot, None, _VALUE - 8, most)
+    meta = {"beside": labels + _VALUE, **left.order(most)}
+    plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": meta}
+    facts = {"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure}
+    omitted, setting = sentence("chart_omitted", drawn=most, total=len(lines), rule=_RULE), setting_lines(view)
+    chart = marks.draw("first", name, setting, left.rows, "peak", plot, facts, None, _VALUE - 8, most, omitted)
     chart.spec["params"].append({"name": "columns", "value": count})
     return chart
 
 
-def _speeds(lines: Sequence[ChartLine]) -> dict[str, Field]:
-    fields = speed_fields(lines)
-    return fields | {name: replace(fields[name], cells=()) for name in ("low", "high")}
-
-
-def _sent(lines: Sequence[ChartLine]) -> dict[str, Field]:
+def _fields(view: View, lines: Sequence[ChartLine]) -> dict[str, Field]:
+    """Return the peaks, and the speeds or the bytes sent."""
+    peak = bytes_field("peak memory", [line.peak for line in lines])
     sent = bytes_field("bytes sent", [line.number("communication_bytes") if line.ok else None for line in lines])
-    return {"sent": sent, "total": unseen(sent.values), "shown": unseen(sent.cells)}
-
-
-def _text(name: str, drawn: Rows, measures: Sequence[str], by_speed: bool) -> str:
-    """Return what the picture shows."""
-    order = "fastest" if by_speed else "smallest"
-    text = f"{name} of {pluralize(len(drawn.items), 'configuration')}, the {order} first."
-    for measure in measures:
-        title = drawn.fields[measure].title
-        text += f" {title[0].upper()}{title[1:]}: {drawn.span(measure)}." if drawn.known(measure) else ""
-    return text
+    second = {"sent": sent, "total": unseen(sent.values), "shown": unseen(sent.cells)}
+    if view.draws_speeds:
+        speeds = speed_fields(lines)
+        second = speeds | {name: replace(speeds[name], cells=()) for name in ("low", "high")}
+    known = zip(lines, second["total"].values, strict=True)
+    return {
+        "status": column("status", [(view.draws_speeds and line.untimed) or line.status for line in lines], True),
+        "peak": peak,
+        "figure": unseen(peak.cells),
+        "ended": unseen([line.end if line.peak is None else None for line in lines]),
+        "untimed": unseen([line.untimed if value is None else None for line, value in known]),
+        **second,
+    }
 
 
 def _drawn_count(lines: Sequence[ChartLine]) -> int:

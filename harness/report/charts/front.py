@@ -8,31 +8,26 @@ from harness.report.charts import marks, style
 from harness.report.charts.lines import Item
 from harness.report.charts.marks import Field, Rows, Scale
 from harness.report.document import Chart
+from harness.report.sentences import sentence
 
 GIB = 2**30
 
 
 def front_sentence(front: Sequence[Prediction]) -> str:
     """Return the front in one sentence."""
-    if not front:
-        return "No layout of this model has a place on a front of memory against speed."
-    first, last = front[0], front[-1]
-    if len(front) == 1:
-        return (
-            f"One layout alone is on the front, with {first.tokens_per_second:,.0f} tokens/s in {_gib(first):.1f} GiB."
-        )
-    return (
-        f"{len(front)} layouts are on the front, as no layout that needs less memory is faster: from"
-        f" {last.tokens_per_second:,.0f} tokens/s in {_gib(last):.1f} GiB to {first.tokens_per_second:,.0f} tokens/s in"
-        f" {_gib(first):.1f} GiB of a device."
-    )
+    text: str = sentence("front_chart", rows=front, ends=_ends(front))
+    return text
+
+
+def _ends(front: Sequence[Prediction]) -> list[str]:
+    return [f"{entry.tokens_per_second:,.0f} tokens/s in {_gib(entry):.1f} GiB" for entry in front]
 
 
 def front_chart(front: Sequence[Prediction]) -> Chart | None:
     """Draw the front, with the memory of the devices; None where there is nothing to draw."""
     if not front:
         return None
-    first, sentence = front[0], front_sentence(front)
+    first = front[0]
     sizes, speeds = [_gib(entry) for entry in front], [entry.tokens_per_second for entry in front]
     kinds = [kind_of(entry) for entry in front]
     fields = {
@@ -53,9 +48,8 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
         marks.layer("point", color=color, tooltip=rows.tooltip, **place),
     ]
     setting = [f"{first.config.model.name} on {first.layout.world_size} devices of {first.cluster.name}"]
-    return marks.draw(
-        "front", "Memory and speed", setting, sentence, rows, "", marks.single(layers), data={"limits": limits}
-    )
+    facts, data = {"ends": _ends(front)}, {"limits": limits}
+    return marks.draw("front", "Memory and speed", setting, rows, "", marks.single(layers), facts, data)
 
 
 def kind_of(prediction: Prediction) -> str:

@@ -1,4 +1,4 @@
-"""The lines of a view as plain values to draw, the selection of lines to draw, and sentences on those not drawn."""
+"""The lines of a view as plain values to draw, and the selection of lines to draw."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,8 +14,6 @@ from harness.report.view import View
 from harness.util.text import sanitize
 
 MOST = 60  # bars or curves of one chart that are drawn at once; the page draws the first of those that are visible
-
-ONE_OF_EACH = "one of every strategy, then the others in the order of the report"  # what `select` returns
 
 Datum = dict[str, Any]  # the data of one mark; always has `strategy`
 
@@ -140,32 +138,3 @@ def select(candidates: Sequence[AnyItem], most: int = MOST) -> list[AnyItem]:
     others = [item for item in candidates if fastest.get(item.strategy) is not item]
     drawn = {item.position for item in [*first, *others][:most]}
     return [item for item in candidates if item.position in drawn]
-
-
-def omitted_text(
-    drawn: int, total: int, rule: str = "the first of those whose strategies are shown", noun: str = "configuration"
-) -> str:
-    """Return a sentence on what is not drawn, with a space before it; empty if everything is drawn."""
-    return f" {drawn} of {total} {noun}s are drawn at once: {rule}." if drawn < total else ""
-
-
-def untimed_text(lines: Sequence[ChartLine]) -> str:
-    """Return the sentences on lines whose times are not drawn, with a space before each; empty if there are none."""
-    text = ""
-    for reason, runs in (("disturbed", "disturbed or barely timed runs"), (CROWDED, CROWDED)):
-        names = [line.label for line in lines if line.untimed == reason]
-        text += f" Not drawn are the times of {runs}: {_some(names)}." if names else ""
-    return text
-
-
-def failure_text(lines: Sequence[ChartLine]) -> str:
-    """Return a sentence on the lines that are not ok, with a space before it; empty if there are none."""
-    failed = [f"{line.label} ({line.status})" for line in lines if not line.ok]
-    return f" There are no figures for {_some(failed)}." if failed else ""
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} configurations"
-
-
-_MOST_NAMES = 6  # that a sentence lists

@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 
 from harness.records.schema import Row
 from harness.report.charts import marks
-from harness.report.charts.lines import ONE_OF_EACH, ChartLine, Datum, chart_lines, finite_number, omitted_text, select
+from harness.report.charts.curves import ONE_OF_EACH
+from harness.report.charts.lines import ChartLine, Datum, chart_lines, finite_number, select
 from harness.report.charts.marks import Field, Rows, Scale, column, spanning
 from harness.report.charts.setting import setting_lines
 from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.labels import value_text
+from harness.report.sentences import sentence
 from harness.report.view import View, median_run
 from harness.util.text import sanitize
 
@@ -89,13 +91,8 @@ def _chart(view: View, name: str, title: str, curves: Sequence[tuple[ChartLine, 
     rows = Rows(lines, fields)
     at_step = [[curve[step][0] for curve in by_step if step in curve] for step in steps]
     apart = max(max(values) - min(values) for values in at_step)
-    text = rows.described(f"Training losses of {{}} over {max(map(len, by_step))} steps, the last", "last")
-    if len(curves) > 1:
-        text += (
-            f" Losses at the same step differ by at most {apart:.2g}; curves that coincide are drawn as one, with"
-            " dashes in the colors of all."
-        )
-    text += omitted_text(len(curves), total, ONE_OF_EACH)
+    facts = {"steps": max(map(len, by_step)), "apart": apart}
+    omitted = sentence("chart_omitted", drawn=len(curves), total=total, rule=ONE_OF_EACH)
     title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(curves) > 1 else "step"
     x = Scale(title_x, (steps[0], steps[-1]), form="d").channel("x")
     y = spanning("loss", [loss for values in at_step for loss in values]).channel("y")
@@ -106,7 +103,7 @@ def _chart(view: View, name: str, title: str, curves: Sequence[tuple[ChartLine, 
         marks.layer("text ending", "ends", x=x, y=y, text="short"),
     ]
     plot, data = marks.single(layers), {"points": _points(curves, bundles), "ends": _ends(curves, bundles)}
-    return marks.draw(name, title, setting_lines(view), text, rows, "", plot, data)
+    return marks.draw(name, title, setting_lines(view), rows, "", plot, facts, data, omitted=omitted)
 
 
 def _points(curves: Sequence[tuple[ChartLine, Losses]], bundles: Sequence[Sequence[int]]) -> list[Datum]:

@@ -6,14 +6,15 @@ A field serves marks, tooltips, the table of exact values and the range that the
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from harness.report.charts import style
 from harness.report.charts.lines import Datum, Item
 from harness.report.document import Chart, Table, VegaLite
-from harness.report.text import ONE, Unit, byte_unit, format_numbers, pluralize
+from harness.report.sentences import sentence
+from harness.report.text import ONE, Unit, byte_unit, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -106,14 +107,6 @@ class Rows:
         fields = [(name, field.title, field.form) for name, field in known.items() if field.title]
         return tooltip(("label", self.noun, ""), *fields)
 
-    def first(self, count: int) -> "Rows":
-        """Return the first rows alone."""
-        fields = {
-            name: replace(field, values=field.values[:count], cells=field.cells[:count])
-            for name, field in self.fields.items()
-        }
-        return replace(self, items=self.items[:count], fields=fields, names=self.names[:count])
-
     def known(self, name: str) -> list[tuple[float, str, str]]:
         """Return value, cell and name of the rows that have a field."""
         field, names = self.fields[name], self.names or [item.label for item in self.items]
@@ -128,11 +121,10 @@ class Rows:
             return f"{least} ({lowest})"
         return f"{least} for all" if least == most else f"from {least} ({lowest}) to {most} ({highest})"
 
-    def described(self, what: str, name: str) -> str:
-        """Return what is drawn, of how many configurations in place of {}, and the range of a field."""
+    def count(self, name: str) -> int:
+        """Return how many configurations have a field: rows of the same label are of one."""
         known = zip(self.items, self.fields[name].values, strict=True)
-        count = len({item.label for item, value in known if value is not None})
-        return f"{what.replace('{}', pluralize(count, 'configuration'), 1)}: {self.span(name)}."
+        return len({item.label for item, value in known if value is not None})
 
 
 def tooltip(*fields: tuple[str, str, str]) -> list[VegaLite]:
@@ -238,13 +230,14 @@ def draw(
     name: str,
     title: str,
     subtitle: Sequence[str],
-    text: str,
     rows: Rows,
     measure: str,
     plot: VegaLite,
+    facts: Mapping[str, Any] | None = None,
     data: Mapping[str, Sequence[Datum]] | None = None,
     right: int = 0,
     most: int = 10**6,
+    omitted: str = "",
 ) -> Chart:
     """Return a chart, as Vega-Lite without a config.
 
@@ -252,14 +245,16 @@ def draw(
         name: The name of the chart's file.
         title: The title of the chart.
         subtitle: The lines under the title, such as the setting of the runs.
-        text: What the chart shows.
         rows: The rows of the chart.
         measure: The field whose range the page states, "" for none.
         plot: One plot, or several.
+        facts: What the sentence of this chart says beside what its rows show.
         data: More data by their names.
         right: Pixels at the right for text beyond the plot.
         most: How many bars are drawn at once.
+        omitted: A sentence on what is not drawn.
     """
+    text = sentence(f"{name.partition('-')[0]}_chart", rows=rows, **(facts or {})) + omitted
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "title": {"text": title, "subtitle": list(subtitle)},

@@ -6,7 +6,7 @@ from dataclasses import replace
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, endings, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.lines import ChartLine, chart_lines, failure_text, finite_number, ordered
+from harness.report.charts.lines import ChartLine, chart_lines, finite_number, ordered
 from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
@@ -48,12 +48,8 @@ def peak(view: View) -> Chart | None:
         marks.layer("rule limit", "limits", x=x, tooltip=marks.tooltip(("shown", "device", ""))),
         marks.layer("text top", "limits", x=x, y={"value": 0}, text="shown"),
     ]
-    text = plot.rows.described(f"Peak memory of {{}} in {unit.name}, stacked by its use", title)
-    if limits:
-        beyond = "" if near else ", beyond the axis"
-        text += f" The device's memory limit is {' or '.join(map(bytes_text, limits))}{beyond}."
-    text += failure_text(lines)
-    return plot.chart("peak", "Breakdown of peak memory", text, title, layers, data={"limits": rules})
+    facts = {"limits": limits, "is_near": bool(near)}
+    return plot.chart("peak", "Breakdown of peak memory", title, layers, data={"limits": rules}, facts=facts)
 
 
 def _parts(line: ChartLine) -> dict[str, float | None]:
@@ -85,9 +81,8 @@ def batches(view: View) -> Chart | None:
     y = Scale(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights))))
     curves = Curves(view, rows, x, y)
     crosses = curves.mark("text predicted", y="predicted", text={"value": "×"})
-    text = rows.described(f"Activation memory of {{}} in {unit.name} by micro-batch size", "y")
     name = "Activation memory by micro-batch size (×: predicted)"
-    return curves.chart("batches", name, text, "y", len(series), above=[crosses])
+    return curves.chart("batches", name, "y", len(series), above=[crosses])
 
 
 _MILLION = 1e6
@@ -126,10 +121,9 @@ def memory_wall(view: View) -> Chart | None:
         marks.layer("text above", "limits", x={"value": 4}, y=y.channel("limit"), text="shown"),
         curves.mark("text failed", y="failed", text={"value": "×"}),
     ]
-    text = rows.described(f"Peak memory of {{}} in {unit.name} over millions of parameters", "y")
-    text += f" {sum(not line.ok for line in lines)} ran out of memory."
     name = "Peak memory by model size (×: out of memory)"
-    return curves.chart("wall", name, text, "y", len(series), above=above, data={"limits": limits})
+    facts = {"failed": sum(not line.ok for line in lines)}
+    return curves.chart("wall", name, "y", len(series), above=above, data={"limits": limits}, facts=facts)
 
 
 def largest_model(view: View) -> Chart | None:
@@ -157,10 +151,8 @@ def largest_model(view: View) -> Chart | None:
     plot = bars(view, ordered, fields, Scale("parameters of the largest model that ran (millions)"))
     limits = [bytes_text(limit) for limit in _limits(lines)]
     within = f" within {join_words(list(dict.fromkeys(limits)))} per rank" if limits else ""
-    text = plot.rows.described(f"The largest model that {{}} trained{within}, in millions of parameters", "value")
-    return plot.chart(
-        "largest", f"Largest model that fits{within}", text, "value", [plot.mark("bar", "value", "bar")], _ROOM
-    )
+    title, layers = f"Largest model that fits{within}", [plot.mark("bar", "value", "bar")]
+    return plot.chart("largest", title, "value", layers, _ROOM, facts={"within": within})
 
 
 _LIMIT = "memory_limit_bytes"

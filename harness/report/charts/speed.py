@@ -4,13 +4,12 @@ from collections.abc import Mapping, Sequence
 
 from harness.report.charts.bars import Bars, bars, endings, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.lines import ChartLine, chart_lines, failure_text, finite_number, ordered, untimed_text
+from harness.report.charts.lines import ChartLine, chart_lines, finite_number, ordered
 from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
 from harness.report.charts.series import by_world
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
-from harness.report.speeds import MINIMUM_RUNS
-from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents, join_words
+from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents
 from harness.report.view import View, median_run
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
@@ -29,16 +28,7 @@ def throughput(view: View) -> Chart | None:
         return None
     status = {"status": column("status", [line.state for line in lines], True)}
     plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), Scale(TOKENS))
-    text = plot.rows.described(f"{TOKENS.capitalize()} of {{}}", "median")
-    text += how_drawn(lines) + untimed_text(lines) + failure_text(lines)
-    return plot.chart("throughput", "Tokens per second", text, "median", speed_marks(plot))
-
-
-def how_drawn(lines: Sequence[ChartLine]) -> str:
-    """Return a sentence on what bars and points of speeds are, with a space before it."""
-    kinds = {line.timing.is_ranked for line in lines if line.speed}
-    text = " Bars are medians, with the range of the undisturbed repeats." if True in kinds else ""
-    return text + (f" Hollow points are of fewer than {MINIMUM_RUNS} repeats and rank nothing." * (False in kinds))
+    return plot.chart("throughput", "Tokens per second", "median", speed_marks(plot))
 
 
 def speed_fields(lines: Sequence[ChartLine]) -> dict[str, Field]:
@@ -97,17 +87,14 @@ def scaling(view: View) -> Chart | None:
         across, up = (counts[0] / 1.1, counts[-1] * 1.1), (min(speeds) / 1.2, max(*speeds, *ideals) * 1.2)
     x, y = Scale("number of ranks", across, is_wide, counts, "d"), Scale(TOKENS, up, is_wide)
     curves = Curves(view, rows, x, y)
-    text = rows.described(
-        f"Tokens per second of {{}} on {join_words(list(map(str, counts)))} ranks, compared with linear scaling from"
-        " the fewest ranks of each; efficiency on the most ranks in %",
-        "last",
-    )
-    if not all(line.timing.is_ranked for _, line in points):
-        text += f" Some points are of fewer than {MINIMUM_RUNS} repeats, and rank nothing."
-    text += untimed_text(chart_lines(view))
     linear = curves.mark("line linear", y="ideal", detail="label")
     name = "Tokens per second by number of ranks (dotted: linear scaling)"
-    return curves.chart("scaling", name, text, "y", len(series), behind=[linear])
+    facts = {
+        "counts": list(map(str, counts)),
+        "is_ranked": all(line.timing.is_ranked for _, line in points),
+        "lines": chart_lines(view),
+    }
+    return curves.chart("scaling", name, "y", len(series), [linear], facts=facts)
 
 
 def _speed_per_rank(line: ChartLine) -> float:
@@ -138,12 +125,12 @@ def step(view: View) -> Chart | None:
     fields = {"status": column("status", [line.state for line in lines], True)} | row_fields(rows, MILLISECONDS)
     ends = [row[_TOTAL] for row in rows]
     plot = _stacked(view, lines, fields, fields[_TOTAL].title, ends, ends)
-    drawn = [part for part in parts if plot.rows.known(part)]
-    text = plot.rows.described(f"Step time of {{}} in ms, stacked by its parts, {', '.join(drawn)}", _TOTAL)
-    if any(len(line.record.runs) > 1 for line in lines):
-        text += " Repeated runs are represented by the one with the median speed."
-    text += untimed_text(lines) + failure_text(lines)
-    return plot.chart("step", "Breakdown of step time", text, _TOTAL, [plot.stack(list(parts), MILLISECONDS, _EXACT)])
+    facts = {
+        "parts": [part for part in parts if plot.rows.known(part)],
+        "is_repeated": any(len(line.record.runs) > 1 for line in lines),
+    }
+    stack = plot.stack(list(parts), MILLISECONDS, _EXACT)
+    return plot.chart("step", "Breakdown of step time", _TOTAL, [stack], facts=facts)
 
 
 def exposed_communication(view: View) -> Chart | None:
@@ -166,11 +153,9 @@ def exposed_communication(view: View) -> Chart | None:
     ]
     title = "communication per step (ms; the figure is what is exposed)"
     plot = _stacked(view, lines, fields, title, ends, exposed)
-    what = "Communication of {} in ms per step, exposed while nothing is computed, and overlapped with computing"
-    text = plot.rows.described(f"{what}; exposed", STEP_TITLES[_EXPOSED])
-    text += " What pipelines send is part of their idle time." * (len(lines) < len(ranks)) + untimed_text(lines)
     stack = plot.stack([*STEP_TITLES.values(), _OVERLAPPED], MILLISECONDS, _EXACT)
-    return plot.chart("exposed", "Exposed communication", text, STEP_TITLES[_EXPOSED], [stack])
+    facts = {"has_pipelines": len(lines) < len(ranks)}
+    return plot.chart("exposed", "Exposed communication", STEP_TITLES[_EXPOSED], [stack], facts=facts)
 
 
 def _seconds(line: ChartLine, *names: str) -> list[float | None]:

@@ -1,11 +1,11 @@
 """Charts of what memory costs: peak memory against speed, and what checkpointing saves against its time."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.report.charts import marks, style
 from harness.report.charts.bars import bars
-from harness.report.charts.lines import ChartLine, Datum, chart_lines, omitted_text, ordered
+from harness.report.charts.lines import ChartLine, Datum, chart_lines, ordered
 from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
@@ -14,7 +14,8 @@ from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.reported import group_titles
-from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, MINIMUM_RUNS, are_alike
+from harness.report.sentences import sentence
+from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
 from harness.report.text import ONE, format_percents, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -24,6 +25,8 @@ _ROOM = 90  # pixels behind the longest bar for the time added
 _MOST_POINTS = 200  # of one chart
 
 _MOST_FRONTS = 3  # groups of comparable configurations that are drawn beside each other
+
+_RULE = "all that can be on a front, then the others in the order of the report"
 
 _RATE = "tokens per second"
 
@@ -42,14 +45,6 @@ def trade(view: View) -> Chart | None:
         return None
     lines = [line for group in drawn.values() for line in group]
     rows = _rows(lines)
-    total = sum(map(len, shown.values()))
-    speeds, peaks = rows.span("x"), rows.span("y")
-    title = rows.fields["y"].title
-    text = (
-        f"{title.capitalize()} against {_RATE} of {pluralize(len(lines), 'configuration')}"
-        f"{_group_text(len(shown), len(by_group))}. {_front_text(shown)} Peaks {peaks}, {_RATE} {speeds}."
-        f"{omitted_text(len(lines), total, 'all that can be on a front, then the others in the order of the report')}"
-    )
     columns, height, beside = (1, style.HEIGHT, 29) if len(drawn) == 1 else (2, 280, 45)  # pixels
     size = (style.plot_width(style.WIDTH, columns, beside), height)
     labels: dict[str, list[Datum]] = {}
@@ -63,9 +58,16 @@ def trade(view: View) -> Chart | None:
     candidates = [_candidate(line) for group in shown.values() for line in group if line.timing.is_ranked]
     meta = {"beside": beside, "candidates": candidates, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS}
     plot = {"concat": cells, "columns": columns, "usermeta": meta}
-    name, setting = "Peak memory and speed", setting_lines(view)
-    chart = marks.draw("trade", name, setting, text, rows, "x", plot, labels)
-    front = [line.position for line in lines if line.standing.is_on_front]
+    fronts = [sorted(filter(_is_on_front, group), key=lambda line: line.peak or 0.0) for group in shown.values()]
+    facts = {
+        "fronts": [", ".join(line.label for line in front) for front in fronts if front],
+        "shown": len(shown),
+        "groups": len(by_group),
+    }
+    total, setting = sum(map(len, shown.values())), setting_lines(view)
+    omitted = sentence("chart_omitted", drawn=len(lines), total=total, rule=_RULE)
+    chart = marks.draw("trade", "Peak memory and speed", setting, rows, "x", plot, facts, labels, omitted=omitted)
+    front = [line.position for line in filter(_is_on_front, lines)]
     chart.spec["params"].append({"name": "front", "value": front})
     return chart
 
@@ -75,19 +77,17 @@ def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:
 
     Such a line is on the front of its own strategy.
     """
-    if len(group) <= _MOST_POINTS:
-        return list(group)
-    own = {line.position for line in group if line.standing.is_on_front}
-    for members in group_by([line for line in group if line.timing.is_ranked], lambda line: line.strategy).values():
-        highest = 0.0
-        for line in sorted(members, key=lambda line: (line.peak or 0.0, -(line.speed or 0.0))):
-            if (line.speed or 0.0) > highest:
-                highest = line.speed or 0.0
-                own.add(line.position)
-    first = [line for line in group if line.position in own]
-    others = [line for line in group if line.position not in own]
-    positions = {line.position for line in [*first, *others[: max(0, _MOST_POINTS - len(first))]]}
-    return [line for line in group if line.position in positions]
+    ranked = sorted(
+        (line for line in group if line.timing.is_ranked), key=lambda line: (line.peak, -(line.speed or 0.0))
+    )
+    own = {line.position for line in filter(_is_on_front, group)}
+    fastest: dict[str, float] = {}
+    for line in ranked:
+        if (line.speed or 0.0) > fastest.get(line.strategy, 0.0):
+            fastest[line.strategy] = line.speed or 0.0
+            own.add(line.position)
+    first = sorted(group, key=lambda line: line.position not in own)[:_MOST_POINTS]
+    return sorted(first, key=lambda line: line.position)
 
 
 def _rows(lines: Sequence[ChartLine]) -> Rows:
@@ -120,22 +120,8 @@ def _candidate(line: ChartLine) -> list[Any]:
     return [*place, speed.low, speed.median, speed.high, speed.runs]
 
 
-def _group_text(shown: int, groups: int) -> str:
-    if groups == 1:
-        return ""
-    return f", of {'the largest' if shown == 1 else f'{shown}'} of {groups} groups of comparable ones"
-
-
-def _front_text(shown: Mapping[int | None, Sequence[ChartLine]]) -> str:
-    """Return which configurations are on a front; speeds of too few repeats are on none."""
-    fronts = [
-        sorted((line for line in group if line.standing.is_on_front), key=lambda line: line.peak or 0.0)
-        for group in shown.values()
-    ]
-    names = [", ".join(line.label for line in front) for front in fronts if front]
-    if not names:
-        return f"No front is drawn: no speed here has {MINIMUM_RUNS} undisturbed repeats."
-    return f"On the front, each certainly faster than those before it: {'; '.join(names)}."
+def _is_on_front(line: ChartLine) -> bool:
+    return line.standing.is_on_front
 
 
 def _panel(
@@ -188,16 +174,10 @@ def checkpointing(view: View) -> Chart | None:
     figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * bool(uncertain)}"
     title = f"memory saved (%; bar: peak, |: activations{figure * any(cells)})"
     plot = bars(view, lines, fields, Scale(title))
-    what = (
-        f"Memory saved{' and time added' * any(cells)} by checkpointing in {{}}, each relative to the same run without"
-    )
-    text = plot.rows.described(f"{what}; peak memory saved, in %", "value")
-    if any(cells):
-        doubt = f" (no certain difference: {', '.join(uncertain)})" if uncertain else ""
-        text += f" Step time added, in %: {plot.rows.span('cost')}{doubt}."
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "activations", "bar")]
     name = "Memory savings and cost of activation checkpointing" if any(cells) else "Memory saved by checkpointing"
-    return plot.chart("checkpointing", name, text, "value", layers, _ROOM * any(cells))
+    facts = {"has_costs": any(cells), "uncertain": uncertain}
+    return plot.chart("checkpointing", name, "value", layers, _ROOM * any(cells), facts=facts)
 
 
 def _pairs(view: View) -> Iterator[tuple[ChartLine, ChartLine]]:
