@@ -18,12 +18,10 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 # gathered tensor of an all-gather, the whole input of a reduce-scatter (Rajbhandari et al. 2019, section 7).
 SENT_PER_BYTE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: (n - 1) / n,
-    "reduce_scatter": lambda n: (n - 1) / n,
-    "all_to_all": lambda n: (n - 1) / n,
-    "broadcast": lambda n: (n - 1) / n,
-    "reduce": lambda n: (n - 1) / n,
-    "scatter": lambda n: (n - 1) / n,  # S is all that the root scatters, and 0 on other ranks
+    # S of a scatter is all that the root scatters, and 0 on other ranks.
+    **dict.fromkeys(
+        ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "scatter"), lambda n: (n - 1) / n
+    ),
     "gather": lambda n: 1.0,  # S is 0 at the root, and this rank's own part elsewhere
     "send": lambda n: 1.0 if n > 1 else 0.0,
 }
@@ -141,8 +139,11 @@ _FUNCTIONAL: dict[str, tuple[str, _Selector]] = {
 
 RULES: dict[str, tuple[str, _Selector]] = {
     **{f"c10d::{name}": rule for name, rule in _C10D.items()},
-    **{f"_c10d_functional::{name}": rule for name, rule in _FUNCTIONAL.items()},
-    **{f"_c10d_functional_autograd::{name}": rule for name, rule in _FUNCTIONAL.items()},
+    **{
+        f"{namespace}::{name}": rule
+        for namespace in ("_c10d_functional", "_c10d_functional_autograd")
+        for name, rule in _FUNCTIONAL.items()
+    },
     "_dtensor::shard_dim_alltoall": ("all_to_all", _all("input")),
 }
 
