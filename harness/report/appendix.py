@@ -11,7 +11,7 @@ from harness.report.charts import expected, losses
 from harness.report.columns import ShownColumn, from_frame, run_table
 from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
-from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_by_staleness, labels_of
+from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_of
 from harness.report.sentences import sentence
 from harness.report.text import outcome_text
 from harness.report.view import View
@@ -30,7 +30,7 @@ def disturbed(view: View) -> list[Section]:
 
 def stale(view: View) -> list[Section]:
     """Return the section on rows that were recorded with other versions than the installed ones."""
-    rows = _by_cause(labels_by_staleness(view.table))
+    rows = _by_cause(labels_by(view.table, "stale_reason"))
     return section("Stale rows", Paragraph(sentence("stale_rows")), rows) if rows else []
 
 

@@ -249,11 +249,7 @@ def _change_notes(comparison: BaselineCheck) -> Iterator[str]:
 
 def regressions_json(comparison: BaselineCheck) -> str:
     """Return the comparison as JSON; a growth of null has no number, as where a run is missing."""
-    changes = [
-        dataclasses.asdict(change)
-        | {"before": change.before._asdict(), "after": change.after._asdict()}
-        | {"growth": None if math.isinf(change.growth) else change.growth}
-        for change in comparison.changes
-    ]
-    values = dataclasses.asdict(comparison) | {"changes": changes, "holds": not comparison.regressed}
+    values = dataclasses.asdict(comparison) | {"holds": not comparison.regressed}
+    for change in values["changes"]:
+        change["growth"] = None if math.isinf(change["growth"]) else change["growth"]
     return json.dumps(values, indent=2)

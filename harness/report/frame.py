@@ -157,11 +157,6 @@ def compared_layers(record: Record) -> str:
     return f"{layers} of {all_layers}" if layers and all_layers and layers < all_layers else ""
 
 
-def labels_by_staleness(table: pd.DataFrame) -> dict[str, list[str]]:
-    """Return the labels of stale rows by what differs in their versions."""
-    return labels_by(table, "stale_reason")
-
-
 def labels_by(table: pd.DataFrame, name: str) -> dict[str, list[str]]:
     """Return the labels of rows by the value of a text column, without the rows where it is empty or unknown."""
     return labels_of(labelled(table, column_values(table, name)))

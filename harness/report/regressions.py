@@ -8,7 +8,7 @@ repeat. A speed has changed only if it has left the range of its repeats.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record
@@ -31,7 +31,8 @@ Verdict = Literal["regressed", "within limit", "improved"]
 _ORDER: tuple[Verdict, ...] = ("regressed", "within limit", "improved")
 
 
-class Figure(NamedTuple):
+@dataclass(frozen=True)
+class Figure:
     """One side of a change: a number, or the status of the runs in words; speeds have the range of their repeats."""
 
     value: float | str | None

@@ -1,7 +1,7 @@
 """Tables for the terminal: the comparison with its notes, and any table fitted to the terminal's width."""
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.text import Text
 from harness.records.schema import Record, Row
 from harness.report.caveats import by_kind
 from harness.report.columns import ShownColumn
+from harness.report.comparability import group_by
 from harness.report.comparison_columns import (
     DISTURBED_MARK,
     STALE_MARK,
@@ -22,14 +23,14 @@ from harness.report.comparison_columns import (
     comparison_columns,
     sanitized_texts,
 )
-from harness.report.document import Disturbed, Part, Table
+from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_screen, warning
 from harness.report.frame import (
     baseline_name,
     column_values,
     labelled,
+    labels_by,
     labels_by_kernel,
-    labels_by_staleness,
     shared_settings,
 )
 from harness.report.overview import pivots
@@ -79,7 +80,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if len(view.records) < len(whole.records):
         console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
     for note in (*_legend(fitted), *_notes(table, lines)):
-        console.print(Text(note))
+        console.print(Text(sanitize(note)))
 
 
 def _legend(columns: Sequence[ShownColumn]) -> list[str]:
@@ -100,44 +101,30 @@ def _legend(columns: Sequence[ShownColumn]) -> list[str]:
     return [meaning for meaning, is_used in meanings.items() if is_used]
 
 
-def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> list[str]:
-    """Return a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
-    runs_of = labelled(table, [line.runs for line in lines])
-    ignored = {label for label, is_ignored in labelled(table, column_values(table, "is_ignored")) if is_ignored}
-    total = len(lines)
-    failures = [
-        (name, outcome)
-        for label, runs in runs_of
-        for outcome, name in _by_value(label, runs, lambda row: row["status"] != "ok" and outcome_text(row))
-    ]
-    notes = [f"{name} {outcome}" for name, outcome in failures]
-    if len(failures) > MOST_LABELS:
-        notes = [
-            f"{labels_text(_configurations(names), total)} {outcome}"
-            for outcome, names in by_kind(failures, "\n").items()
-        ]
-    for difference, labels in labels_by_staleness(table).items():
-        which = labels_text(labels, total)
-        notes.append(f"{STALE_MARK} stale, recorded with other versions than are installed ({difference}): {which}")
-    disturbed = [
-        (name, cause)
-        for label, runs in runs_of
-        for cause, name in _by_value(label, runs, lambda row: row.get("noise_warning"))
-    ]
-    notes += [
-        f"{DISTURBED_MARK} noise warning ({cause}): {labels_text(_configurations(labels), total)}"
-        for cause, labels in by_kind(disturbed).items()
-    ]
-    brief = [
-        label
-        for label, cause in labelled(table, column_values(table, "noise_warning"))
-        if not cause and label in ignored
-    ]
-    if brief:
-        notes.append(f"{DISTURBED_MARK} fewer than four timed steps: {labels_text(brief, total)}")
-    for kernel, labels in labels_by_kernel(table).items():
-        notes.append(f"attention kernels differ between rows; {kernel} ran for: {labels_text(labels, total)}")
-    return [sanitize(note) for note in notes]
+def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> Iterator[str]:
+    """Yield a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
+    runs_of, total = labelled(table, [line.runs for line in lines]), len(lines)
+    failures = _causes(runs_of, lambda row: row["status"] != "ok" and outcome_text(row))
+    if len(failures) <= MOST_LABELS:
+        yield from (f"{name} {outcome}" for name, outcome in failures)
+    else:
+        for outcome, names in by_kind(failures, "\n").items():
+            yield f"{labels_text(_configurations(names), total)} {outcome}"
+    disturbed = by_kind(_causes(runs_of, lambda row: row.get("noise_warning")))
+    states = zip(*(column_values(table, name) for name in ("noise_warning", "is_ignored")), strict=True)
+    brief = [label for label, (cause, is_ignored) in labelled(table, states) if is_ignored and not cause]
+    stale = f"{STALE_MARK} stale, recorded with other versions than are installed"
+    for note, labels in (
+        *((f"{stale} ({difference})", labels) for difference, labels in labels_by(table, "stale_reason").items()),
+        *((f"{DISTURBED_MARK} noise warning ({cause})", _configurations(names)) for cause, names in disturbed.items()),
+        (f"{DISTURBED_MARK} fewer than four timed steps", brief),
+        *(
+            (f"attention kernels differ between rows; {kernel} ran for", labels)
+            for kernel, labels in labels_by_kernel(table).items()
+        ),
+    ):
+        if labels:
+            yield f"{note}: {labels_text(labels, total)}"
 
 
 def _configurations(names: Sequence[str]) -> list[str]:
@@ -147,16 +134,15 @@ def _configurations(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.split(" repeat ")[0] for name in names))
 
 
-def _by_value(label: str, runs: Sequence[Record], value_of: Callable[[Row], Any]) -> list[tuple[Any, str]]:
-    """Return the values that a line's runs have, each with the label, and with repeats if not all runs have it."""
-    repeats: dict[Any, list[str]] = {}
-    for run in runs:
-        if value := value_of(run.row):
-            repeats.setdefault(value, []).append(str(run.row.get("repeat")))
-    return [
-        (value, label if len(indices) == len(runs) else f"{label} repeat {', '.join(indices)}")
-        for value, indices in repeats.items()
-    ]
+def _causes(runs_of: Sequence[tuple[str, Sequence[Record]]], cause_of: Callable[[Row], Any]) -> list[tuple[str, Any]]:
+    """Return each line's label with each cause that its runs have, and with their repeats if not all have it."""
+    causes = []
+    for label, runs in runs_of:
+        for cause, affected in group_by(runs, lambda run: cause_of(run.row)).items():
+            repeats = ", ".join(str(run.row.get("repeat")) for run in affected)
+            name = label if len(affected) == len(runs) else f"{label} repeat {repeats}"
+            causes += [(name, cause)] if cause else []
+    return causes
 
 
 def fit_width(columns: Sequence[ShownColumn], width: int) -> tuple[list[ShownColumn], list[ShownColumn]]:
@@ -237,25 +223,23 @@ def print_answers(view: View, console: Console, pivot: str | None = None, fits_i
     """
     if not view.records:
         return
-    for section in pivots(truncate(view, MOST), pivot) if pivot is not None else []:
-        _print_document(section.parts, console)
     screen = first_screen(view, fits_in)
-    if screen.fits is not None:
-        _print_document([screen.fits], console)
+    sections = pivots(truncate(view, MOST), pivot) if pivot is not None else []
+    for table in (*(part for section in sections for part in section.parts), screen.fits):
+        if isinstance(table, Table):
+            _print_document(table, console)
     for lead, text in screen.answers:
         console.print(Text.assemble((f"{sanitize(lead)}: ", "bold"), sanitize(text)))
 
 
-def _print_document(parts: Sequence[Part], console: Console) -> None:
-    """Print the tables among the parts of a section."""
-    for table in (part for part in parts if isinstance(part, Table)):
-        cells = list(zip(*table.rows, strict=True))
-        columns = [
-            ShownColumn(sanitize(title), sanitized_texts(cells[position]), number=position >= table.label_columns)
-            for position, title in enumerate(table.header)
-        ]
-        fitted, _ = fit_width(columns, console.width)
-        console.print()
-        if table.caption:
-            console.print(Text(f"{sanitize(table.caption)}:"))
-        console.print(rich_table(fitted), soft_wrap=False)
+def _print_document(table: Table, console: Console) -> None:
+    """Print a table of the report."""
+    columns = [
+        ShownColumn(sanitize(title), sanitized_texts(cells), number=position >= table.label_columns)
+        for position, (title, cells) in enumerate(zip(table.header, zip(*table.rows, strict=True), strict=True))
+    ]
+    fitted, _ = fit_width(columns, console.width)
+    console.print()
+    if table.caption:
+        console.print(Text(f"{sanitize(table.caption)}:"))
+    console.print(rich_table(fitted), soft_wrap=False)
