@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
+from harness.report.comparability import group_by
 from harness.report.text import bytes_text, join_words
 
 # How the terms make the figure: from left to right by their operators, or as the median or the largest of a list.
@@ -60,11 +61,8 @@ def number_text(value: float) -> str:
 
 def group_by_value(values: Mapping[int, int | None]) -> list[tuple[str, int, int]]:
     """Return the distinct known values with the ranks that have each, as text, and their number; the largest first."""
-    ranks_of: dict[int, list[int]] = {}
-    for rank, value in values.items():
-        if value is not None:
-            ranks_of.setdefault(value, []).append(rank)
-    return [(ranks_text(ranks), value, len(ranks)) for value, ranks in sorted(ranks_of.items(), reverse=True)]
+    known = group_by((rank for rank, value in values.items() if value is not None), lambda rank: values[rank])
+    return [(ranks_text(ranks), value, len(ranks)) for value, ranks in sorted(known.items(), reverse=True)]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:

@@ -30,9 +30,10 @@ from harness.records.schema import Record
 from harness.report.derivation import Derivation, Term, group_by_value
 from harness.report.formulas import ENVIRONMENT, Quantities, text_of, value_of
 from harness.report.labels import PEAK_TITLES
+from harness.report.sentences import sentence
 from harness.report.setting import Setting, most_parameters, read_setting
 from harness.report.speeds import is_undisturbed, timed_runs
-from harness.report.text import join_words, pluralize
+from harness.report.text import pluralize
 
 _MOST_KINDS = 3  # of buffers that the text names for each part of a peak
 
@@ -78,12 +79,9 @@ def _median_of_runs(derivation: Derivation, runs: Sequence[Record]) -> Derivatio
     timed = {run.run_id: run.row.get(derivation.column) for run in timed_runs(runs)}
     terms = [Term(names[name], value, name, derivation.unit) for name, value in timed.items() if value is not None]
     others = [text for name, text in names.items() if name not in timed]
-    if any(is_undisturbed(run.row) for run in runs):
-        left_out = f"; left out as disturbed or barely timed: {join_words(others)}" if others else ""
-        sentence = f"The median of {pluralize(len(terms), 'undisturbed repeat')}{left_out}."
-    else:
-        sentence = f"The median of {pluralize(len(terms), 'repeat')}, all of them disturbed or barely timed."
-    return replace(derivation, sentence=sentence, terms=terms, rule="median")
+    is_disturbed = not any(is_undisturbed(run.row) for run in runs)
+    text = sentence("median_of_repeats", number=len(terms), others=others, is_disturbed=is_disturbed)
+    return replace(derivation, sentence=text, terms=terms, rule="median")
 
 
 def derive(record: Record) -> dict[str, Derivation]:
@@ -96,9 +94,9 @@ def derive(record: Record) -> dict[str, Derivation]:
         column, value = entry["column"], record.row.get(entry["column"])
         if value is not None and value_of(entry.get("if", "true"), known):
             unit, rule = entry.get("unit", ""), entry.get("rule", "arithmetic")
-            sentence = text_of(entry["sentence"], known).strip()
+            text = text_of(entry["sentence"], known).strip()
             terms = value_of(entry["terms"], known) if "terms" in entry else _formula_terms(entry["formula"], known)
-            derivation = Derivation(column, value, unit, sentence, terms or (), rule)
+            derivation = Derivation(column, value, unit, text, terms or (), rule)
             derived |= {column: derivation} if derivation.is_complete else {}
     return derived
 
@@ -184,11 +182,9 @@ def peak_terms(record: Record) -> list[Term]:
 
 def flops_formula(setting: Setting, kernel: str | None) -> str:
     """Return the formula of the operations that run in a step."""
-    last, is_fused = setting.widths.recomputes_last_projection, kernel in FUSED_KERNELS
+    is_fused, last = kernel in FUSED_KERNELS, setting.widths.recomputes_last_projection
     parts = executed_flops_parts(setting.config, setting.layout, is_fused, last)
-    texts = [f"{count:,} of {name}" for name, count in parts.items() if count]
-    total = f" = {sum(parts.values()):,}" if len(texts) > 1 else ""
-    return f"By formula {' + '.join(texts)}{total}."
+    return sentence("flops_formula", parts={name: count for name, count in parts.items() if count})
 
 
 def state_formula(setting: Setting, kind: StateKind) -> str:

@@ -26,6 +26,9 @@ ENVIRONMENT.globals |= {"fused_kernels": FUSED_KERNELS, "recomputing_modes": REC
 ENVIRONMENT.tests["near"] = lambda value, expected: abs(value - expected) <= EXACT * expected
 
 
+_compiled, _template = cache(ENVIRONMENT.compile_expression), cache(ENVIRONMENT.from_string)
+
+
 def value_of(formula: str, known: Mapping[str, Any]) -> Any:
     """Return what a formula gives; None where it names something unknown, or divides by zero."""
     try:
@@ -34,16 +37,6 @@ def value_of(formula: str, known: Mapping[str, Any]) -> Any:
         return None
 
 
-@cache
-def _compiled(formula: str) -> Any:
-    return ENVIRONMENT.compile_expression(formula)
-
-
 def text_of(template: str, known: Mapping[str, Any]) -> str:
     """Return the text of a template."""
     return _template(template).render(known) if "{" in template else template
-
-
-@cache
-def _template(text: str) -> jinja2.Template:
-    return ENVIRONMENT.from_string(text)

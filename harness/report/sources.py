@@ -1,8 +1,11 @@
 """One figure from three sources: the plan's formula, the simulation of the real code, and a measurement."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 from typing import Any
+
+import pandas as pd
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.stack import load_stack
@@ -10,12 +13,11 @@ from harness.metrics.simulation import slowest_simulated_time
 from harness.metrics.step_time import PHASE_COLUMNS
 from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import Record
-from harness.report.columns import ShownColumn, labelled_table
+from harness.report.columns import ShownColumn, from_frame, labelled_table
 from harness.report.comparability import is_measured, key_text
-from harness.report.document import BulletList, Paragraph, Section, Table, section
-from harness.report.frame import labelled
+from harness.report.document import BulletList, Paragraph, Section, section
+from harness.report.frame import column_values, labelled
 from harness.report.sentences import sentence
-from harness.report.speeds import speed_of
 from harness.report.text import MILLISECONDS, byte_unit, duration_text, format_numbers, percent_text
 from harness.report.view import View
 
@@ -39,32 +41,33 @@ _PARTS = {
 
 def sources(view: View) -> list[Section]:
     """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
-    simulated = [
-        (label, record)
-        for label, record in labelled(view.line_medians, view.lines)
-        if record.row.get("launch") == "simulated" and record.status == "ok"
-    ]
-    measured = {
-        _configuration(record): record for record in view.lines if is_measured(record.row) and record.status == "ok"
-    }
-    if not simulated:
+    rows_ok = [(row, line) for row, line in enumerate(view.lines) if line.status == "ok"]
+    rows_measured = {_configuration(line): row for row, line in rows_ok if is_measured(line.row)}
+    rows = [row for row, line in rows_ok if line.row.get("launch") == "simulated"]
+    if not rows:
         return []
-    labels, records = [label for label, _ in simulated], [record for _, record in simulated]
-    pairs = [measured.get(_configuration(record)) for record in records]
+    records = [view.lines[row] for row in rows]
+    pairs = [rows_measured.get(_configuration(record), -1) for record in records]  # -1 is no row of the frame
+    simulated, measured = view.line_medians.iloc[rows].reset_index(drop=True), view.line_medians.reindex(pairs)
     words = sentence(
         "sources",
-        is_measured=any(pairs),
+        is_measured=max(pairs) >= 0,
         is_on_gpu=any(record.row.get("measured_on") != "cpu" for record in records),
         has_interval=any(record.predicted_step and record.row.get("step_seconds") for record in records),
     )
-    texts = [
-        (label, text) for label, record in simulated for text in (peak_difference(record), step_difference(record))
-    ]
-    differences = [(label, text) for label, text in texts if text]
+    texts = [(peak_difference(record), step_difference(record)) for record in records]
+    differences = [(label, text) for label, own in labelled(simulated, texts) for text in own if text]
+    is_timed = [bool(record.row.get("step_seconds")) for record in records]
+    timed = simulated[is_timed], measured[is_timed], list(compress(records, is_timed))
     return section(
-        "Formula, simulation and measurement" if any(pairs) else "Formula and simulation",
-        _memory_table(labels, records, pairs),
-        _time_table(labels, records, pairs),
+        "Formula, simulation and measurement" if max(pairs) >= 0 else "Formula and simulation",
+        labelled_table(column_values(simulated, "label"), _memory_columns(simulated, measured), caption="Peak memory"),
+        labelled_table(
+            column_values(timed[0], "label"),
+            _time_columns(*timed),
+            column_values(timed[1], "is_ignored"),
+            "Step time",
+        ),
         Paragraph(words),
         BulletList(differences) if differences else None,
     )
@@ -78,46 +81,34 @@ def _configuration(record: Record) -> str:
     return key_text([shared, nodes, record.row.get("world_size"), record.row.get("measured_on")])
 
 
-def _memory_table(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Record | None]) -> Table | None:
-    formula, simulated = _column(records, "predicted_peak_bytes"), _column(records, "peak_allocated_bytes")
-    reserved, measured = _column(records, "peak_reserved_bytes"), _column(pairs, "peak_allocated_bytes")
-    columns = [
-        ShownColumn("formula {unit}", formula, "bytes"),
-        ShownColumn("simulated {unit}", simulated, "bytes"),
-        ShownColumn("simulation to formula %", _changes(simulated, formula), "change"),
-        ShownColumn("reserved, simulated {unit}", reserved, "bytes"),
-        ShownColumn("measured {unit}", measured, "bytes"),
-        ShownColumn("simulation to measurement %", _changes(simulated, measured), "change"),
+def _memory_columns(simulated: pd.DataFrame, measured: pd.DataFrame) -> list[ShownColumn]:
+    formula = from_frame(simulated, "predicted_peak_bytes", "formula {unit}")
+    peak = from_frame(simulated, "peak_allocated_bytes", "simulated {unit}")
+    measured_peak = from_frame(measured, "peak_allocated_bytes", "measured {unit}")
+    return [
+        *(formula, peak, _change("simulation to formula %", peak, formula)),
+        from_frame(simulated, "peak_reserved_bytes", "reserved, simulated {unit}"),
+        *(measured_peak, _change("simulation to measurement %", peak, measured_peak)),
     ]
-    return labelled_table(labels, columns, caption="Peak memory")
 
 
-def _time_table(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Record | None]) -> Table | None:
-    """Return the table of times, of the records whose steps have a simulated one."""
-    timed = [record if record.row.get("step_seconds") else None for record in records]
-    pairs = [pair if record else None for record, pair in zip(timed, pairs, strict=True)]
-    formula, simulated = _column(timed, "predicted_step_seconds"), _column(timed, "step_seconds")
-    steps = [record.predicted_step if record else None for record in timed]
+def _time_columns(simulated: pd.DataFrame, measured: pd.DataFrame, records: Sequence[Record]) -> list[ShownColumn]:
+    steps = [record.predicted_step for record in records]
     lows, highs = ([step[end] if step else None for step in steps] for end in ("low_seconds", "high_seconds"))
     texts = format_numbers([*lows, *highs], MILLISECONDS)  # together, with as many decimals
     intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[: len(steps)], texts[len(steps) :], strict=True)]
-    columns = [
-        ShownColumn("formula ms", formula, "ms"),
-        ShownColumn("interval of the formula ms", intervals),
-        ShownColumn("simulated ms", simulated, "ms"),
-        ShownColumn("simulation to formula %", _changes(simulated, formula), "change"),
-        ShownColumn("measured ms", _column(pairs, "step_seconds"), "ms", is_timed=True),
+    formula = from_frame(simulated, "predicted_step_seconds", "formula ms")
+    step = from_frame(simulated, "step_seconds", "simulated ms")
+    return [
+        *(formula, ShownColumn("interval of the formula ms", intervals), step),
+        _change("simulation to formula %", step, formula),
+        from_frame(measured, "step_seconds", "measured ms", is_timed=True),
     ]
-    speeds = [pair and speed_of(pair.runs or [pair]) for pair in pairs]
-    return labelled_table(labels, columns, [bool(speed and speed.is_disturbed) for speed in speeds], "Step time")
 
 
-def _column(records: Sequence[Record | None], name: str) -> list[Any]:
-    return [record and record.row.get(name) for record in records]
-
-
-def _changes(values: Sequence[Any], others: Sequence[Any]) -> list[float | None]:
-    return [value / other - 1 if value and other else None for value, other in zip(values, others, strict=True)]
+def _change(header: str, column: ShownColumn, other: ShownColumn) -> ShownColumn:
+    pairs = zip(column.cells, other.cells, strict=True)
+    return ShownColumn(header, [own / base - 1 if own and base else None for own, base in pairs], "change")
 
 
 def peak_difference(record: Record) -> str:
@@ -158,27 +149,33 @@ def step_difference(record: Record) -> str:
 def planned_parts(planned: Mapping[str, Any]) -> dict[str, float]:
     """Return the planned seconds of a step by part; waits for the host are in forward, backward and the optimizer."""
     parts = {name: planned[column] for column, name in _PARTS.items() if column in planned}
-    return parts | _exposed_parts(planned["exposed_seconds"])
+    return parts | _sums(_exposed_parts(planned["exposed_seconds"]))
 
 
 def simulated_parts(simulated: SimulatedTime) -> dict[str, float]:
     """Return the simulated seconds of a step by part, which add up to the step."""
-    parts = _exposed_parts(simulated.exposed_seconds)
-    for phase, seconds in simulated.phase_seconds.items():
-        parts[_PARTS[PHASE_COLUMNS[phase]]] += seconds
-    parts[_PARTS["copy_seconds"]] = simulated.copy_seconds
-    parts[_PARTS["bubble_seconds"]] = simulated.bubble_seconds
-    parts[_PARTS["waiting_seconds"]] = simulated.idle_seconds - simulated.bubble_seconds
-    return parts
+    columns = {
+        "copy_seconds": simulated.copy_seconds,
+        "bubble_seconds": simulated.bubble_seconds,
+        "waiting_seconds": simulated.idle_seconds - simulated.bubble_seconds,
+    }
+    phases = ((_PARTS[PHASE_COLUMNS[phase]], seconds) for phase, seconds in simulated.phase_seconds.items())
+    parts = _sums((*_exposed_parts(simulated.exposed_seconds), *phases))
+    return parts | {_PARTS[column]: seconds for column, seconds in columns.items()}
 
 
-def _exposed_parts(seconds: Mapping[str, float]) -> defaultdict[str, float]:
-    """Return exposed communication by part; what runs along several axes counts to the outermost, as in the plan."""
-    parts: defaultdict[str, float] = defaultdict(float)
-    for axes, own in seconds.items():
+def _exposed_parts(exposed_seconds: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """Yield exposed communication by part; what runs along several axes counts to the outermost, as in the plan."""
+    for axes, seconds in exposed_seconds.items():
         where = "among all ranks" if axes == "world" else f"along {axes.partition('+')[0]}"
-        parts[f"exposed communication {where}"] += own
-    return parts
+        yield f"exposed communication {where}", seconds
+
+
+def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in parts:
+        sums[name] += seconds
+    return dict(sums)
 
 
 def largest_differences(planned: Mapping[str, float], simulated: Mapping[str, float]) -> dict[str, tuple[float, float]]:
