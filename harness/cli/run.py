@@ -10,12 +10,12 @@ from harness.cli.compose import Combinations, report_mistake
 from harness.config.command import merge_values
 from harness.config.from_dict import ConfigValues
 from harness.config.hydra import expand_repeats
-from harness.records.run_folder import ComparisonFolder, comparison_folder
+from harness.records.run_folder import comparison_folder
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report.tables import print_answers, print_table, terminal
-from harness.report.view import View, view
+from harness.report.view import view
 from harness.runner.rejected import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
@@ -34,21 +34,48 @@ from harness.util.errors import UserError, os_error_text
 SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other status is a failure
 
 
+class TrackedDisplay(ProgressDisplay):
+    """The display of a command that also collects its records and hands its runs to the tracker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Record] = []
+        self.tracking_client = TrackingClient(self.print_line)
+        self.started_folders: set[Path] = set()  # the folders of runs that the tracker knows
+
+    def ranks_starting(self, run: QueuedRun, run_dir: Path) -> None:
+        """Track a run whose ranks are being started; its folder exists, and has nothing of an earlier attempt."""
+        self.started_folders.add(run_dir)
+        config = merge_values(run.config, run.command)
+        self.tracking_client.start_run(config["tracking"], run_dir, config)
+
+    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+        """Show and track a run's record. One that an earlier command made is tracked already."""
+        self.records.append(record)
+        super().run_ended(run, record, is_new)
+        run_dir = run.comparison.run(record.run_id).path
+        if is_new or run_dir in self.started_folders:
+            self.tracking_client.finish_run(record.config["tracking"], run_dir)
+
+    def reject(self, values: ConfigValues, reason: str) -> None:
+        """Write the row of an impossible combination, and show and track it."""
+        record = write_rejected(values, reason)
+        self.records.append(record)
+        self.run_rejected(record)
+        comparison = comparison_folder(values["name"], values["results_dir"])
+        self.tracking_client.finish_run(values["tracking"], comparison.run(record.run_id).path)
+
+
 class RunCommand:
     """One command that makes runs: execute() makes them, and finish() shows them."""
 
     def __init__(self, combinations: Combinations) -> None:
-        self.requested = combinations.requested
-        self.launcher = combinations.launcher
-        self.comparison = combinations.comparison
-        self.is_sweep = combinations.is_sweep
+        self.requested, self.comparison = combinations.requested, combinations.comparison
+        self.launcher, self.is_sweep = combinations.launcher, combinations.is_sweep
         self.is_for_slurm = combinations.is_for_slurm
         self.scripts: list[Path] = []  # to submit by hand
-        self.records: list[Record] = []
-        self.display = ProgressDisplay(self.on_ranks_starting)
-        self.tracking_client = TrackingClient(self.display.print_line)
+        self.display = TrackedDisplay()
         self.planned_order: PlannedOrder | None = None
-        self.started_folders: set[Path] = set()  # the folders of runs that the tracker knows
 
     def execute(self) -> None:
         """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
@@ -61,8 +88,8 @@ class RunCommand:
         if self.is_sweep and runs and runs[0].command.plan.needs_predictions:
             self.planned_order = order_by_plan(runs, runs[0].command.plan)
             runs = self.planned_order.runs
-            for note in self.planned_order.notes:
-                self.display.print_line(note)
+            if self.planned_order.note:
+                self.display.print_line(self.planned_order.note)
         self.display.set_queue(runs, executor.max_parallel)
         with ExitStack() as stack:
             stack.callback(self.display.close)
@@ -70,7 +97,7 @@ class RunCommand:
                 ensure_writable(comparison)
                 planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))
-            Scheduler(executor, self, limits, runs).run()
+            Scheduler(executor, limits, runs).run()
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
@@ -95,65 +122,33 @@ class RunCommand:
                 except UserError as error:
                     if not self.is_sweep:
                         raise
-                    self.record_rejected(values, str(error))
+                    self.display.reject(values, str(error))
         return runs
-
-    def record_rejected(self, values: ConfigValues, reason: str) -> None:
-        """Write the row of an impossible combination, and show and track it."""
-        record = write_rejected(values, reason)
-        self.records.append(record)
-        self.display.run_rejected(record)
-        comparison = comparison_folder(values["name"], values["results_dir"])
-        self.tracking_client.finish_run(values["tracking"], comparison.run(record.run_id).path)
-
-    def on_started(self, run: QueuedRun) -> None:
-        """Show that a run is started."""
-        self.display.run_started(run)
-
-    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
-        """Show and track a run's record. One that an earlier command made is tracked already."""
-        self.records.append(record)
-        self.display.run_ended(run, record, is_new)
-        run_dir = run.comparison.run(record.run_id).path
-        if is_new or run_dir in self.started_folders:
-            self.tracking_client.finish_run(record.config["tracking"], run_dir)
-
-    def on_ranks_starting(self, run: QueuedRun, run_dir: Path) -> None:
-        """Track a run whose ranks are being started; its folder exists, and has nothing of an earlier attempt."""
-        self.started_folders.add(run_dir)
-        config = merge_values(run.config, run.command)
-        self.tracking_client.start_run(config["tracking"], run_dir, config)
-
-    def log(self, line: str) -> None:
-        """Print a line about the sweep."""
-        self.display.print_line(line)
 
     def finish(self) -> int:
         """Print the table of this command's runs, write the comparison's files, and return the exit status."""
+        records, client = self.display.records, self.display.tracking_client
         if self.planned_order is not None and self.comparison is not None:
-            self.planned_order.validate(self.comparison, self.records, self.display.print_line)
-        if self.records and self.comparison is not None:
+            self.planned_order.validate(self.comparison, records, self.display.print_line)
+        if records and self.comparison is not None:
             shown = view(self.comparison.path, read_all(self.comparison.path))
-            print_table(shown, terminal(), [record.run_id for record in self.records])
+            print_table(shown, terminal(), [record.run_id for record in records])
             if self.is_sweep:
                 print_answers(shown, terminal())
-            for path in self.write_files(self.comparison, shown):
+                from harness.report.files import write_files  # its figures take seconds to draw
+
+                paths = write_files(self.comparison.path, shown)
+            else:
+                paths = [write_runs_csv(self.comparison.path, rows_of(shown.records))]
+            for path in paths:
                 print(path)
-            if self.is_sweep or len(self.records) > 1:
-                self.tracking_client.log_table(self.records[-1].config["tracking"], self.comparison.path)
-        self.tracking_client.close()
+            if self.is_sweep or len(records) > 1:
+                client.log_table(records[-1].config["tracking"], self.comparison.path)
+        client.close()
         for path in self.scripts:
             print(f"sbatch {path}")
-        statuses = {record.status for record in self.records}
+        statuses = {record.status for record in records}
         return 0 if statuses <= (SWEEP_STATUSES if self.is_sweep else {"ok"}) else 1
-
-    def write_files(self, comparison: ComparisonFolder, shown: View) -> list[Path]:
-        """Write the report of a sweep, whose figures take seconds to draw, or after a single run only runs.csv."""
-        if not self.is_sweep:
-            return [write_runs_csv(comparison.path, rows_of(shown.records))]
-        from harness.report.files import write_files
-
-        return write_files(comparison.path, shown)
 
 
 def main(combinations: Combinations) -> int:

@@ -1,6 +1,5 @@
 """The file that lists a command's runs where every shell finds it, and an estimate of the time that they take."""
 
-import json
 import os
 import secrets
 import socket
@@ -15,7 +14,7 @@ from harness.config.from_dict import from_dict
 from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
 from harness.util.disk_reserve import release
 from harness.util.errors import UserError
-from harness.util.files import atomic_write_json
+from harness.util.files import atomic_write_json, read_json_object
 from harness.util.locks import is_locked, run_lock
 
 
@@ -41,7 +40,9 @@ class CommandFile:
 @contextmanager
 def register_command(comparison: ComparisonFolder, runs: Sequence[PlannedRun], max_parallel: int) -> Iterator[None]:
     """List the command's runs while the block runs; lists of dead commands, which no process locks, are removed."""
-    remove_dead_commands(comparison)
+    for dead in comparison.commands():
+        if not is_locked(comparison.lock(dead)):
+            remove_command(comparison, dead)
     name = f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
     command = CommandFile(socket.gethostname(), os.getpid(), time.time(), max_parallel, tuple(runs))
     with run_lock(comparison.lock(name)):
@@ -59,17 +60,10 @@ def read_commands(comparison: ComparisonFolder) -> list[tuple[CommandFile, bool]
     """Return the commands that have not ended properly, newest last, each with whether it is alive."""
     commands = []
     for name in comparison.commands():
-        with suppress(OSError, ValueError, TypeError, UserError):
-            command = from_dict(CommandFile, json.loads(comparison.command(name).read_text()))
+        with suppress(UserError):
+            command = from_dict(CommandFile, read_json_object(comparison.command(name)))
             commands.append((command, is_locked(comparison.lock(name))))
     return sorted(commands, key=lambda entry: entry[0].started_at)
-
-
-def remove_dead_commands(comparison: ComparisonFolder) -> None:
-    """Remove the lists of dead commands, whose runs this command takes over."""
-    for name in comparison.commands():
-        if not is_locked(comparison.lock(name)):
-            remove_command(comparison, name)
 
 
 def remove_command(comparison: ComparisonFolder, name: str) -> None:

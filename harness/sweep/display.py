@@ -2,10 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.status import Status
@@ -15,12 +13,9 @@ from harness.config.byte_size import format_bytes
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
-from harness.sweep import command_file
+from harness.sweep.command_file import seconds_left
+from harness.sweep.queued_run import QueuedRun
 from harness.util.text import count_text, format_duration, sanitize
-
-if TYPE_CHECKING:
-    from harness.sweep.queued_run import QueuedRun
-
 
 PLAIN_SECONDS = 10.0  # between two reports of running runs where there is no terminal
 
@@ -50,10 +45,9 @@ class RunProgress:
 
 
 class ProgressDisplay:
-    """The display of a command's progress; standard output holds results alone."""
+    """The display of a command's progress, which is told of every run; standard output holds results alone."""
 
-    def __init__(self, on_ranks_starting: "Callable[[QueuedRun, Path], None]" = lambda *_: None) -> None:
-        self.on_ranks_starting = on_ranks_starting  # called once with every run's folder
+    def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)
         self.total = 0
         self.position = 0
@@ -65,14 +59,14 @@ class ProgressDisplay:
         self.printed_at = time.monotonic()
         self.status: Status | None = None
 
-    def set_queue(self, runs: "list[QueuedRun]", max_parallel: int) -> None:
+    def set_queue(self, runs: list[QueuedRun], max_parallel: int) -> None:
         """Set the runs to be made, each of them once, and how many can run at a time."""
         self.total = self.position + len(runs)
         self.has_repeats = any(run.repeat_index for run in runs)
         self.left = {run: run.cost for run in runs}
         self.max_parallel = max_parallel
 
-    def run_started(self, run: "QueuedRun") -> None:
+    def run_started(self, run: QueuedRun) -> None:
         """Show that a run is started."""
         self.position += 1
         label = self.label(run.name, run.config.repeat)
@@ -87,21 +81,24 @@ class ProgressDisplay:
             self.status = self.console.status(Text(f"{label}: preparing"))
             self.status.start()
 
-    def update(self, run: "QueuedRun", folder: Path) -> None:
+    def update(self, run: QueuedRun, folder: Path) -> None:
         """Show a run's progress; called several times a second while ranks run, perhaps from another thread."""
         self.set_folder(run, folder)
         self.show()
 
-    def set_folder(self, run: "QueuedRun", folder: Path) -> None:
+    def set_folder(self, run: QueuedRun, folder: Path) -> None:
         """Set the folder that a run's ranks write to: its own, or that of its reference."""
         progress = self.running.get(run)
         if progress is None or progress.folder == folder:
             return
         progress.folder = folder
         if not RunFolder(folder).is_reference:
-            self.on_ranks_starting(run, folder)
+            self.ranks_starting(run, folder)
 
-    def set_note(self, run: "QueuedRun", note: str) -> None:
+    def ranks_starting(self, run: QueuedRun, run_dir: Path) -> None:
+        """Notice, once for every run, that its ranks are being started in its folder."""
+
+    def set_note(self, run: QueuedRun, note: str) -> None:
         """Set what is shown of a running run until its ranks report a phase."""
         if run in self.running:
             self.running[run].note = note
@@ -123,13 +120,13 @@ class ProgressDisplay:
 
     def eta_text(self, now: float) -> str:
         """Return how long the remaining runs may take, as the end of a line; '' before the first run has ended."""
-        left = command_file.seconds_left(self.finished, list(self.left.values()), self.max_parallel)
+        left = seconds_left(self.finished, list(self.left.values()), self.max_parallel)
         if left is None:
             return ""
         spent = sum(now - progress.started_at for progress in list(self.running.values())) / self.max_parallel
         return f", about {format_duration(max(0.0, left - spent))} left"
 
-    def run_ended(self, run: "QueuedRun", record: Record, is_new: bool) -> None:
+    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
         """Show a run's record, new or stored before."""
         progress = self.running.pop(run, None)
         cost = self.left.pop(run, None)
@@ -158,19 +155,18 @@ class ProgressDisplay:
         The table, which follows, has the reasons of runs that were refused, so that each is printed once.
         """
         row = record.row
-        is_ok = row["status"] == "ok"
-        if row["status"] == "refused":
-            self.print_line(f"{label}: refused")
-            return
-        speed, peak = row.get("tokens_per_second"), row.get("peak_allocated_bytes")
-        result = "" if is_ok else sanitize(row["reason"])
-        if is_ok and speed is not None:
-            result = f"{speed:,.0f} tokens/s"
-        elif is_ok and peak is not None:  # a simulation without a described cluster knows no times
-            result = f"peak {format_bytes(peak)}"
-        if is_ok and row.get("noise_warning"):
-            result += f", disturbed ({sanitize(row['noise_warning'])})"
-        self.print_line(f"{label}: {row['status']}, {result}")
+        speed, peak, noise = (row.get(key) for key in ("tokens_per_second", "peak_allocated_bytes", "noise_warning"))
+        if record.status == "refused":
+            result = ""
+        elif record.status != "ok":
+            result = f", {sanitize(row['reason'])}"
+        elif speed is not None:
+            result = f", {speed:,.0f} tokens/s"
+        else:  # a simulation without a described cluster knows no times
+            result = ", " if peak is None else f", peak {format_bytes(peak)}"
+        if record.status == "ok" and noise:
+            result += f", disturbed ({sanitize(noise)})"
+        self.print_line(f"{label}: {record.status}{result}")
 
     def label(self, name: str, repeat: int | None) -> str:
         """Return a run's number among those of the command, and its name."""

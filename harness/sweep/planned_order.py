@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from harness.config.command import PlanConfig
@@ -28,10 +28,10 @@ class RankedConfiguration:
 
 @dataclass(frozen=True)
 class PlannedOrder:
-    """The configurations that a sweep measures, the best prediction first, and sentences on the others."""
+    """The configurations that a sweep measures, the best prediction first, and a sentence on the others."""
 
     configurations: Sequence[RankedConfiguration]
-    notes: Sequence[str]
+    note: str  # on those that are not run, '' if all are
     combinations: int  # of the whole sweep
     validates: bool
 
@@ -68,7 +68,8 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
     setting = "plan.validate=true" if settings.top is None else f"plan.top={settings.top}"
     configurations: dict[str, list[QueuedRun]] = {}
     for run in runs:
-        configurations.setdefault(_configuration(run), []).append(run)
+        same = run.config.to_dict() | {"repeat": 0, "folder": str(run.comparison.path)}  # for all repeats
+        configurations.setdefault(short_hash(same), []).append(run)
     ranked, not_fitting, not_predicted = [], 0, 0
     for repeats in configurations.values():
         plan = _plan_of(repeats[0], setting)
@@ -80,14 +81,19 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
             ranked.append(RankedConfiguration(repeats, plan.prediction.tokens_per_second))
     ranked.sort(key=lambda entry: -entry.tokens_per_second)
     chosen = ranked[: settings.top]
-    notes = list(_notes(setting, len(configurations), ranked, len(chosen), not_fitting, not_predicted))
-    return PlannedOrder(chosen, notes, len(configurations), settings.validate)
-
-
-def _configuration(run: QueuedRun) -> str:
-    """Return what all repeats of a configuration share."""
-    folder = str(run.comparison.path)
-    return short_hash(run.config.to_dict() | {"repeat": 0, "folder": folder})
+    reasons = []
+    if len(ranked) > len(chosen):
+        slowdown = chosen[-1].tokens_per_second / ranked[len(chosen)].tokens_per_second - 1
+        last = "the best" if len(chosen) == 1 else f"the best {len(chosen)}"
+        slower = len(ranked) - len(chosen)
+        reasons.append(f"{slower} predicted to be slower than {last}, by {slowdown:.1%} or more")
+    if not_fitting:
+        reasons.append(f"{not_fitting} predicted not to fit")
+    if not_predicted:
+        reasons.append(f"{not_predicted} without a prediction of time")
+    left_out = f"{len(configurations) - len(chosen)} of {count_text(len(configurations), 'configuration')}"
+    note = f"{setting}: {left_out} are not run: {'; '.join(reasons)}" if reasons else ""
+    return PlannedOrder(chosen, note, len(configurations), settings.validate)
 
 
 def _plan_of(run: QueuedRun, setting: str) -> RunPlan:
@@ -108,28 +114,3 @@ def may_fit(plan: RunPlan, prediction: Prediction) -> bool:
     free = dataclasses.replace(prediction.cluster.hardware, memory=plan.machine.available_bytes(plan.devices))
     cluster = dataclasses.replace(prediction.cluster, hardware=free)
     return dataclasses.replace(prediction, cluster=cluster).verdict.fits != "no"
-
-
-def _notes(
-    setting: str,
-    configurations: int,
-    ranked: Sequence[RankedConfiguration],
-    chosen: int,
-    not_fitting: int,
-    not_predicted: int,
-) -> Iterator[str]:
-    """Yield one sentence on what is not run, if anything is not, with each reason and its number."""
-    reasons = []
-    slower = len(ranked) - chosen
-    if slower:
-        slowdown = ranked[chosen - 1].tokens_per_second / ranked[chosen].tokens_per_second - 1
-        last = "the best" if chosen == 1 else f"the best {chosen}"
-        reasons.append(f"{slower} predicted to be slower than {last}, by {slowdown:.1%} or more")
-    if not_fitting:
-        reasons.append(f"{not_fitting} predicted not to fit")
-    if not_predicted:
-        reasons.append(f"{not_predicted} without a prediction of time")
-    if reasons:
-        yield f"{setting}: {configurations - chosen} of {count_text(configurations, 'configuration')} are not run: " + (
-            "; ".join(reasons)
-        )

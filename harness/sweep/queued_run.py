@@ -30,6 +30,12 @@ class QueuedRun:
     locked_elsewhere: bool = False  # whether another command was found working on it
 
     @property
+    def planned(self) -> RunPlan:
+        """The plan of a run whose machine is known."""
+        assert self.plan is not None
+        return self.plan
+
+    @property
     def comparison(self) -> ComparisonFolder:
         """The folder of the comparison that the run belongs to."""
         return comparison_folder(self.command.name, self.command.results_dir)

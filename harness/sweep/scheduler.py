@@ -4,9 +4,9 @@ import time
 from dataclasses import dataclass, field
 
 from harness.records.schema import Record
-from harness.sweep.executors.base import Executor, SweepObserver
+from harness.sweep.executors.base import Executor
 from harness.sweep.queued_run import QueuedRun
-from harness.sweep.stop_after import StopAfter
+from harness.sweep.stop_after import FAILURES, StopAfter
 from harness.util.disk_reserve import has_free_space
 from harness.util.text import count_text
 
@@ -18,7 +18,6 @@ class Scheduler:
     """The runs of one command, and the executor that makes them."""
 
     executor: Executor
-    observer: SweepObserver
     stop_after: StopAfter
     waiting: list[QueuedRun]
     running: list[QueuedRun] = field(default_factory=list)
@@ -38,16 +37,16 @@ class Scheduler:
                     self.finish(run, record)
         except KeyboardInterrupt:
             for run, record in self.executor.interrupt():
-                self.observer.on_record(run, record, True)
+                self.executor.display.run_ended(run, record, is_new=True)
             raise
         finally:
             self.executor.close()
 
     def is_done(self, run: QueuedRun) -> bool:
-        """Return whether the run has a reusable record, and pass that record to the observer."""
+        """Return whether the run has a reusable record, and show that record."""
         record = self.executor.stored_record(run)
         if record is not None:
-            self.observer.on_record(run, record, False)
+            self.executor.display.run_ended(run, record, is_new=False)
             self.enqueue_next(run, record)
         return record is not None
 
@@ -57,36 +56,33 @@ class Scheduler:
         for run in list(self.waiting):
             if run.not_before > now or not self.executor.can_start(run):
                 continue
-            reason = self.stop_after.exceeded_limit() or self.disk_full_reason(run)
+            reason = self.stop_after.exceeded_limit()
+            if not reason and not has_free_space(run.comparison.path):
+                reason = f"no disk space is left in {run.comparison.path}"
             if reason:
                 remaining = count_text(len(self.waiting), "run")
-                self.observer.log(f"{reason} with {remaining} left: the same command continues")
+                self.executor.display.print_line(f"{reason} with {remaining} left: the same command continues")
                 self.waiting.clear()
                 return
             self.waiting.remove(run)
             self.running.append(run)
             self.stop_after.started += 1
             if not run.locked_elsewhere:
-                self.observer.on_started(run)
+                self.executor.display.run_started(run)
             self.executor.start(run)
 
-    def disk_full_reason(self, run: QueuedRun) -> str:
-        """Return why the disk has too little space for another run; '' if it has enough."""
-        folder = run.comparison.path
-        return "" if has_free_space(folder) else f"no disk space is left in {folder}"
-
     def finish(self, run: QueuedRun, record: Record | None) -> None:
-        """Pass a run's record to the observer; queue a run without one again: another command is working on it."""
+        """Show a run's record; queue a run without one again: another command is working on it."""
         self.running.remove(run)
         if record is None:
             if not run.locked_elsewhere:
-                self.observer.log(f"{run.name} is being run by another command: it is tried again later")
+                self.executor.display.print_line(f"{run.name} is being run by another command: it is tried again later")
             run.locked_elsewhere, run.not_before = True, time.monotonic() + RETRY_SECONDS
             self.stop_after.started -= 1
             self.waiting.append(run)
             return
-        self.stop_after.count_failure(record.status)
-        self.observer.on_record(run, record, True)
+        self.stop_after.failed += record.status in FAILURES
+        self.executor.display.run_ended(run, record, is_new=True)
         self.enqueue_next(run, record)
 
     def enqueue_next(self, run: QueuedRun, record: Record) -> None:
@@ -95,7 +91,7 @@ class Scheduler:
             return
         plan = run.search.next(record)
         if plan is None:
-            self.observer.log(run.search.result())
+            self.executor.display.print_line(run.search.result())
             return
         following = QueuedRun(plan.config, plan.command, plan, plan.run_id, run.repeat_index, run.search)
         if not self.is_done(following):

@@ -5,14 +5,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.records.rank_report import RunStatus
 from harness.util.errors import UserError
 
 SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 COUNTS = ("runs", "failures")
 
-FAILURES = ("error", "timeout")
+FAILURES = ("error", "timeout")  # the statuses of failed runs
 
 
 @dataclass
@@ -35,10 +34,6 @@ class StopAfter:
         if self.failures is not None and self.failed >= self.failures:
             return f"stop_after={self.failures}failures is reached"
         return ""
-
-    def count_failure(self, status: RunStatus) -> None:
-        """Count the run that ended with this status if that is a failure."""
-        self.failed += status in FAILURES
 
 
 def parse_stop_after(entries: Sequence[str | int | float]) -> StopAfter:

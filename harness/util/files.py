@@ -40,6 +40,15 @@ def atomic_write_json(path: Path, value: Any) -> None:
     atomic_write_text(path, json.dumps(replace_non_finite(value), indent=2, allow_nan=False) + "\n")
 
 
+def read_json_object(path: Path) -> JsonObject:
+    """Return the object in a file of JSON; an empty one if there is no such file, or none that is whole."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def replace_non_finite(value: Any) -> Any:
     """Return a copy of nested plain values in which NaN and infinities are None and tuples are lists."""
     if isinstance(value, dict):

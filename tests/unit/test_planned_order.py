@@ -73,10 +73,11 @@ def test_the_best_five_predictions_are_measured_in_their_order(sweep: list[Queue
     fastest = predicted_order(sweep)
     order = order_by_plan(sweep, PlanConfig(top=5))
     assert [run.name for run in order.runs] == fastest[:5]
-    (note,) = order.notes
-    assert note.startswith("plan.top=5: 7 of 12 configurations are not run: 7 predicted to be slower than the best 5")
+    assert order.note.startswith(
+        "plan.top=5: 7 of 12 configurations are not run: 7 predicted to be slower than the best 5"
+    )
     everything = order_by_plan(sweep, PlanConfig(validate=True))
-    assert [run.name for run in everything.runs] == fastest and not everything.notes
+    assert [run.name for run in everything.runs] == fastest and not everything.note
 
 
 def test_repeats_of_a_configuration_count_once(sweep: list[QueuedRun]) -> None:
@@ -94,7 +95,7 @@ def test_what_does_not_fit_is_not_measured(sweep: list[QueuedRun]) -> None:
     small = dataclasses.replace(H100, free_bytes=(12 * 10**9,) * 8)
     order = order_by_plan([queued(name, machine=small) for name in ("ddp", "tp")], PlanConfig(top=2))
     assert [run.config.strategy.name for run in order.runs] == ["tp"]
-    assert order.notes == ["plan.top=2: 1 of 2 configurations are not run: 1 predicted not to fit"]
+    assert order.note == "plan.top=2: 1 of 2 configurations are not run: 1 predicted not to fit"
 
 
 def test_a_machine_without_a_description_has_to_be_calibrated() -> None:

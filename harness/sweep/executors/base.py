@@ -1,6 +1,6 @@
-"""The interfaces of executors and of a sweep's observers, and what executors on one machine share."""
+"""The interface of executors, what those on one machine share, and the one that makes one run after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from harness.config.from_dict import ConfigValues
@@ -19,97 +19,78 @@ from harness.sweep.queued_run import QueuedRun, plan_run
 from harness.util.errors import UserError
 
 
-def local_machine(cluster: ClusterConfig) -> Machine:
-    """Return this machine. Raises UserError if the cluster is more than one machine."""
-    if cluster.nodes > 1:
-        raise UserError(f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=slurm")
-    return detect_machine(cluster)
-
-
-def stored_record(run: QueuedRun, log: Callable[[str], None]) -> Record | None:
-    """Return the stored record of a planned run if it can be reused."""
-    assert run.plan is not None
-    return reusable_record(run.config, run.command, run.plan.folder, log)
-
-
 class Executor(Protocol):
     """The part of a command that makes runs: in this process, side by side in others, or as jobs of a cluster."""
+
+    display: ProgressDisplay
 
     @property
     def max_parallel(self) -> int:
         """The number of runs that it can make at the same time."""
-        ...
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, planned if its machine is known. Raises UserError if it is impossible."""
-        ...
 
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the run's stored record if it can be reused."""
-        ...
 
     def can_start(self, run: QueuedRun) -> bool:
         """Return whether the run can be started now, beside those that run."""
-        ...
 
     def start(self, run: QueuedRun) -> None:
         """Start the run."""
-        ...
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
         """Return the runs that ended, after a short wait if none has, with their records.
 
         A run without a record is being made by another command.
         """
-        ...
 
     def interrupt(self) -> list[tuple[QueuedRun, Record]]:
         """End the runs in progress and return their records."""
-        ...
 
     def close(self) -> None:
         """Release what the executor has."""
-        ...
 
 
-class SweepObserver(Protocol):
-    """The part of a command that follows the progress of its sweep."""
+class LocalExecutor:
+    """The part of an executor that plans runs for this machine and reuses the records in their folders."""
 
-    def on_started(self, run: QueuedRun) -> None:
-        """Handle the start of a run."""
-        ...
+    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
+        self.models, self.display = models, display
 
-    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
-        """Handle the record of a run, new or stored before."""
-        ...
-
-    def log(self, line: str) -> None:
-        """Handle a line for the user."""
-        ...
-
-
-class SequentialExecutor:
-    """The executor of one run after another in this process; in a cluster's job, over the nodes that it leads."""
-
-    max_parallel = 1
-
-    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
-        self.models, self.display, self.nodes = models, display, nodes
-        self.done: list[tuple[QueuedRun, Record | None]] = []
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """Return this machine. Raises UserError if the cluster is more than one machine."""
+        if cluster.nodes > 1:
+            raise UserError(
+                f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=slurm"
+            )
+        return detect_machine(cluster)
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the planned run of composed values."""
         return plan_run(values, repeat_index, self.machine)
 
-    def machine(self, cluster: ClusterConfig) -> Machine:
-        """Return the machine to run on; ranks import torch in the background while runs are planned."""
-        machine = detect_machine(cluster) if self.nodes else local_machine(cluster)
-        start_forkserver(machine.device)
-        return machine
-
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the run's stored record if it can be reused."""
-        return stored_record(run, self.display.print_line)
+        return reusable_record(run.config, run.command, run.planned.folder, self.display.print_line)
+
+
+class SequentialExecutor(LocalExecutor):
+    """The executor of one run after another in this process; in a cluster's job, over the nodes that it leads."""
+
+    max_parallel = 1
+
+    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
+        super().__init__(models, display)
+        self.nodes = nodes
+        self.done: list[tuple[QueuedRun, Record | None]] = []
+
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """Return the machine to run on; ranks import torch in the background while runs are planned."""
+        machine = detect_machine(cluster) if self.nodes else super().machine(cluster)
+        start_forkserver(machine.device)
+        return machine
 
     def can_start(self, run: QueuedRun) -> bool:
         """Return whether the last run's record was collected."""
@@ -117,14 +98,13 @@ class SequentialExecutor:
 
     def start(self, run: QueuedRun) -> None:
         """Make the run and return when it has ended."""
-        assert run.plan is not None
         context = RunContext(
             models=self.models,
             on_progress=lambda folder: self.display.update(run, folder),
             log=self.display.print_line,
             nodes=self.nodes,
         )
-        self.done.append((run, execute(run.plan, context)))
+        self.done.append((run, execute(run.planned, context)))
 
     def poll(self) -> list[tuple[QueuedRun, Record | None]]:
         """Return the run that was made. Raises KeyboardInterrupt if a signal to this process interrupted it."""

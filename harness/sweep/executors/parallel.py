@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from harness.config.from_dict import ConfigValues
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
 from harness.hardware.device_placement import DevicePlacement, place_devices
@@ -17,10 +16,11 @@ from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Cells, Record
 from harness.runner.launch_run import write_row
+from harness.runner.reuse import reusable_record
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors.base import local_machine, stored_record
+from harness.sweep.executors.base import LocalExecutor
 from harness.sweep.executors.parallel_worker import raise_interrupt, set_signal_handlers, worker_loop
-from harness.sweep.queued_run import QueuedRun, plan_run
+from harness.sweep.queued_run import QueuedRun
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
 
@@ -54,7 +54,7 @@ def start_process(process: Any) -> None:
             time.sleep(WAIT_SECONDS)
 
 
-class ParallelExecutor:
+class ParallelExecutor(LocalExecutor):
     """The executor of runs side by side.
 
     Every run has as many devices as its plan needs, close to each other, with the cores near them; on a CPU every run
@@ -62,7 +62,7 @@ class ParallelExecutor:
     """
 
     def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
-        self.models, self.display = models, display
+        super().__init__(models, display)
         self.cores = usable_cores()
         self.parallel = parallel
         self.slots: list[WorkerSlot] = []
@@ -82,17 +82,13 @@ class ParallelExecutor:
         size = len(self.cores) // parts
         return [tuple(self.cores[index * size : (index + 1) * size]) for index in range(parts)]
 
-    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
-        """Return the planned run of composed values."""
-        return plan_run(values, repeat_index, self.machine)
-
     def machine(self, cluster: ClusterConfig) -> Machine:
         """Return a run's share of the machine on a CPU; on GPUs the whole machine, some of whose devices a run uses.
 
         Raises UserError if there are fewer cores than runs side by side, or devices of several models.
         """
         if cluster not in self.machines:
-            machine = local_machine(cluster)
+            machine = super().machine(cluster)
             if machine.device == "cuda":
                 problem = machine.device_problem(machine.devices)
                 if problem:
@@ -106,10 +102,6 @@ class ParallelExecutor:
                 machine = replace(machine, cores=len(sets[0]), sharing=len(sets))
             self.machines[cluster] = machine
         return self.machines[cluster]
-
-    def stored_record(self, run: QueuedRun) -> Record | None:
-        """Return the run's stored record if it can be reused."""
-        return stored_record(run, self.display.print_line)
 
     def can_start(self, run: QueuedRun) -> bool:
         """Return whether enough devices and cores are free for the run."""
@@ -125,10 +117,9 @@ class ParallelExecutor:
             busy_cores = {slot.cores for slot in busy}
             free_sets = [cores for cores in self.core_sets() if cores not in busy_cores]
             return ((), free_sets[0]) if free_sets else None
-        assert run.plan is not None
         used = {device for slot in busy for device in slot.devices}
         free = [index for index, device in enumerate(device_ids) if device not in used]
-        wanted = min(run.plan.devices, len(device_ids))  # its plan refuses a run that needs more
+        wanted = min(run.planned.devices, len(device_ids))  # its plan refuses a run that needs more
         if len(free) < wanted:
             return None
         chosen = self.placement.closest(free, wanted)
@@ -138,8 +129,8 @@ class ParallelExecutor:
     def start(self, run: QueuedRun) -> None:
         """Send the run to an idle worker process, or to a new one."""
         resources = self.free_devices_and_cores(run)
-        assert resources is not None and run.plan is not None
-        work = (run.plan, *resources)
+        assert resources is not None
+        work = (run.planned, *resources)
         slot = next((slot for slot in list(self.slots) if slot.run is None and self.send_work(slot, work)), None)
         if slot is None:
             slot = self.start_worker()
@@ -151,10 +142,14 @@ class ParallelExecutor:
         try:
             slot.pipe.send(work)
         except OSError:
-            slot.process.join()
-            self.slots.remove(slot)
+            self.forget(slot)
             return False
         return True
+
+    def forget(self, slot: WorkerSlot) -> None:
+        """Drop a worker that has died."""
+        slot.process.join()
+        self.slots.remove(slot)
 
     def start_worker(self) -> WorkerSlot:
         """Start a worker process from a fork server: its state is that of a new command, and it ends with this one."""
@@ -178,12 +173,11 @@ class ParallelExecutor:
     def receive(self, slot: WorkerSlot) -> tuple[QueuedRun, Record | None] | None:
         """Handle a message of a worker; return its run and record if that is the message, or if the worker died."""
         run = slot.run
-        assert run is not None and run.plan is not None
+        assert run is not None
         try:
             kind, value = slot.pipe.recv()
         except (EOFError, OSError):
-            slot.process.join()
-            self.slots.remove(slot)
+            self.forget(slot)
             return run, record_of_killed_worker(run, slot.process.exitcode)
         if kind == "folder":
             self.display.update(run, value)
@@ -221,10 +215,10 @@ class ParallelExecutor:
 
 def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     """Return the record of a run whose worker process was killed; None if another command works on it by now."""
-    assert run.plan is not None
     end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
     ending: Cells = {"status": "error", "reason": f"the process that ran it ended with {end}"}
-    with run_lock(run.plan.folder.lock, wait=False) as is_acquired:
+    folder = run.planned.folder
+    with run_lock(folder.lock, wait=False) as is_acquired:
         if not is_acquired:
             return None
-        return stored_record(run, lambda _: None) or write_row(run.plan, ending)
+        return reusable_record(run.config, run.command, folder, lambda _: None) or write_row(run.planned, ending)

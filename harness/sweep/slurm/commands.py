@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-import json
 import math
+import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from harness.config.fingerprint import result_affecting_keys, short_hash, with_o
 from harness.config.from_dict import ConfigValues
 from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.records.run_folder import ComparisonFolder
-from harness.sweep.slurm import commands
 from harness.sweep.slurm.node_shape import MOST_GPUS, NodeRequest, NodeShape, node_shape, request_of
 from harness.util.errors import UserError
+from harness.util.files import read_json_object
 from harness.util.text import one_line
 
 COMMAND_SECONDS = 60.0  # for one of Slurm's commands to answer
@@ -61,7 +60,6 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     Raises UserError if the run needs GPUs and nothing says how many.
     """
     cluster = config.cluster
-    others = other_options(resources)
     request = node_request(resources, cluster, config.launch)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
     options: dict[str, Option] = {
@@ -80,8 +78,8 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "gres": resources.gres,
         "requeue": True,
         "open-mode": "append",
+        **other_options(resources),
     }
-    options |= others
     lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value]
     return "\n".join(lines)
 
@@ -134,8 +132,7 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
 @functools.cache
 def query_node_shape(partition: str | None) -> NodeShape:
     """Return the GPUs and cores of a partition's nodes, or of the default partition's, as far as sinfo reports them."""
-    result = run_slurm_command("sinfo", "--noheader", "--format=%P %c %G")
-    return node_shape(result.stdout.splitlines() if result and not result.returncode else (), partition)
+    return node_shape((slurm_output("sinfo", "--noheader", "--format=%P %c %G") or "").splitlines(), partition)
 
 
 def submit(script: str, folder: Path) -> str:
@@ -151,18 +148,23 @@ def squeue_states(jobs: set[str]) -> dict[str, str] | None:
     """Return the states of those jobs (such as 12_3) that are still in the queue; None if Slurm does not answer."""
     if not jobs:
         return {}
-    result = run_slurm_command("squeue", "--me", "--noheader", "--array", "--format=%i %T")
-    if result is None or result.returncode:
+    queue = slurm_output("squeue", "--me", "--noheader", "--array", "--format=%i %T")
+    if queue is None:
         return None
-    states = dict(line.split(maxsplit=1) for line in result.stdout.splitlines() if " " in line.strip())
+    states = dict(line.split(maxsplit=1) for line in queue.splitlines() if " " in line.strip())
     return {job: state for job, state in states.items() if job in jobs}
 
 
 def final_state(job: str) -> str:
     """Return the state in which a job ended, such as NODE_FAIL; '' if Slurm no longer knows the job."""
-    result = run_slurm_command("scontrol", "show", "job", "--oneliner", job)
-    fields = result.stdout.split() if result is not None and not result.returncode else []
-    return next((entry.partition("=")[2] for entry in fields if entry.startswith("JobState=")), "")
+    state = re.search(r"(?:^|\s)JobState=(\S*)", slurm_output("scontrol", "show", "job", "--oneliner", job) or "")
+    return state[1] if state else ""
+
+
+def slurm_output(*words: str) -> str | None:
+    """Return what one of Slurm's commands prints; None if it fails, is not installed or does not answer in time."""
+    result = run_slurm_command(*words)
+    return None if result is None or result.returncode else result.stdout
 
 
 def run_slurm_command(
@@ -189,26 +191,17 @@ def message_file(comparison: ComparisonFolder, name: str, kind: str = "") -> Pat
 
 def read_run_ids(path: Path) -> list[str]:
     """Return the runs that a node's message names; none if there is no message."""
-    try:
-        return list(json.loads(path.read_text())["runs"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return []
+    return list(read_json_object(path).get("runs", ()))
 
 
 def submitted_job(path: Path) -> str | None:
     """Return the job that was submitted for the combination in this file, None if none was."""
-    try:
-        job = json.loads(path.read_text())["job"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+    job = read_json_object(path).get("job")
     return str(job) if job else None
 
 
 def running_jobs(comparison: ComparisonFolder) -> dict[str, str]:
     """Return Slurm's state of every combination of a comparison that has a job in the queue."""
-    jobs: dict[str, str] = {}
-    for path in comparison.jobs.glob("*.json"):
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            jobs[str(json.loads(path.read_text())["job"])] = path.stem
-    states = commands.squeue_states(set(jobs)) or {}
+    jobs = {job: path.stem for path in comparison.jobs.glob("*.json") if (job := submitted_job(path))}
+    states = squeue_states(set(jobs)) or {}
     return {jobs[job]: state for job, state in states.items()}

@@ -49,6 +49,10 @@ class SubmittedRun:
         """Return the file of the combination's values, or of its node's message of this kind."""
         return message_file(self.run.comparison, self.run.name, kind)
 
+    def write_values(self) -> None:
+        """Write the combination's values, which its node reads, and the job that it was submitted as."""
+        atomic_write_json(self.message(), {"values": self.values, "job": self.job})
+
 
 class SlurmExecutor:
     """The executor that submits all its runs, in arrays, and waits for the answers.
@@ -134,22 +138,20 @@ class SlurmExecutor:
                     job = jobs[submitted.run]
                     submitted.job = job if job in queued else None
                 unsubmitted = [submitted for submitted in selected if submitted.job is None]
-                for directives, group in group_by_resources(self.resources, unsubmitted):
-                    self.submit_array(comparison.jobs, directives, group)
+                for submitted in unsubmitted:
+                    submitted.message("answer").unlink(missing_ok=True)
+                    submitted.message("started").unlink(missing_ok=True)
+                    fallback = comparison.run(fallback_run_id(submitted.values))  # of a job that vanished
+                    shutil.rmtree(fallback.path, ignore_errors=True)
+                for script, group in batch_scripts(self.resources, unsubmitted):
+                    self.submit_array(script, group)
 
-    def submit_array(self, jobs: Path, directives: str, group: Sequence[SubmittedRun]) -> None:
-        """Submit runs that request the same resources as one array."""
-        for submitted in group:
-            submitted.message("answer").unlink(missing_ok=True)
-            submitted.message("started").unlink(missing_ok=True)
-            fallback = submitted.run.comparison.run(fallback_run_id(submitted.values))  # of a job that vanished
-            shutil.rmtree(fallback.path, ignore_errors=True)
-            atomic_write_json(submitted.message(), {"values": submitted.values, "job": None})
-        files = [submitted.message().resolve() for submitted in group]
-        number = commands.submit(commands.batch_script(directives, self.resources, files, jobs.resolve()), jobs)
+    def submit_array(self, script: str, group: Sequence[SubmittedRun]) -> None:
+        """Submit the batch script of runs that request the same resources."""
+        number = commands.submit(script, group[0].run.comparison.jobs)
         for index, submitted in enumerate(group):
             submitted.job = f"{number}_{index}"
-            atomic_write_json(submitted.message(), {"values": submitted.values, "job": submitted.job})
+            submitted.write_values()
         self.display.print_line(f"Slurm job {number}: {count_text(len(group), 'run')}")
 
     def poll_run(self, submitted: SubmittedRun, states: dict[str, str] | None) -> Record | None:
@@ -188,32 +190,33 @@ class SlurmExecutor:
 
 def write_scripts(executor: SlurmExecutor, runs: Sequence[QueuedRun]) -> list[Path]:
     """Write batch scripts to submit by hand, with the files of values that they name, and return the scripts."""
-    scripts = []
+    paths = []
     for comparison in dict.fromkeys(run.comparison for run in runs):
         comparison.jobs.mkdir(parents=True, exist_ok=True)
         selected = [SubmittedRun(run, executor.values[run]) for run in runs if run.comparison == comparison]
-        for number, (directives, group) in enumerate(group_by_resources(executor.resources, selected)):
-            for entry in group:
-                atomic_write_json(entry.message(), {"values": entry.values, "job": None})
-            files = [entry.message().resolve() for entry in group]
+        for number, (script, _) in enumerate(batch_scripts(executor.resources, selected)):
             path = comparison.path / ("sweep.sbatch" if number == 0 else f"sweep_{number}.sbatch")
-            script = commands.batch_script(directives, executor.resources, files, comparison.jobs.resolve())
             atomic_write_text(path, script)
-            scripts.append(path)
-    return scripts
+            paths.append(path)
+    return paths
 
 
-def group_by_resources(
-    resources: SlurmResources, runs: Sequence[SubmittedRun]
-) -> Iterator[tuple[str, list[SubmittedRun]]]:
-    """Yield groups of runs that request the same, as many as one array may have, each with its #SBATCH lines."""
+def batch_scripts(resources: SlurmResources, runs: Sequence[SubmittedRun]) -> Iterator[tuple[str, list[SubmittedRun]]]:
+    """Yield batch scripts of a comparison's runs that request the same, as many as one array may have, with the runs.
+
+    The files of values that a script names are written before.
+    """
     groups: dict[str, list[SubmittedRun]] = {}
     for entry in runs:
         directives = commands.sbatch_directives(resources, entry.run.config, entry.run.command)
         groups.setdefault(directives, []).append(entry)
-    for directives, group in groups.items():
-        for first in range(0, len(group), commands.MOST_IN_ARRAY):
-            yield directives, group[first : first + commands.MOST_IN_ARRAY]
+    for directives, same in groups.items():
+        for first in range(0, len(same), commands.MOST_IN_ARRAY):
+            group = same[first : first + commands.MOST_IN_ARRAY]
+            for entry in group:
+                entry.write_values()
+            files = [entry.message().resolve() for entry in group]
+            yield commands.batch_script(directives, resources, files, group[0].run.comparison.jobs.resolve()), group
 
 
 def best_of_search(records: Sequence[Record]) -> Record:

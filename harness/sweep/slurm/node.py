@@ -26,28 +26,25 @@ FIRST_PORT, PORTS = 20_000, 20_000  # a job's nodes meet at a port that follows 
 SPARE_SECONDS = 60.0  # before the job's time is up, to end and record a run
 
 
-class NodeObserver:
-    """The observer that answers the waiting command, in files beside that of the values."""
+class NodeDisplay(ProgressDisplay):
+    """The display of a job, which also answers the waiting command in files beside that of the values."""
 
-    def __init__(self, path: Path, display: ProgressDisplay) -> None:
-        self.path, self.display = path, display
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
         self.run_ids: list[str] = []
 
-    def on_started(self, run: QueuedRun) -> None:
+    def run_started(self, run: QueuedRun) -> None:
         """Announce a run that is started."""
         self.run_ids.append(run.name)
         self.write("started")
-        self.display.run_started(run)
+        super().run_started(run)
 
-    def on_record(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
         """Note a run that has its record."""
-        self.display.run_ended(run, record, is_new)
+        super().run_ended(run, record, is_new)
         if run.name not in self.run_ids:
             self.run_ids.append(run.name)
-
-    def log(self, line: str) -> None:
-        """Print a line into the job's log."""
-        self.display.print_line(line)
 
     def write(self, kind: str) -> None:
         """Write the message of kind `started` or `answer`."""
@@ -81,18 +78,16 @@ def join_nodes(count: int, rank: int) -> NodeGroup:
 
 def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
     """Make the runs of the combination as the job's first node, and write the answer."""
-    display = ProgressDisplay()
-    observer = NodeObserver(path, display)
+    display = NodeDisplay(path)
     executor = SequentialExecutor(load_model_presets(), display, nodes)
     try:
         run = executor.plan_run(values, 0)
     except UserError as error:
-        record = write_rejected(values, str(error))
-        observer.run_ids.append(record.run_id)
+        display.run_ids.append(write_rejected(values, str(error)).run_id)
     else:
         display.set_queue([run], 1)
-        Scheduler(executor, observer, StopAfter(), [run]).run()
-    observer.write("answer")
+        Scheduler(executor, StopAfter(), [run]).run()
+    display.write("answer")
 
 
 if __name__ == "__main__":
