@@ -36,37 +36,19 @@ from harness.util.errors import UserError, os_error_text
 from harness.util.text import count_text, one_line
 
 
-@dataclass
+@dataclass(frozen=True)
 class Combinations:
     """What a command line describes: the values of every combination of a sweep, or of the only run."""
 
-    requested: list[ConfigValues] = field(default_factory=list)
+    requested: Sequence[ConfigValues] = ()
     launcher: GroupValues = field(default_factory=dict)  # the keys of hydra.launcher
     comparison: ComparisonFolder | None = None
     is_sweep: bool = False
-    # A mistake that on_composed() found: stored and not raised, because Hydra would add lines of its own.
-    user_error: str | None = None
 
     @property
     def is_for_slurm(self) -> bool:
         """Whether the runs are jobs of Slurm, so that their machine is another one."""
         return plugin.is_selected(self.launcher)
-
-    def on_composed(self, composed: Any) -> None:
-        """Store one combination, because all of them must be known before the first run is chosen."""
-        hydra_config = HydraConfig.get()
-        self.is_sweep = hydra_config.mode == RunMode.MULTIRUN
-        if self.user_error is not None:
-            return
-        try:
-            values = to_container(composed)
-            if not self.is_sweep and isinstance(values["sweep"], dict):  # a single configuration is always tried
-                values["sweep"] |= {"skip_dominated": False}
-            self.launcher = to_container(hydra_config.launcher)
-            self.comparison = comparison_folder(values["name"], values["results_dir"])
-            self.requested.append(values)
-        except UserError as error:
-            self.user_error = str(error)
 
 
 def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
@@ -78,13 +60,13 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
     mistake = find_mistake(normalized)
     if mistake is not None:
         raise UserError(mistake)
-    combinations = Combinations()
+    composed: list[tuple[Any, Any]] = []  # each combination with Hydra's own configuration
 
-    def on_composed(composed: Any) -> None:
+    def on_composed(combination: Any) -> None:
         """Store a combination and show how many there are; Hydra takes a minute or two for five hundred of them."""
-        combinations.on_composed(composed)
-        if combinations.is_sweep:
-            notice.show(f"harness: {count_text(len(combinations.requested), 'combination')} composed")
+        composed.append((combination, HydraConfig.get()))
+        if composed[-1][1].mode == RunMode.MULTIRUN:
+            notice.show(f"harness: {count_text(len(composed), 'combination')} composed")
 
     previous, sys.argv = sys.argv, ["harness", *normalized]  # Hydra reads the process's arguments
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises its errors instead of printing them its own way
@@ -98,9 +80,20 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
         raise UserError(composition_error(error)) from None
     finally:
         sys.argv = previous
-    if combinations.user_error is not None:
-        raise UserError(combinations.user_error)
-    return combinations
+    return combinations_of(composed)
+
+
+def combinations_of(composed: Sequence[tuple[Any, Any]]) -> Combinations:
+    """Return composed combinations as plain values. Raises UserError for a value that cannot be resolved."""
+    if not composed:
+        return Combinations()
+    requested = [to_container(combination) for combination, _ in composed]
+    hydra_config, values = composed[-1][1], requested[-1]
+    is_sweep = hydra_config.mode == RunMode.MULTIRUN
+    if not is_sweep and isinstance(values["sweep"], dict):  # a single configuration is always tried
+        values["sweep"] |= {"skip_dominated": False}
+    comparison = [comparison_folder(values["name"], values["results_dir"]) for values in requested][-1]
+    return Combinations(requested, to_container(hydra_config.launcher), comparison, is_sweep)
 
 
 def check(combinations: Combinations) -> None:

@@ -130,15 +130,11 @@ def learns_at_every_rate(bench: Bench, records: Sequence[Record]) -> str:
 
 def no_better_with_bound_devices(bench: Bench, records: Sequence[Record]) -> str:
     """Require that pipelines have no larger bubbles than with process groups that are bound to devices."""
-    bubbles = ((record, _usual_bubble(bench, record), record.row["pipeline_bubble"]) for record in records)
+    usual = [bench.usual_run(record) for record in records]
+    require_status(usual, "ok")
+    pairs = zip(usual, records, strict=True)
+    bubbles = ((bound, free.row["pipeline_bubble"], bound.row["pipeline_bubble"]) for free, bound in pairs)
     return "bubbles beside those with device_id: " + _bubbles(bubbles, "larger than with device_id")
-
-
-def _usual_bubble(bench: Bench, record: Record) -> float:
-    usual = bench.usual_run(record)
-    require_status([usual], "ok")
-    bubble: float = usual.row["pipeline_bubble"]
-    return bubble
 
 
 def bubbles_as_in_theory(bench: Bench, records: Sequence[Record]) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from harness.config.byte_size import format_bytes
 from harness.config.schema import ClusterConfig
@@ -20,6 +20,7 @@ from harness.runner.local_machine import detect_machine
 from harness.selftest import checks
 from harness.selftest.bench import COMPARISON, Bench, StepFailedError, StepSkippedError
 from harness.selftest.rank_variants import trace_path
+from harness.sweep.slurm.commands import slurm_output
 from harness.util.native_build import compiler_problem
 from harness.util.text import count_text, one_line
 
@@ -76,13 +77,10 @@ def side_by_side(bench: Bench, _: Sequence[Record]) -> str:
 
 def two_nodes(bench: Bench, _: Sequence[Record]) -> str:
     """Require that a job of Slurm on two nodes proves its run; skip where Slurm has no two nodes."""
-    try:
-        listed = subprocess.run(
-            ["sinfo", "-h", "-N", "-o", "%N"], capture_output=True, text=True, timeout=30, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        raise StepSkippedError("needs a Slurm with two nodes; there is none here") from None
-    nodes = len(set(listed.stdout.split()))
+    listed = slurm_output("sinfo", "-h", "-N", "-o", "%N")
+    if listed is None:
+        raise StepSkippedError("needs a Slurm with two nodes; there is none here")
+    nodes = len(set(listed.split()))
     if nodes < 2:
         raise StepSkippedError(f"needs a Slurm with two nodes; sinfo lists {nodes}")
     records = run_command(bench, "two-nodes", "strategy=ddp", "hydra/launcher=slurm", "cluster.nodes=2")
@@ -97,15 +95,23 @@ def run_command(bench: Bench, name: str, *overrides: str) -> list[Record]:
     """
     folder = bench.results_dir / COMPARISON / "commands"
     own = (f"name={name}", f"results_dir={folder}", f"cluster.device={bench.device}", "tracking=none", "force=true")
-    command = [sys.executable, "-m", "harness", "-m", *own, *SHORT, *overrides]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StepFailedError(one_line(error)) from None
+    words = ("-m", "harness", "-m", *own, *SHORT, *overrides)
+    done = run_python(*words, seconds=COMMAND_SECONDS)
     records = [read_record(run.path) for run in comparison_folder(name, str(folder)).recorded_runs()]
     if not records:
-        raise StepFailedError(f"{' '.join(command[1:])} ended with {done.returncode}: {one_line(done.stderr[-500:])}")
+        raise StepFailedError(f"{' '.join(words)} ended with {done.returncode}: {one_line(done.stderr[-500:])}")
     return records
+
+
+def run_python(
+    *words: str, seconds: float, variables: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own to its end. Raises StepFailedError if that takes longer than `seconds`."""
+    command, environment = [sys.executable, *words], os.environ | (variables or {})
+    try:
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise StepFailedError(one_line(error)) from None
 
 
 LIBRARIES = ("torch", "deepspeed", "accelerate")  # the libraries without which an engine is missing
@@ -149,7 +155,7 @@ def describe_devices(bench: Bench, records: Sequence[Record]) -> str:
     if machine.device == "cpu":
         return f"the processor, {machine.cores} cores, {free} of memory free"
     total = "" if machine.device_bytes is None else f" of {format_bytes(machine.device_bytes)}"
-    names = _names_of_first_device(bench)
+    names = names_of_first_device(bench)
     for name in names:
         count = seen_devices(name)
         if count != 1:
@@ -157,7 +163,7 @@ def describe_devices(bench: Bench, records: Sequence[Record]) -> str:
     return f"{machine.devices} x {machine.device_name}, {free}{total} free, the first seen under {len(names)} names"
 
 
-def _names_of_first_device(bench: Bench) -> list[str]:
+def names_of_first_device(bench: Bench) -> list[str]:
     """Return the names that CUDA_VISIBLE_DEVICES may have for the first device: its number, and UUIDs where CUDA's are.
 
     ROCm has other UUIDs, and an instance of a device that MIG partitions has only its own.
@@ -176,18 +182,8 @@ def seen_devices(visible: str) -> int:
 
 def _probe(code: str, variables: dict[str, str]) -> str:
     """Return the last line that a Python process prints. Raises StepFailedError if it fails."""
-    try:
-        result = subprocess.run(
-            [sys.executable, "-c", code],
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            timeout=_PROBE_SECONDS,
-            check=True,
-        )
-    except subprocess.CalledProcessError as error:
+    done = run_python("-c", code, seconds=_PROBE_SECONDS, variables=variables)
+    if done.returncode:
         setting = " ".join(f"{name}={value}" for name, value in variables.items()) or "the devices as they are"
-        raise StepFailedError(f"with {setting}: {one_line(error.stderr[-500:])}") from None
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StepFailedError(one_line(error)) from None
-    return result.stdout.strip().rpartition("\n")[2]
+        raise StepFailedError(f"with {setting}: {one_line(done.stderr[-500:])}")
+    return done.stdout.strip().rpartition("\n")[2]

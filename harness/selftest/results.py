@@ -5,10 +5,8 @@ proof and the ends of the logs. It has no secrets, no host name and no name of t
 """
 
 import dataclasses
-import json
 import re
 import socket
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +16,8 @@ from harness.records.provenance import git_commit, versions
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.selftest.bench import COMPARISON, Bench
-from harness.util.files import JsonObject, atomic_write_json
-from harness.util.redact import redacted
+from harness.util.files import JsonObject, atomic_write_json, read_json_object
+from harness.util.redact import map_texts, redacted
 
 Outcome = Literal["passed", "failed", "skipped"]
 
@@ -56,7 +54,7 @@ class ResultsFile:
         }
         self.environment = bench.environment
         self.steps: dict[str, SelfTestResult] = {}
-        stored = _read(self.path)
+        stored = read_json_object(self.path)
         if stored.get("identity") == anonymous(self.identity):
             with suppress(TypeError):  # an earlier version of this package, which may lack or have other values
                 self.steps = {name: SelfTestResult(**values) for name, values in stored["steps"].items()}
@@ -92,30 +90,11 @@ def run_summary(record: Record, folder: RunFolder, with_logs: bool) -> JsonObjec
 
 def anonymous(value: Any) -> Any:
     """Return a copy of nested plain values without secrets, the name of this host, and the home folder."""
-    names: Sequence[tuple[str, str]] = [(str(Path.home()), "~"), (socket.gethostname(), "HOST")]
-    patterns = [
-        (re.compile(rf"(?<![\w-]){re.escape(name)}(?![\w-])"), replacement)
-        for name, replacement in names
-        if len(name) > 1
-    ]
-    return _replaced(redacted(value), patterns)
 
+    def without_names(text: str) -> str:
+        for name, replacement in ((str(Path.home()), "~"), (socket.gethostname(), "HOST")):
+            if len(name) > 1:
+                text = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", replacement, text)
+        return text
 
-def _replaced(value: Any, patterns: Sequence[tuple[re.Pattern[str], str]]) -> Any:
-    if isinstance(value, dict):
-        return {key: _replaced(entry, patterns) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_replaced(entry, patterns) for entry in value]
-    if isinstance(value, str):
-        for pattern, replacement in patterns:
-            value = pattern.sub(replacement, value)
-    return value
-
-
-def _read(path: Path) -> JsonObject:
-    """Return the content of a results file; empty if there is none, or none that is whole."""
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return map_texts(redacted(value), without_names)

@@ -55,26 +55,21 @@ class Tracker(Protocol):
 
     def start_run(self, run: TrackedRun) -> None:
         """Register a run that has started."""
-        ...
 
     def log_live(self, run: TrackedRun, figures: Mapping[str, Scalar]) -> None:
         """Log the state of a started run: `seconds` since its start, and what its ranks last reported."""
-        ...
 
     def finish_run(self, run: TrackedRun, row: Values, steps: Sequence[Values]) -> None:
         """Log a finished run's row and steps, whether or not start_run was called.
 
         Return only when the server has all of it, or the tracker's local file is complete.
         """
-        ...
 
     def log_table(self, run: TrackedRun, columns: Sequence[str], rows: Sequence[Values]) -> None:
         """Log all rows of a comparison as one run. Return only when it is complete, as finish_run does."""
-        ...
 
     def close(self) -> None:
         """Mark every run that was started and not finished as failed; no other call follows."""
-        ...
 
 
 def tracker_names() -> list[str]:

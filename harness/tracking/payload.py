@@ -14,7 +14,7 @@ from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
-from harness.util.files import JsonObject, atomic_write_json
+from harness.util.files import JsonObject, atomic_write_json, read_json_object
 from harness.util.redact import redacted
 
 MAX_LISTED_RANKS = 8  # live figures list so many ranks one by one; of more ranks only the extremes are logged
@@ -82,6 +82,15 @@ class SyncState(NamedTuple):
     content_key: str | None = None  # record_key() or rows_key() of what the tracker has; None while a run goes on
     sent_at: str | None = None  # the UTC time at which the server had all of it; None: the server does not have it
 
+    def has(self, content_key: str, is_online: bool) -> bool:
+        """Return whether the tracker has this content, at its server if it is online."""
+        return self.content_key == content_key and (self.sent_at is not None or not is_online)
+
+    def received(self, content_key: str, is_online: bool) -> "SyncState":
+        """Return the state after the tracker has received this content, at its server if it is online."""
+        sent_at = datetime.now(UTC).isoformat(timespec="seconds") if is_online else None
+        return SyncState(self.id, content_key, sent_at)
+
 
 def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
     """Return what `tracker` has of the run in `folder`, or None if the file cannot be read.
@@ -89,20 +98,17 @@ def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
     An unreadable file loses no data: at worst the run is sent again.
     """
     try:
-        saved = json.loads((folder / SYNC_STATE_FILE).read_text())[tracker]
+        saved = read_json_object(folder / SYNC_STATE_FILE)[tracker]
         content_key = saved["content_key"] if "content_key" in saved else saved["what"]  # the key's earlier name
         return SyncState(saved["id"], content_key, saved["sent_at"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return None
 
 
 def write_sync_state(folder: Path, tracker: str, state: SyncState) -> None:
     """Write the state of one tracker; those of other trackers in the same file stay."""
-    try:
-        others = json.loads((folder / SYNC_STATE_FILE).read_text())
-    except (OSError, ValueError):
-        others = {}
-    atomic_write_json(folder / SYNC_STATE_FILE, {**others, tracker: state._asdict()})
+    path = folder / SYNC_STATE_FILE
+    atomic_write_json(path, read_json_object(path) | {tracker: state._asdict()})
 
 
 def record_sync_state(run_dir: Path, tracker: str, record: Record) -> SyncState:
@@ -116,12 +122,6 @@ def record_sync_state(run_dir: Path, tracker: str, record: Record) -> SyncState:
 def table_sync_state(folder: Path, tracker: str) -> SyncState:
     """Return what `tracker` has of the comparison's summary; a folder has one, which a later one replaces."""
     return read_sync_state(folder, tracker) or SyncState(secrets.token_hex(8))
-
-
-def mark_synced(state: SyncState, content_key: str, is_sent: bool) -> SyncState:
-    """Return the state after the tracker has received that content, at its server if `is_sent`."""
-    sent_at = datetime.now(UTC).isoformat(timespec="seconds") if is_sent else None
-    return SyncState(state.id, content_key, sent_at)
 
 
 def record_key(record: Record) -> str:

@@ -123,39 +123,34 @@ class TrackingProcess:
         if config not in self.trackers:
             self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[config]
-        if message["do"] == "start_run":
-            state = payload.SyncState(tracked_id(folder.name, str(time.time_ns())))
-            payload.write_sync_state(folder, used.name, state)
-            run = payload.started_run(folder, state.id, message["config"], used)
-            tracker.start_run(run)
-            self.live[message["folder"]] = LiveRun(run, config)
-        elif message["do"] == "finish_run":
+        if message["do"] != "start_run":
             self.live.pop(message["folder"], None)
-            self.finish_run(tracker, used, folder, bool(message["upload"]))
+            self.deliver(tracker, used, message)
+            return
+        state = payload.SyncState(tracked_id(folder.name, str(time.time_ns())))
+        payload.write_sync_state(folder, used.name, state)
+        run = payload.started_run(folder, state.id, message["config"], used)
+        tracker.start_run(run)
+        self.live[message["folder"]] = LiveRun(run, config)
+
+    def deliver(self, tracker: Tracker, used: TrackingConfig, message: Message) -> None:
+        """Give a run's record or a comparison's table to the tracker, unless it has that and is not to get it again."""
+        folder, is_online = Path(message["folder"]), used.mode == "online"
+        if message["do"] == "finish_run":
+            record = read_record(folder)
+            content_key, state = payload.record_key(record), payload.record_sync_state(folder, used.name, record)
         else:
-            self.log_table(tracker, used, folder, bool(message["upload"]))
-
-    def finish_run(self, tracker: Tracker, used: TrackingConfig, run_dir: Path, again: bool) -> None:
-        """Give a run's record to the tracker, unless the tracker has it and `again` is false."""
-        record = read_record(run_dir)
-        state = payload.record_sync_state(run_dir, used.name, record)
-        if state.content_key is not None and (state.sent_at or used.mode == "offline") and not again:
+            records = read_all(folder).records
+            content_key, state = payload.rows_key(records), payload.table_sync_state(folder, used.name)
+        if state.has(content_key, is_online) and not message["upload"]:
             return
-        run = payload.finished_run(run_dir, state.id, record, used)
-        tracker.finish_run(run, redacted(record.row), payload.step_values(run_dir))
-        synced = payload.mark_synced(state, payload.record_key(record), used.mode == "online")
-        payload.write_sync_state(run_dir, used.name, synced)
-
-    def log_table(self, tracker: Tracker, used: TrackingConfig, folder: Path, again: bool) -> None:
-        """Give a comparison's table to the tracker, unless the tracker has it and `again` is false."""
-        records = read_all(folder).records
-        state = payload.table_sync_state(folder, used.name)
-        rows_key = payload.rows_key(records)
-        if state.content_key == rows_key and (state.sent_at or used.mode == "offline") and not again:
-            return
-        run = TrackedRun(state.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
-        tracker.log_table(run, *payload.table_rows(records))
-        payload.write_sync_state(folder, used.name, payload.mark_synced(state, rows_key, used.mode == "online"))
+        if message["do"] == "finish_run":
+            run = payload.finished_run(folder, state.id, record, used)
+            tracker.finish_run(run, redacted(record.row), payload.step_values(folder))
+        else:
+            run = TrackedRun(state.id, f"{folder.name} summary", folder.name, folder, tags=used.tags)
+            tracker.log_table(run, *payload.table_rows(records))
+        payload.write_sync_state(folder, used.name, state.received(content_key, is_online))
 
     def update_live_runs(self) -> None:
         """Log the heartbeats of running runs; the tracker learns of short runs only when they have ended."""

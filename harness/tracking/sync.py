@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from harness.config.command import TrackingConfig
-from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import payload
 from harness.tracking.client import TrackingClient
@@ -43,10 +42,15 @@ def sync_comparison(
     for problem in loaded.problems:
         log(f"skipped: {problem}")
     online = dataclasses.asdict(dataclasses.replace(tracking, mode="online"))
-    missing = [record for record in loaded.records if again or not is_sent(folder, tracking.name, record)]
-    state = payload.read_sync_state(folder, tracking.name)
-    rows_key = payload.rows_key(loaded.records)
-    is_table_sent = state is not None and state.sent_at is not None and state.content_key == rows_key
+
+    def is_sent(sent: Path, content_key: str) -> bool:
+        state = payload.read_sync_state(sent, tracking.name)
+        return state is not None and state.has(content_key, is_online=True)
+
+    missing = [
+        record for record in loaded.records if again or not is_sent(folder / record.run_id, payload.record_key(record))
+    ]
+    is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
     client = TrackingClient(log, upload_seconds=timeout_seconds)
     problem, runs = "", 0
     try:
@@ -57,19 +61,13 @@ def sync_comparison(
             if problem:
                 break
             runs += 1
-        if not problem and (missing or not is_table_sent):
+        if not problem and is_table_missing:
             client.log_table(online, folder)
             problem = wait_delivered(client, folder)
     finally:
         client.pending.clear()  # the result has the problem, which close() must not log too
         client.close(1.0)
-    return SyncResult(runs, len(loaded.records) - len(missing), bool(missing) or not is_table_sent, problem)
-
-
-def is_sent(folder: Path, tracker: str, record: Record) -> bool:
-    """Return whether the tracker's server has this record."""
-    state = payload.read_sync_state(folder / record.run_id, tracker)
-    return state is not None and state.content_key == payload.record_key(record) and state.sent_at is not None
+    return SyncResult(runs, len(loaded.records) - len(missing), is_table_missing, problem)
 
 
 def wait_delivered(client: TrackingClient, folder: Path) -> str:

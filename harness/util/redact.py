@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 _SECRET_WORDS = "SECRET|TOKEN|CREDENTIAL|JWT|BEARER"
@@ -23,7 +24,14 @@ _REPLACEMENT = "[secret]"
 
 def redacted(value: Any) -> Any:
     """Return a copy of nested plain values in which every secret is replaced. Keys of dicts stay as they are."""
-    return _redacted(value, _environment_secrets())
+    secrets = _environment_secrets()
+
+    def without_secrets(text: str) -> str:
+        for secret in secrets:
+            text = text.replace(secret, _REPLACEMENT)
+        return _PASSWORD_IN_URL.sub(_REPLACEMENT, text)
+
+    return map_texts(value, without_secrets)
 
 
 def keys_holding_secrets(value: Any, key: str = "") -> list[str]:
@@ -57,13 +65,10 @@ def _environment_secrets() -> list[str]:
     return sorted(secrets, key=len, reverse=True)
 
 
-def _redacted(value: Any, secrets: list[str]) -> Any:
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a copy of nested plain values in which every text is changed, and tuples are lists."""
     if isinstance(value, dict):
-        return {key: _redacted(entry, secrets) for key, entry in value.items()}
+        return {key: map_texts(entry, change) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_redacted(entry, secrets) for entry in value]
-    if not isinstance(value, str):
-        return value
-    for secret in secrets:
-        value = value.replace(secret, _REPLACEMENT)
-    return _PASSWORD_IN_URL.sub(_REPLACEMENT, value)
+        return [map_texts(entry, change) for entry in value]
+    return change(value) if isinstance(value, str) else value

@@ -210,7 +210,7 @@ def test_a_device_belongs_to_one_run_at_a_time(worlds: list[int], parallel: int 
     cores = tuple((2 * index, 2 * index + 1) for index in range(8))
     slots.placement = DevicePlacement(tuple("01234567"), cores)
     for world in worlds:
-        queue_item: Any = SimpleNamespace(plan=SimpleNamespace(devices=world))
+        queue_item: Any = SimpleNamespace(planned=SimpleNamespace(devices=world))
         free = slots.free_devices_and_cores(queue_item)
         used = [device for slot in slots.slots for device in slot.devices]
         if free is None:

@@ -179,7 +179,7 @@ def test_two_nodes_need_a_slurm_with_two(monkeypatch: pytest.MonkeyPatch, nodes:
     def sinfo(*_: Any, **__: Any) -> SimpleNamespace:
         if nodes is None:
             raise FileNotFoundError("sinfo")
-        return SimpleNamespace(stdout=nodes)
+        return SimpleNamespace(stdout=nodes, returncode=0)
 
     monkeypatch.setattr(subprocess, "run", sinfo)
     with pytest.raises(StepSkippedError, match=f"needs a Slurm with two nodes; {expected}"):
