@@ -8,7 +8,7 @@
         speeds.py -> ranking.py -> reported.py ---- what is certainly faster, smaller, on the front
           |
         sections.py ----- the table of contents; each part returns sections as plain data (document.py):
-          |                 first_screen.py, answers.py, findings.py, summary_sentences.py, caveats.py    sentences
+          |                 first_screen.py, answers.py, reasons.py, findings.py, caveats.py   what sentences.j2 says
           |                 overview.py, comparison_columns.py, resources.py, memory_sections.py, ...     tables
           |                 claims.py, derivations.py, sources.py         papers, arithmetic, plans beside simulations
           |                 charts/ ----- Vega-Lite, drawn by charts/render.py or in the page

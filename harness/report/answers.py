@@ -19,8 +19,7 @@ SIMULATED_SPEEDS = 4  # that are named where none is measured
 
 def answers(group: ReportedGroup) -> Iterator[Answer]:
     """Yield the answers on one group of comparable configurations; the last is how sure they are."""
-    where = f" {group.title}" if group.title else ""
-    is_ranked = len(group.ranked) > 1
+    where, is_ranked = group.where, len(group.ranked) > 1
     texts = {
         f"Fits{where}": _fits(group),
         f"Fastest{where}" if is_ranked else f"Speed{where}": fastest(group) if is_ranked else _unranked(group),

@@ -1,5 +1,6 @@
 """The first screen of a report: what was compared, what came of it, how sure that is, and what fits in a device."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,13 +8,13 @@ from dataclasses import dataclass
 from harness.records.schema import Record
 from harness.report.answers import Answer, answers, fastest
 from harness.report.document import Table
+from harness.report.findings import checkpointing_answer, memory_wall, scaling_sentences
 from harness.report.frame import column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import column_title
 from harness.report.reported import Reported, ReportedGroup, reported_group, reported_groups
 from harness.report.sentences import sentence
 from harness.report.speeds import leads, remedy
-from harness.report.summary_sentences import checkpointing_answer, memory_wall, scaling_sentences
-from harness.report.text import at_most, byte_unit, bytes_text, rounded_up
+from harness.report.text import byte_unit, bytes_text, rounded_up
 from harness.report.view import View, median_run
 
 MOST_ANSWERS = 6
@@ -129,10 +130,9 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     *body, certainty = answers(groups[0])
     if warning(view):  # which says that no speed counts, and what would rank them
         body = [answer for answer in body if not answer[0].startswith("Speed")]
-    where = f" {groups[0].title}" if groups[0].title else ""
     first = _fitting(view, groups[0], fits_in) if fits_in is not None else ("Largest model", memory_wall(view))
     last = [
-        (f"Checkpointing{where}", checkpointing_answer(groups[0])),
+        (f"Checkpointing{groups[0].where}", checkpointing_answer(groups[0])),
         ("Scaling", next(scaling_sentences(view), "")),
     ]
     known = [(lead, text) for lead, text in (first, *body, *last) if text]
@@ -145,7 +145,7 @@ def _fitting(view: View, group: ReportedGroup, fits_in: int) -> Answer:
     whole = view.ranking.groups[0]
     peaks = column_values(view.line_medians, "peak_allocated_bytes")
     positions = {position for position in whole.members if peaks[position] is not None and peaks[position] <= fits_in}
-    lead = f"Fits in {bytes_text(fits_in)}{f' {group.title}' if group.title else ''}"
+    lead = f"Fits in {bytes_text(fits_in)}{group.where}"
     if not positions:
         known = [member.peak for member in group.members if member.peak is not None]
         return lead, sentence("nothing_fits", least=min(known, default=None))
@@ -170,8 +170,6 @@ def _without_groups(view: View) -> Iterator[Answer]:
 
 _MOST_ROWS = 12  # of the table of what fits
 
-_MOST_RIVALS = 4  # that a row of it names
-
 _CAPTION = "Each row is certainly faster than those above it, and memory is rounded up"
 
 
@@ -190,10 +188,10 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
     unit = byte_unit([line.peak for _, line in entries])
     columns = {
         "configurations": [group.title for group, _ in entries] if len({id(group) for group, _ in entries}) > 1 else [],
-        "memory per rank": [f"from {rounded_up(line.peak or 0, unit)} {unit.name}" for _, line in entries],
+        "memory per rank": [f"from {rounded_up(line.peak or 0, unit)}" for _, line in entries],
         "fastest that fits": [line.label for _, line in entries],
         "may be as fast or faster": [_may_be_as_fast(line, group) for group, line in entries],
-        "tokens/s": [f"{line.speed.median:,.0f} [{line.speed.low:,.0f}–{line.speed.high:,.0f}]" for _, line in entries],
+        "tokens/s": [sentence("speed_range", speed=line.speed) for _, line in entries],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
     strategies = [str(line.row.get("strategy") or "") for _, line in entries]
@@ -207,20 +205,9 @@ def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
     Such a configuration is not certainly slower, or not ranked.
     """
     peak = line.peak or 0
-    following = min((size for other in group.front if (size := other.peak or 0) > peak), default=None)
-    fitting = [other for other in group.members if other.peak and (following is None or other.peak < following)]
-    others = sorted((other for other in fitting if other is not line), key=lambda other: (other.peak or 0) > peak)
-    rivals = [_rival(other, peak) for other in others if other.speed.is_ranked and not leads(line.speed, [other.speed])]
-    rivals += [
-        _rival(other, peak) for other in others if other.speed.has_too_few_runs and other.speed.high >= line.speed.low
-    ]
-    return ", ".join(at_most(rivals, _MOST_RIVALS))
-
-
-def _rival(line: Reported, fits_in: int) -> str:
-    """Return a label with the number of runs where they are too few, and the peak where it does not fit."""
-    few = "" if line.speed.is_ranked else f" (n = {line.speed.runs})"
-    if (line.peak or 0) <= fits_in:
-        return f"{line.label}{few}"
-    unit = byte_unit([line.peak])
-    return f"{line.label}{few} from {rounded_up(line.peak or 0, unit)} {unit.name}"
+    following = min((size for other in group.front if (size := other.peak or 0) > peak), default=math.inf)
+    fitting = [other for other in group.members if other.peak and other.peak < following and other is not line]
+    others = sorted(fitting, key=lambda other: (other.peak or 0) > peak)
+    rivals = [other for other in others if other.speed.is_ranked and not leads(line.speed, [other.speed])]
+    rivals += [other for other in others if other.speed.has_too_few_runs and other.speed.high >= line.speed.low]
+    return sentence("may_be_as_fast", rivals=rivals, fits_in=peak)

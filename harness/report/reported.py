@@ -46,6 +46,11 @@ class ReportedGroup(Group[Reported]):
     baseline: Reported | None
 
     @property
+    def where(self) -> str:
+        """The title behind a space, as it follows another word."""
+        return f" {self.title}" if self.title else ""
+
+    @property
     def winner(self) -> Reported | None:
         """The configuration that certainly leads."""
         return self.fastest[0] if self.fastest else None

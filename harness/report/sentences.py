@@ -10,12 +10,14 @@ from jinja2 import Environment, StrictUndefined, Template
 from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.report.text import (
     at_most,
+    byte_unit,
     bytes_text,
     duration_text,
     format_ratios,
     join_words,
     percent_text,
     pluralize,
+    rounded_up,
     span_text,
 )
 
@@ -49,6 +51,7 @@ def _template() -> Template:
         "percent": percent_text,
         "plural": pluralize,
         "ratio": lambda number: format_ratios([number])[0],
+        "rounded_up": lambda size: rounded_up(size, byte_unit([size])),
         "span": span_text,
         "words": join_words,
     }

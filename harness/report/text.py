@@ -55,10 +55,10 @@ def format_numbers(numbers: Sequence[float | None], unit: Unit) -> list[str]:
 
 
 def rounded_up(size: int, unit: Unit) -> str:
-    """Return a size in bytes in a unit, rounded up, so that what is recommended for so much memory does fit in it."""
+    """Return a size in bytes with a unit, rounded up, so that what is recommended for so much memory does fit in it."""
     number = size / unit.size
     decimals = 0 if number >= 1000 or unit.name == "B" else 1 if number >= 100 else 2
-    return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f}"
+    return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f} {unit.name}"
 
 
 def format_ratios(numbers: Sequence[float | None]) -> list[str]:

@@ -399,7 +399,7 @@ def test_points_of_a_curve_differ_only_in_the_batch() -> None:
     del both[-1].row["predicted_activation_bytes"]
     text = written(batches, both)
     assert "<script" not in text and len(list(cells(text))) == 7
-    assert "single precision fp32: each further sequence in the micro-batch adds 10 B." in text
+    assert "single: each further sequence in the micro-batch adds 10 B." in text
 
 
 def test_a_flat_curve_does_not_divide_by_zero() -> None:

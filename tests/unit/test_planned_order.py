@@ -21,7 +21,7 @@ from harness.records.plan_validation import (
 )
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
-from harness.report.summary_sentences import validation_sentences
+from harness.report.findings import validation_sentences
 from harness.report.view import View
 from harness.runner.plan import make_plan
 from harness.runner.resolve import load_strategy_preset
