@@ -3,7 +3,7 @@
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from harness.report.charts import render, style
 from harness.report.charts.setting import setting
 from harness.report.derivation import pack
 from harness.report.derivations import derive_line
-from harness.report.document import Chart, Section, Table, VegaLite, charts
+from harness.report.document import Chart, Section, Table, charts
 from harness.report.explorer import build_explorer
 from harness.report.latex import Statistic, csv_table, escape, latex_table
 from harness.report.sections import sections
@@ -100,12 +100,7 @@ def _write_figures(folder: Path, drawn: dict[str, str]) -> None:
         atomic_write_text(folder / f"{name}.svg", text)
 
 
-_TYPES: dict[type | None, pa.DataType] = {
-    str: pa.string(),
-    bool: pa.bool_(),
-    int: pa.int64(),
-    float: pa.float64(),
-}
+_TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
 
 
 def write_runs_parquet(results_dir: Path, rows: Sequence[Row]) -> Path:
@@ -173,30 +168,30 @@ def export(folder: Path, view: View, shown: Sequence[Chart], exported: Exported)
         shown: The charts of the report.
         exported: What to write.
     """
-    formats = exported.formats
     target = folder / FOLDER
     target.mkdir(parents=True, exist_ok=True)
     written = []
-    for form, name, text in (("csv", "table.csv", csv_table), ("latex", "table.tex", latex_table)):
-        if form in formats:
-            atomic_write_text(target / name, text(view, exported.statistic))
-            written.append(target / name)
-    specs = {chart.name: chart.spec for chart in shown}
-    for form in (form for form in PICTURES if form in formats):
-        for name, content in _pictures(specs, form, exported.width).items():
-            atomic_write_bytes(target / f"{name}.{form}", content)
-            written.append(target / f"{name}.{form}")
-    if "latex" in formats and "pdf" in formats:
-        atomic_write_text(target / "figures.tex", _figures(view, shown))
-        written.append(target / "figures.tex")
+    for name, content in _exported(view, shown, exported):
+        is_text = isinstance(content, str)
+        atomic_write_bytes(target / name, content.encode("utf-8", "backslashreplace") if is_text else content)
+        written.append(target / name)
     return written
 
 
-def _pictures(specs: Mapping[str, VegaLite], form: str, width: float | None) -> dict[str, bytes]:
-    try:
-        return render.pictures(specs, form, width)
-    except render.DrawingError as error:
-        raise UserError(f"--export={form}: {error}") from None
+def _exported(view: View, shown: Sequence[Chart], exported: Exported) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the content of each file to export."""
+    if "csv" in exported.formats:
+        yield "table.csv", csv_table(view, exported.statistic)
+    if "latex" in exported.formats:
+        yield "table.tex", latex_table(view, exported.statistic)
+    for form in (form for form in PICTURES if form in exported.formats):
+        try:
+            pictures = render.pictures({chart.name: chart.spec for chart in shown}, form, exported.width)
+        except render.DrawingError as error:
+            raise UserError(f"--export={form}: {error}") from None
+        yield from ((f"{name}.{form}", content) for name, content in pictures.items())
+    if {"latex", "pdf"} <= {*exported.formats}:
+        yield "figures.tex", _figures(view, shown)
 
 
 def _figures(view: View, shown: Sequence[Chart]) -> str:

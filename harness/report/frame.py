@@ -175,22 +175,22 @@ def shared_settings(table: pd.DataFrame) -> list[str]:
     """Return a phrase for each setting that all rows share; settings that vary are left to the columns."""
     distinct = {name: _settings(table, name) for name in (*VARYING, "parameters", "checkpointing")}
     shared = {name: values[0] for name, values in distinct.items() if len(values) == 1}
-    phrases: list[str] = []
-    if "model" in shared:
-        size = f" ({shared['parameters']:,} parameters)" if "parameters" in shared else ""
-        phrases.append(shared["model"] + size)
-    phrases += [shared["precision"]] if "precision" in shared else []
-    phrases += [f"checkpointing {shared['checkpointing']}"] if "checkpointing" in shared else []
-    phrases += [pluralize(shared["world_size"], "rank")] if "world_size" in shared else []
-    if "global_batch" in shared and "seq_len" in shared:
-        tokens = shared["global_batch"] * shared["seq_len"]
-        phrases.append(f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens per step")
-    phrases += [f"micro-batch {shared['micro_batch']}"] if "micro_batch" in shared else []
-    phrases += [f"on {shared['measured_on']}"] if "measured_on" in shared else []
-    phrases += [f"ranks launched as {shared['launch']}"] if "launch" in shared else []
+    size = f" ({shared['parameters']:,} parameters)" if "parameters" in shared else ""
+    has_tokens = {"global_batch", "seq_len"} <= shared.keys()
+    tokens = shared["global_batch"] * shared["seq_len"] if has_tokens else 0
+    phrases = [
+        f"{shared['model']}{size}" if "model" in shared else "",
+        f"{shared['precision']}" if "precision" in shared else "",
+        f"checkpointing {shared['checkpointing']}" if "checkpointing" in shared else "",
+        pluralize(shared["world_size"], "rank") if "world_size" in shared else "",
+        f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens per step" if has_tokens else "",
+        f"micro-batch {shared['micro_batch']}" if "micro_batch" in shared else "",
+        f"on {shared['measured_on']}" if "measured_on" in shared else "",
+        f"ranks launched as {shared['launch']}" if "launch" in shared else "",
+    ]
     phrases += [
         f"{'checkpointing ' * (name == 'checkpointing_every')}{value_text(name, shared[name])}"
         for name, default in DEFAULTS.items()
         if shared.get(name, default) != default
     ]
-    return phrases
+    return [phrase for phrase in phrases if phrase]
