@@ -93,14 +93,7 @@ class Curves(Plot):
         plot = marks.single(layers)
         if len(curves) > _FEW:
             room = min(_MOST_ROOM, room)
-            width = style.plot_width(style.WIDTH, _COLUMNS, room + _BESIDE)
-            plot = {
-                "facet": {"field": "strategy", "title": None, "sort": None},
-                "columns": _COLUMNS,
-                "spacing": {"column": room},
-                "spec": {"layer": layers, "width": width, "height": _CELL_HEIGHT},
-                "usermeta": {"beside": room + _BESIDE},
-            }
+            plot = _small_charts(layers, room)
         setting = setting_lines(self.view)
         return marks.draw(name, title, setting, rows, measure, plot, facts, data, room + 4, omitted=omitted)
 
@@ -116,6 +109,18 @@ class Curves(Plot):
             lowest = placed[row] = max(top, lowest + style.LINE)
         overflow = max(0.0, lowest - height)
         return {row: top - overflow for row, top in placed.items()}
+
+
+def _small_charts(layers: Sequence[VegaLite], room: int) -> VegaLite:
+    """Return a plot of these layers for each strategy, with so many pixels at its right for names."""
+    width = style.plot_width(style.WIDTH, _COLUMNS, room + _BESIDE)
+    return {
+        "facet": {"field": "strategy", "title": None, "sort": None},
+        "columns": _COLUMNS,
+        "spacing": {"column": room},
+        "spec": {"layer": list(layers), "width": width, "height": _CELL_HEIGHT},
+        "usermeta": {"beside": room + _BESIDE},
+    }
 
 
 def _by_variant(ranks: Sequence[int], looks: Sequence[Any]) -> VegaLite:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Literal
 
 from harness.report.charts import marks, style
 from harness.report.charts.lines import Datum
@@ -15,14 +14,13 @@ _STEPS = 80  # points on each segment of a line
 
 LONGEST = 40  # characters of a label
 
-Align = Literal["left", "center", "right"]
 
 Point = tuple[float, float]
 
 Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 # The alignment of the text and its offset from the point, to the right and down, by name.
-SIDES: dict[str, tuple[Align, int, int]] = {
+SIDES: dict[str, tuple[str, int, int]] = {
     "right": ("left", 8, 0),
     "left": ("right", -8, 0),
     "above": ("center", 0, -12),
