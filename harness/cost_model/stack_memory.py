@@ -15,7 +15,7 @@ from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import MODEL_AXES
 from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
-from harness.cost_model.stack_moments import activation_moments, model_state
+from harness.cost_model.stack_moments import model_state, play_stack
 from harness.cost_model.stack_parameters import rank_parts
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
@@ -126,30 +126,27 @@ def predict_rank_memory(
     memory = stack.memory
     parts = rank_parts(config.model, layout, memory, pp_rank)
     shape = micro_batch_shape(config, layout, "cuda")
-    micro_batches = layout.grad_accumulation_steps(config.train)
     state = model_state(config, layout, memory, parts)
     workspaces = workspace_bytes(memory, compute_capability)
-    passes = activation_moments(config, layout, memory, parts, shape, pp_rank, micro_batches)
-    moments = [(moment.phase, state.at(moment, micro_batches > 1)) for moment in passes]
-    moments.append(("optimizer", state.in_optimizer_step()))
-    phase, highest = max(moments, key=lambda moment: sum(moment[1].values()))
+    tape = play_stack(config, layout, memory, parts, shape, state, pp_rank)
+    moments, highest = [moment.parts for moment in tape.moments], tape.highest
     resident = {"parameters": state.parameters, "optimizer": state.optimizer, "workspaces": workspaces}
     estimate = MemoryEstimate(
         state.parameters,
         max(state.main_gradients, state.gradients),
         state.optimizer,
-        activation_bytes=max(moment.activations for moment in passes),
-        loss_bytes=max(moment.loss for moment in passes),
-        communication_buffer_bytes=max(moment["buffers"] for _, moment in moments),
+        activation_bytes=max(moment["activations"] for moment in moments),
+        loss_bytes=max(moment["loss"] for moment in moments),
+        communication_buffer_bytes=max(moment["buffers"] for moment in moments),
         host_bytes=0,
         process_bytes=PROCESS_BYTES["cuda"],
-        at_peak=resident | highest,
+        at_peak=resident | highest.parts,
         rank=pp_rank * (layout.world_size // layout.pp),
-        phase=phase,
+        phase=highest.phase,
     )
     chunks = len(parts.chunks) if layout.pp_enabled else 0
     resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes
-    present = highest["gradients"] - state.main_gradients if state.main_gradients else state.gradients
+    present = highest.parts["gradients"] - state.main_gradients if state.main_gradients else state.gradients
     collectives = 0
     if shape.sequence_parallel and not layout.pp_enabled:
         collectives = memory.collective_tensors * sum(parts.chunks) * shape.whole_hidden_bytes

@@ -17,23 +17,8 @@ from harness.config.strategy import Schedule
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.stack_parameters import RankParts
+from harness.cost_model.tape import Bytes, Tape
 from harness.layout.layout import Layout, micro_batches_per_round
-
-
-@dataclass(frozen=True)
-class StackMoment:
-    """The bytes of a moment in forward or backward, without what depends on model state."""
-
-    activations: int = 0
-    loss: int = 0
-    temporaries: int = 0
-    remaining_layers: int = 0  # the layers of this pass whose backward has not run
-    in_backward: bool = False
-
-    @property
-    def phase(self) -> str:
-        """The phase of a step that the moment is part of; the loss ends forward."""
-        return "backward" if self.in_backward else "forward"
 
 
 @dataclass(frozen=True)
@@ -54,30 +39,28 @@ class StackState:
     unit_gradient: int = 0  # of one layer's gradients before they are reduced
     root_gradient: int = 0
 
-    def at(self, moment: StackMoment, accumulates: bool) -> dict[str, int]:
-        """Return the bytes of all parts but resident ones at a moment of the last micro-batch of a step."""
-        left = moment.remaining_layers / self.layers if self.layers else 0.0  # a stage may have the head alone
+    def at(self, remaining_layers: int, in_backward: bool, accumulates: bool) -> Bytes:
+        """Return the bytes of gradients and buffers in the last micro-batch of a step.
+
+        `remaining_layers` are those of its pass whose backward has not run.
+        """
+        left = remaining_layers / self.layers if self.layers else 0.0  # a stage may have the head alone
         # Between forward and backward, layers that are gathered for each use are freed.
-        units = self.gathered_units if moment.in_backward or self.gathered_units == self.layers else 0
+        units = self.gathered_units if in_backward or self.gathered_units == self.layers else 0
         gathered = self.root_gathered + self.unit_gathered * min(units, self.layers)
         reduced = 0
-        if self.unit_gathered and moment.in_backward:
-            reduced = self.unit_gradient if moment.remaining_layers else self.root_gradient
-        share = 1 - left if moment.in_backward and not accumulates else float(accumulates)
+        if self.unit_gathered and in_backward:
+            reduced = self.unit_gradient if remaining_layers else self.root_gradient
+        share = 1 - left if in_backward and not accumulates else float(accumulates)
         if self.main_gradients:  # gradients of a backward are added to the buffer at its end
-            share = 1 - left if moment.in_backward else 0.0
-        return {
-            "gradients": self.main_gradients + round(self.gradients * share),
-            "buffers": self.buckets + gathered + reduced,
-            "activations": moment.activations,
-            "loss": moment.loss,
-            "temporaries": moment.temporaries,
-        }
+            share = 1 - left if in_backward else 0.0
+        gradients = self.main_gradients + round(self.gradients * share)
+        return {"gradients": gradients, "buffers": self.buckets + gathered + reduced}
 
-    def in_optimizer_step(self) -> dict[str, int]:
+    def in_optimizer_step(self) -> Bytes:
         """Return the bytes of all parts but resident ones in the optimizer's step, where activations are gone."""
-        at_step = {"gradients": self.main_gradients or self.gradients, "buffers": self.buckets}
-        return at_step | {"activations": 0, "loss": 0, "temporaries": self.optimizer_temporaries}
+        gradients = self.main_gradients or self.gradients
+        return {"gradients": gradients, "buffers": self.buckets, "temporaries": self.optimizer_temporaries}
 
 
 def model_state(config: RunConfig, layout: Layout, memory: StackMemory, parts: RankParts) -> StackState:
@@ -162,16 +145,17 @@ def stack_loss_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
     return elements * (memory.fp32_logits * FP32_BYTES + memory.narrow_logits * shape.width)
 
 
-def activation_moments(
+def play_stack(
     config: RunConfig,
     layout: Layout,
     memory: StackMemory,
     parts: RankParts,
     shape: MicroBatchShape,
+    state: StackState,
     pp_rank: int,
-    micro_batches: int,
-) -> list[StackMoment]:
-    """Return the moments of the backward that finds most micro-batches kept."""
+) -> Tape:
+    """Return the tape of the backward that finds most micro-batches kept, and of the optimizer's step."""
+    micro_batches = layout.grad_accumulation_steps(config.train)
     layer = layer_bytes(shape, memory)
     saved, again, recomputes = layer.saved, 0, 0
     if config.checkpointing.name == "attention":
@@ -193,18 +177,22 @@ def activation_moments(
     pending = round(average * layers_in_flight(parts.chunks, passes, group)) + ends * -(-passes // len(parts.chunks))
     pass_bytes = round(average * parts.chunks[-1]) + (ends if len(parts.chunks) == 1 else 0)
     received = shape.hidden_bytes if layout.pp > 1 else 0
-    moments = []
-    loss = 0
-    if parts.holds_head:
-        head, loss = norm_bytes(shape, memory), stack_loss_bytes(shape, memory)
-        moments.append(StackMoment(pending + head, loss, 0, layers))
     gathers = memory.tp_gather_buffers * shape.whole_hidden_bytes if shape.sequence_parallel else 0
-    moments.append(StackMoment(pending, 0, again + layer.backward + received, layers, True))
+    tape, accumulates = Tape(), micro_batches > 1
+    if parts.holds_head:
+        tape.live = state.at(layers, in_backward=False, accumulates=accumulates)
+        activations, loss = pending + norm_bytes(shape, memory), stack_loss_bytes(shape, memory)
+        tape.put(activations=activations, loss=loss, temporaries=gathers)
+    tape.phase = "backward"
+    tape.live = state.at(layers, in_backward=True, accumulates=accumulates)
+    tape.put(activations=pending, temporaries=again + layer.backward + received + gathers)
     largest = shape.width * max(parts.root if parts.holds_embedding else 0, parts.unit // 2)
-    moments.append(StackMoment(max(0, pending - pass_bytes), 0, largest + received, 0, True))
-    if not gathers:
-        return moments
-    return [dataclasses.replace(moment, temporaries=moment.temporaries + gathers) for moment in moments]
+    tape.live = state.at(0, in_backward=True, accumulates=accumulates)
+    tape.put(activations=max(0, pending - pass_bytes), temporaries=largest + received + gathers)
+    tape.phase = "optimizer"
+    tape.live = {}
+    tape.put(**state.in_optimizer_step())
+    return tape
 
 
 def layers_in_flight(chunks: tuple[int, ...], passes: int, group: int) -> int:
