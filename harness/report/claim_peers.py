@@ -59,8 +59,7 @@ class ClaimRun:
 
     def options(self) -> dict[str, Any]:
         """Return the engine's options of the strategy."""
-        options: dict[str, Any] = (self.record.config.get("strategy") or {}).get("options") or {}
-        return options
+        return dict((self.record.config.get("strategy") or {}).get("options") or {})
 
 
 def ok_runs(records: Sequence[Record], labels: Sequence[str] | None = None) -> list[ClaimRun]:

@@ -190,15 +190,13 @@ def flops_formula(setting: Setting, kernel: str | None) -> str:
 def state_formula(setting: Setting, kind: StateKind) -> str:
     """Return the formula of one kind of model state on the rank that has most of it; empty if it is not kept."""
     model, layout, width = setting.config.model, setting.layout, getattr(setting.widths, kind)
-    if not width:
-        return ""
-    if kind == "optimizer" and layout.partitions_by_parameter:
-        stages = [rank_stages(model, layout, pp_rank) for pp_rank in range(layout.pp)]
-        count = max(optimizer_parameter_count(model, layout, own) for own in stages)
-        return f"By formula {count:,} elements of whole parameters × {width} B = {count * width:,} B."
     count, shards = most_parameters(model, layout), layout.shard_count(kind)
-    parts = f" ÷ {shards} shards" if shards > 1 else ""
-    return f"By formula {count:,} elements × {width} B{parts} = {-(-width * count // shards):,} B."
+    is_whole = kind == "optimizer" and layout.partitions_by_parameter
+    if is_whole:
+        stages = [rank_stages(model, layout, pp_rank) for pp_rank in range(layout.pp)]
+        count, shards = max(optimizer_parameter_count(model, layout, own) for own in stages), 1
+    values = {"count": count, "width": width, "shards": shards, "size": -(-width * count // shards)}
+    return sentence("state_formula", **values, is_whole=is_whole) if width else ""
 
 
 def bytes_formula(setting: Setting, rank: int) -> str:

@@ -36,8 +36,7 @@ def recorded_config(record: Record) -> RunConfig | None:
 def recorded_layout(record: Record) -> Layout | None:
     """Return the layout, None if this version cannot read it."""
     with suppress(UserError):
-        layout: Layout = from_dict(Layout, record.layout or {})
-        return layout
+        return from_dict(Layout, record.layout or {})
     return None
 
 
