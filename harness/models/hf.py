@@ -8,16 +8,17 @@ frequencies, masks).
 import dataclasses
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from harness.config.from_dict import GroupValues
+from harness.config.from_dict import GroupValues, require
 from harness.config.model import ModelConfig
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, load_hf_config
 from harness.models.hf_tracing import trace_model
-from harness.util.errors import UserError
+from harness.util.errors import UserError, run_command
 from harness.util.text import one_line
 
 # Keys of the built-in families, for which a configuration of the library has its own keys.
@@ -41,10 +42,8 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         set_dropout(config, float(model["dropout"]), path)
     defaults = {entry.name: entry.default for entry in dataclasses.fields(ModelConfig)}
     for key in MODEL_KEYS:
-        if model.get(key, defaults[key]) != defaults[key]:
-            raise UserError(
-                f"model.{key}={model[key]} cannot be set for model=hf: set it in the file at model.path={path}"
-            )
+        value, rule = model.get(key, defaults[key]), "cannot be set for model=hf: set it in the file at model.path"
+        require(value == defaults[key], f"model.{key}", value, f"{rule}={path}")
     sizes = {key: getattr(config, key, None) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
     for key, value in sizes.items():
         if not isinstance(value, int):
@@ -76,8 +75,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
 
 def read_config_json(path: Path) -> dict[str, Any]:
     """Return the values of the config.json at `path` or in that folder; raise UserError if it cannot be read."""
-    if not path.exists():
-        raise UserError(f"model.path={path} does not exist: name a folder with a config.json, or such a file")
+    require(path.exists(), "model.path", path, "does not exist: name a folder with a config.json, or such a file")
     file = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(file.read_text())
@@ -118,3 +116,16 @@ def default_model_name(path: Path, values: dict[str, Any], parameters: int) -> s
         if parameters >= unit
     )
     return re.sub(r"[^A-Za-z0-9._-]", "_", name) or f"{values['model_type']}_{size}"
+
+
+def trace() -> None:
+    """Print the values of the model on standard input, filled in from its trace, as JSON. Raises UserError.
+
+    `harness plan` starts a process for it (`python -m harness.models.hf`), so that it never imports torch itself.
+    """
+    request = json.load(sys.stdin)
+    print(json.dumps(fill_model_config(request["model"], request["seq_len"])))
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(trace))

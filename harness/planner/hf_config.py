@@ -125,7 +125,7 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
         except ValueError:  # half a file, of a machine that stopped
             pass
     request = json.dumps({"model": dict(model), "seq_len": seq_len})
-    command = [sys.executable, "-m", "harness.models.trace_command"]
+    command = [sys.executable, "-m", "harness.models.hf"]
     print(f"Tracing model.path={model['path']} once, in a process of its own …", file=sys.stderr)
     try:
         ended = subprocess.run(
