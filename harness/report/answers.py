@@ -106,8 +106,9 @@ def _least_communication(group: ReportedGroup) -> str:
     known = [size for size in sent if size is not None]
     if len(known) < len(sent):
         return ""
-    least = [line for line, size in zip(group.members, known, strict=True) if size <= (1 + EQUAL_BYTES) * min(known)]
-    return "" if len(least) == len(known) else sentence("least_communication", lines=least, sent=min(known))
+    fewest = min(known)
+    least = [line for line, size in zip(group.members, known, strict=True) if size <= (1 + EQUAL_BYTES) * fewest]
+    return "" if len(least) == len(known) else sentence("least_communication", lines=least, sent=fewest)
 
 
 def _certainty(group: ReportedGroup) -> str:
