@@ -57,8 +57,11 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
     started: Cells = {"started_at": datetime.now(UTC).isoformat()}
     try:
         write_row(plan, {"status": "interrupted", "reason": STARTED, **started})
-        with announcing_builds(context.log):
-            notes = prepare_run_folder(plan)
+        with announcing_builds(context.log):  # and with nothing of an earlier attempt in the folder
+            clear_run_folder(plan.folder)
+            plan.folder.ranks.mkdir()
+            spec, notes = build_run_spec(plan)
+            spec.write(plan.folder.path)
     except (RuntimeError, OSError, UserError) as error:
         reason = f"before any rank was started: {one_line(error)}"
         return write_row(plan, {"status": "error", "reason": reason, **started})
@@ -68,18 +71,6 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
     verdict, ranks = judge_run(plan, outcome, reference)
     ending = verdict.columns | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, ranks, verdict.parts | {"notes": notes}, verdict.steps)
-
-
-def prepare_run_folder(plan: RunPlan) -> list[str]:
-    """Clear the run's folder and write its run file; return notes on what could not be built.
-
-    Raises RuntimeError, OSError or UserError.
-    """
-    clear_run_folder(plan.folder)
-    plan.folder.ranks.mkdir()
-    spec, notes = build_run_spec(plan)
-    spec.write(plan.folder.path)
-    return notes
 
 
 def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:

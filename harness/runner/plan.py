@@ -26,6 +26,7 @@ from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_f
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
 from harness.runner.simulation import simulation_problems, virtual_problems
+from harness.util import native_build
 from harness.util.errors import UserError
 from harness.util.text import count_text
 
@@ -199,15 +200,14 @@ def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
 
 
 def budget_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Yield why cluster.memory_budget cannot be enforced on this machine; nothing heavy is imported."""
-    from harness.util.native_build import compiler_problem
-
+    """Yield why cluster.memory_budget cannot be enforced on this machine."""
     budget = config.cluster.memory_budget_bytes
     if budget is None:
         return
     setting = f"cluster.memory_budget={config.cluster.memory_budget}"
-    if machine.device == "cpu" and compiler_problem():
-        yield f"{setting} is enforced by an allocator that must be compiled: {compiler_problem()}, or choose null"
+    if machine.device == "cpu" and native_build.compiler_problem():
+        problem = native_build.compiler_problem()
+        yield f"{setting} is enforced by an allocator that must be compiled: {problem}, or choose null"
     if machine.device_bytes is not None and budget > machine.device_bytes:
         yield (
             f"{setting} is more than the {format_bytes(machine.device_bytes)} of a device: choose as much or less, or"
@@ -247,15 +247,13 @@ def rank_memory_limit(config: RunConfig, machine: Machine) -> int | None:
 
 
 def compile_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
-    """Yield why layers cannot be compiled; nothing heavy is imported."""
-    from harness.util.native_build import compiler_problem, triton_problem
-
+    """Yield why layers cannot be compiled."""
     if not config.train.compile:
         return
-    if machine.device == "cpu" and compiler_problem():
-        yield f"train.compile=true compiles every layer as C++: {compiler_problem()}"
-    if machine.device == "cuda" and triton_problem(machine.compute_capability):
-        problem = triton_problem(machine.compute_capability)
+    if machine.device == "cpu" and native_build.compiler_problem():
+        yield f"train.compile=true compiles every layer as C++: {native_build.compiler_problem()}"
+    if machine.device == "cuda" and native_build.triton_problem(machine.compute_capability):
+        problem = native_build.triton_problem(machine.compute_capability)
         yield f"train.compile=true compiles every layer with Triton: {problem}, or choose train.compile=false"
     if layout.splits_backward:
         yield (

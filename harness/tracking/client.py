@@ -158,16 +158,13 @@ class TrackingClient:
     def _kill(self) -> None:
         """Kill the process and everything that the tracker has started, whatever they are doing."""
         assert self.process is not None
-        try:
+        children: list[psutil.Process] = []
+        with suppress(psutil.Error):
             children = psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.Error:
-            children = []
         self.process.kill()
         for process in children:
-            try:
+            with suppress(psutil.Error):
                 process.kill()
-            except psutil.Error:
-                continue
         self.process.wait()
 
 

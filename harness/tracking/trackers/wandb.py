@@ -69,8 +69,8 @@ class WandB:
             wandb_run.config.update(dict(run.config), allow_val_change=True)
             wandb_run.tags = _tags(run)
             for step in steps:
-                values = {STEP_VALUE_NAMES.get(key, key): value for key, value in step.items() if _is_number(value)}
-                wandb_run.log({f"train/{key}": value for key, value in values.items()})
+                numbers = {key: value for key, value in step.items() if isinstance(value, (int, float))}
+                wandb_run.log({f"train/{STEP_VALUE_NAMES.get(key, key)}": value for key, value in numbers.items()})
             parts = {key: value for key, value in row.items() if key.startswith("at_peak_") and value is not None}
             if parts:  # W&B draws a series of one value as a bar, one run beside another
                 wandb_run.log({f"memory/{key.removeprefix('at_peak_')}": value for key, value in parts.items()})
@@ -165,10 +165,6 @@ class WandB:
         except Exception as error:
             message = one_line(str(error).partition("\n")[0]) or type(error).__name__
             raise TrackerUnavailableError(f"W&B: {message}") from None
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float))
 
 
 def _tags(run: TrackedRun) -> tuple[str, ...]:
