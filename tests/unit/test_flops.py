@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from harness.cost_model.flops import executed_flops, layer_flops, model_flops, recomputed_flops
-from harness.hardware.peak_flops import PEAKS, peak_flops
+from harness.hardware.peak_flops import peak_flops, peaks
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
@@ -159,4 +159,4 @@ def test_an_unknown_device_has_no_peak() -> None:
         assert peak_flops(name, "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
     # No figure may be one with sparsity or TF32: fp32 without matrix cores is far below 16 bit.
-    assert all(peaks.get("float32", 0) <= peaks["float16"] / 1.9 for peaks in PEAKS.values())
+    assert all(known.get("float32", 0) <= known["float16"] / 1.9 for known in peaks().values())
