@@ -33,15 +33,20 @@ def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:
 def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> None:
     """Apply compile, checkpointing, activation offload and loss chunks in place, each around those before it."""
     if config.train.compile:
-        import torch._inductor.config as inductor
-
-        inductor.compile_threads = 1  # a pool of processes would outlive the compilation and disturb the timed steps
-        for block in model.layers_by_index().values():
-            block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
+        apply_compile(model)
     apply_checkpointing(model, config.checkpointing, probe)
     if config.checkpointing.offload_activations:
         offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
+
+
+def apply_compile(model: Decoder) -> None:
+    """Compile the forward of every decoder layer in place; later wrappers, such as checkpointing, stay outside."""
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1  # a pool of processes would outlive the compilation and disturb the timed steps
+    for block in model.layers_by_index().values():
+        block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
 
 
 def compiled_graph_count() -> int:

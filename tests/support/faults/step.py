@@ -82,7 +82,7 @@ def other_kernel_of_the_optimizer(run_dir: str) -> None:
 
 def never_compiled(run_dir: str) -> None:
     """Leave the layers uncompiled."""
-    harness.models.build.apply_compile = lambda model, is_compiled: None
+    harness.models.build.apply_compile = lambda model: None
     worker_main.main(run_dir)
 
 
