@@ -31,7 +31,7 @@ from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.measure.communication import bytes_sent
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.memory import DeviceMemory
-from harness.measure.memory_ownership import state_bytes
+from harness.measure.memory_ownership import shard_bytes
 from harness.measure.step_profiler import profile_step
 from harness.models.build import build_model
 from harness.models.decoder import loss_function
@@ -192,7 +192,7 @@ def run_case(case: Case, rank: int) -> dict[str, Any]:
         "gradients": ready.gradients,
         "traffic": measured.communication,
         "most_gradient_bytes": measured.gradient_bytes,
-        "rest": {kind: state_bytes(engine, kind) for kind in STATE_KINDS},
+        "rest": {kind: shard_bytes(engine.local_shards(kind)) for kind in STATE_KINDS},
     }
     engine.close()
     return outcome

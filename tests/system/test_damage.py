@@ -136,12 +136,11 @@ def test_a_damaged_listing_of_a_dead_command_is_removed(folder: Path, damage: Da
 
 @pytest.mark.parametrize("damage", [emptied, cut, noisy])
 def test_an_export_of_a_damaged_run_prints_one_line(
-    folder: Path, damage: Damage, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, damage: Damage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damage_file(folder, "sweep/tp*/run.json", damage)
     (run_dir,) = folder.glob("sweep/tp*")
-    monkeypatch.setattr("sys.argv", ["export", str(run_dir)])
-    assert export() == 2
+    assert export([str(run_dir)]) == 2
     message = capsys.readouterr().err
     assert "run.json cannot be read" in message and message.count("\n") == 1
 

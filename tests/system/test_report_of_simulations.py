@@ -77,9 +77,9 @@ def test_three_sources_stand_side_by_side_in_their_units() -> None:
     records = [dataclasses.replace(entry, config=config) for entry, config in zip(entries, configs, strict=True)]  # type: ignore[arg-type]
     section = part_of(report(*records), "Formula")
     memory, time = (part for part in section.parts if isinstance(part, Table))
-    assert [cells[1:] for cells in memory.rows] == [["19.00", "20.00", "+5.3", "24.00", "21.00", "-4.8"]]
+    assert [[*cells[1:]] for cells in memory.rows] == [["19.00", "20.00", "+5.3", "24.00", "21.00", "-4.8"]]
     assert [title.split()[-1] for title in memory.header[1:]] == ["MiB", "MiB", "%", "MiB", "MiB", "%"]
-    assert [cells[1:] for cells in time.rows] == [["100.0", "80.0–130.0", "120.0", "+20.0", "110.0"]]
+    assert [[*cells[1:]] for cells in time.rows] == [["100.0", "80.0–130.0", "120.0", "+20.0", "110.0"]]
     assert isinstance(time.rows[0][-1], Disturbed)  # as something disturbed that run
     elsewhere = dataclasses.replace(records[1], config=configs[1] | {"cluster": {"nodes": 2}})  # type: ignore[arg-type]
     section = part_of(report(records[0], elsewhere), "Formula")
