@@ -18,7 +18,8 @@ from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import expected, first, losses, memory, render, speed, style, tradeoffs
-from harness.report.charts.lines import MOST
+from harness.report.charts.lines import MOST, Item
+from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.points import SIDES, place_labels
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
@@ -627,6 +628,19 @@ def test_hostile_names_are_text_and_nothing_else(texts: dict[str, str], trees: d
         labels = " ".join(element.attrib.get("aria-label", "") for element in trees[name].iter())
         assert "</svg><script>alert(1)</script>" in labels
         assert "Übermaß" in labels
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((0.004, 0.013, 1.5), "from <0.01 (a) to 1.50 (c)"),
+        ((0.0058, 0.0127), "from 0.0058 (a) to 0.0127 (b)"),  # in a table of two decimals both are 0.01
+        ((2.0, 2.0), "2.00 for all"),
+    ],
+)
+def test_a_range_is_told_for_all_only_where_all_are_equal(values: tuple[float, ...], text: str) -> None:
+    items = [Item(name, "ddp", place) for place, name in enumerate("abc"[: len(values)])]
+    assert Rows(items, {"peak": numbers("peak", values)}).span("peak") == text
 
 
 def test_equal_data_give_equal_svgs(drawn: dict[str, Chart], texts: dict[str, str]) -> None:

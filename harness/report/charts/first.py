@@ -50,7 +50,7 @@ def first_picture(view: View) -> Chart | None:
     cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
     meta = {"beside": labels + _VALUE, **left.order(most)}
     plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": meta}
-    facts = {"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure}
+    facts = {"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure, "panels": count}
     omitted, setting = sentence("chart_omitted", drawn=most, total=len(lines), rule=_RULE), setting_lines(view)
     chart = marks.draw("first", name, setting, left.rows, "peak", plot, facts, None, _VALUE - 8, most, omitted)
     chart.spec["params"].append({"name": "columns", "value": count})

@@ -116,10 +116,14 @@ class Rows:
     def span(self, name: str) -> str:
         """Return the smallest and the largest value of a field with their labels, or the one that all have."""
         known = self.known(name)
-        (_, least, lowest), (_, most, highest) = (end(known, key=itemgetter(0)) for end in (min, max))
+        (low, least, lowest), (high, most, highest) = (end(known, key=itemgetter(0)) for end in (min, max))
         if len(known) == 1:
             return f"{least} ({lowest})"
-        return f"{least} for all" if least == most else f"from {least} ({lowest}) to {most} ({highest})"
+        if least == most and f"{low:.4g}" == f"{high:.4g}":
+            return f"{least} for all"
+        if least == most:  # small figures of a table whose decimals are those of its largest
+            least, most = f"{low:.4g}", f"{high:.4g}"
+        return f"from {least} ({lowest}) to {most} ({highest})"
 
     def count(self, name: str) -> int:
         """Return how many configurations have a field: rows of the same label are of one."""
