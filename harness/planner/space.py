@@ -94,8 +94,8 @@ def strategies(config: RunConfig, space: SearchedSpace) -> Iterator[StrategyConf
                 dp = world_size // (tp * cp * pp)
                 if config.train.global_batch % dp:
                     continue
-                sharding = Sharding(dp, tp, cp, pp, space.gpus_per_node, space.offloads, config.precision.is_mixed)
-                for choice in shardings(sharding, space.stack.memory):
+                degrees = Degrees(dp, tp, cp, pp, space.gpus_per_node, space.offloads, config.precision.is_mixed)
+                for choice in shardings(degrees, space.stack.memory):
                     for schedule in _schedules(pp, model.num_hidden_layers, space.stack):
                         for sequence_parallel in (False, True)[: 1 + (tp > 1)]:
                             yield StrategyConfig(
@@ -163,7 +163,7 @@ def _micro_batches(config: RunConfig, restrictions: Restrictions) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class Degrees:
     """What the ways of sharding depend on: the degrees, a node's devices, and whether a host has room for state."""
 
     dp: int
@@ -175,46 +175,46 @@ class Sharding:
     is_mixed: bool  # whether the precision has master weights
 
 
-def shardings(sharding: Sharding, memory: StackMemory) -> list[dict[str, Any]]:
+def shardings(degrees: Degrees, memory: StackMemory) -> list[dict[str, Any]]:
     """Return the ways to share model state among data-parallel ranks, as values of a strategy."""
-    if sharding.dp * sharding.cp == 1:
+    if degrees.dp * degrees.cp == 1:
         return [{"engine": "torch"}]
-    return of_this_project(sharding) if memory.kind == "harness" else of_another(sharding, memory)
+    return of_this_project(degrees) if memory.kind == "harness" else of_another(degrees, memory)
 
 
-def of_another(sharding: Sharding, memory: StackMemory) -> list[dict[str, Any]]:
+def of_another(degrees: Degrees, memory: StackMemory) -> list[dict[str, Any]]:
     """Return replicas, ZeRO's first stage and shards of parameters, as far as another stack has them.
 
     Flat units are sharded by one wrapper in all modes; other stacks replicate weights beside sharded optimizer state.
     """
-    dp, stages = sharding.dp, memory.zero_stages
+    dp, stages = degrees.dp, memory.zero_stages
     replicas: DataParallel = "fsdp" if memory.kind == "flat_units" else "ddp"
     ways: list[dict[str, Any]] = []
     if 0 in stages:
         ways.append({"data_parallel": replicas, "dp_replicate": dp})
     if 1 in stages and dp > 1:
         ways.append({"data_parallel": "ddp", "zero_stage": 1, "dp_shard": dp})
-    return ways + [way for way in sharded(sharding) if way["zero_stage"] in stages]
+    return ways + [way for way in sharded(degrees) if way["zero_stage"] in stages]
 
 
-def of_this_project(sharding: Sharding) -> list[dict[str, Any]]:
+def of_this_project(degrees: Degrees) -> list[dict[str, Any]]:
     """Return replicas, DeepSpeed's stages and fully_shard's modes, with what each can keep on the host."""
-    dp, tp = sharding.dp, sharding.tp
+    dp, tp = degrees.dp, degrees.tp
     ways: list[dict[str, Any]] = []
     if tp == 1:
         ways.append({"engine": "torch", "data_parallel": "ddp", "dp_replicate": dp})
-        if dp > 1 and not sharding.is_mixed:  # ZeroRedundancyOptimizer keeps masters whole
+        if dp > 1 and not degrees.is_mixed:  # ZeroRedundancyOptimizer keeps masters whole
             ways.append({"engine": "torch", "data_parallel": "ddp", "zero_stage": 1, "dp_shard": dp})
     elif dp > 1:
         ways.append({"engine": "torch", "data_parallel": "fsdp", "zero_stage": 0, "dp_replicate": dp})
-    if dp > 1 and sharding.cp == sharding.pp == tp == 1:
+    if dp > 1 and degrees.cp == degrees.pp == tp == 1:
         for way in deepspeed_ways(dp):
             has_parameters = way["zero_stage"] == 3
-            offloads = ("none", "optimizer", "parameters")[: 2 + has_parameters] if sharding.offloads else ("none",)
+            offloads = ("none", "optimizer", "parameters")[: 2 + has_parameters] if degrees.offloads else ("none",)
             ways += [way | {"offload": offload} for offload in offloads]
-    ways += sharded(sharding)
-    if sharding.offloads:
-        ways += [way | {"offload": "parameters"} for way in sharded(sharding) if way["zero_stage"] == 3]
+    ways += sharded(degrees)
+    if degrees.offloads:
+        ways += [way | {"offload": "parameters"} for way in sharded(degrees) if way["zero_stage"] == 3]
     return ways
 
 
@@ -225,10 +225,10 @@ def deepspeed_ways(dp: int) -> list[dict[str, Any]]:
     return [{key: getattr(preset, key) for key in keys} | {"dp_shard": dp} for preset in presets]
 
 
-def sharded(sharding: Sharding) -> list[dict[str, Any]]:
+def sharded(degrees: Degrees) -> list[dict[str, Any]]:
     """Return fully_shard's stages 2 and 3 over all data-parallel ranks, and over those of a node with replicas."""
-    dp, cp = sharding.dp, sharding.cp
-    node_sizes = (sharding.gpus_per_node // sharding.tp, sharding.gpus_per_node)
+    dp, cp = degrees.dp, degrees.cp
+    node_sizes = (degrees.gpus_per_node // degrees.tp, degrees.gpus_per_node)
     within_nodes = {size for size in node_sizes if size > 1 and dp % size == 0}
     return [
         {

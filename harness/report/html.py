@@ -75,19 +75,19 @@ def page(
         style=Markup(css),
         script=Markup(script),
         library=Markup(library),
-        # Vega interprets its expressions (`ast: true` in page.js), so no 'unsafe-eval' is needed.
-        policy="; ".join(
-            (
-                "default-src 'none'",
-                f"style-src {_digest(css)}",
-                f"script-src {_digest(script)} {_digest(library)}",
-                "img-src data:",
-                "base-uri 'none'",
-                "form-action 'none'",
-            )
-        ),
+        policy=_policy(css, script, library),
     )
     return html.lstrip()
+
+
+def _policy(css: str, script: str, library: str) -> str:
+    """Return what a browser may load: nothing but the page's own style and scripts.
+
+    Vega interprets its expressions (`ast: true` in page.js), so no 'unsafe-eval' is needed.
+    """
+    scripts = f"script-src {_digest(script)} {_digest(library)}"
+    rest = ("img-src data:", "base-uri 'none'", "form-action 'none'")
+    return "; ".join(("default-src 'none'", f"style-src {_digest(css)}", scripts, *rest))
 
 
 def _anchors(sections: Sequence[Section]) -> dict[int, str]:
