@@ -50,7 +50,7 @@ _PEAK_SOURCES = {
     "unmatched": "peak of the timed steps less that of the profiled one",
 }
 
-_TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
+DERIVATIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 
 
 def derive_line(line: Record) -> dict[str, Derivation]:
@@ -90,7 +90,7 @@ def derive(record: Record) -> dict[str, Derivation]:
         return {}
     known = _quantities(record)
     derived: dict[str, Derivation] = {}
-    for entry in _TABLE["derivations"]:
+    for entry in DERIVATIONS["derivations"]:
         column, value = entry["column"], record.row.get(entry["column"])
         if value is not None and value_of(entry.get("if", "true"), known):
             unit, rule = entry.get("unit", ""), entry.get("rule", "arithmetic")
@@ -114,7 +114,7 @@ def _formula_terms(formula: str, known: Quantities) -> list[Term]:
     """Return the terms of a formula; what is unknown is not a number, which makes no figure."""
     names, terms = formula.split(), []
     for operator, name in zip(["+", *names[1::2]], names[::2], strict=True):
-        facts = _TABLE["quantities"][name]
+        facts = DERIVATIONS["quantities"][name]
         value = value_of(facts.get("value", f"row.{name}"), known)
         texts = {key: text_of(facts.get(key, ""), known) for key in ("name", "source", "unit", "detail")}
         terms.append(Term(value=math.nan if value is None else value, operator=operator, **texts))

@@ -8,18 +8,22 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from jinja2 import meta
 from markdown_it import MarkdownIt
 
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
+from harness.records.columns import COLUMN_TYPES
 from harness.records.schema import Record
 from harness.report import markdown
 from harness.report.batches import batches
-from harness.report.claim_peers import Claim
+from harness.report.claim_peers import TABLE, Claim
 from harness.report.claims import claims, literature
 from harness.report.document import Section
+from harness.report.derivations import DERIVATIONS
+from harness.report.formulas import ENVIRONMENT
 from harness.report.frame import records_frame
 from harness.report.view import View
 from harness.runner.config_columns import config_columns
@@ -316,6 +320,40 @@ def test_a_missing_column_removes_only_its_own_claims() -> None:
     for record in records:
         record.config["model"]["a_key_of_another_version"] = 1
     assert claims(records) and claims([]) == []
+
+
+def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every string of a table with the key that it stands under; a pair's first is a condition."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from strings(inner, name)
+    elif isinstance(value, list):
+        for inner in value:
+            is_pair = isinstance(inner, list)
+            yield from strings({"if": inner[0], key: inner[1]} if is_pair else inner, key)
+
+
+CLAIM_NAMES = {"record", "config", "layout", "run", "peer", "size", "expected", "measured", *COLUMN_TYPES}
+CLAIM_NAMES |= {"predicted_activation_bytes"}
+
+DERIVATION_NAMES = {"row", "record", "ranks", "steps", "fullest", "sender", "setting", "config"}
+
+FORMULAS = ("if", "expected", "measured", "required", "size", "paper", "value", "terms")
+
+
+@pytest.mark.parametrize(
+    ("table", "names"), [(TABLE, CLAIM_NAMES | set(TABLE["quantities"])), (DERIVATIONS, DERIVATION_NAMES)]
+)
+def test_formulas_of_the_tables_name_nothing_unknown(table: dict[str, Any], names: set[str]) -> None:
+    """A name that is nowhere is unknown in every run, so that a mistyped one would remove its figure silently."""
+    in_formulas = FORMULAS if table is DERIVATIONS else (*FORMULAS, "layer", *TABLE["quantities"])
+    seen = set()
+    for key, text in strings(table):
+        parsed = ENVIRONMENT.parse(f"{{{{ {text} }}}}" if key in in_formulas else text)
+        seen |= meta.find_undeclared_variables(parsed) - set(ENVIRONMENT.globals)
+    assert len(seen) > 5 and seen <= names
 
 
 def cells(text: str) -> Iterator[list[str]]:
