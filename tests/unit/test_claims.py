@@ -21,8 +21,8 @@ from harness.report import markdown
 from harness.report.batches import batches
 from harness.report.claim_peers import TABLE, Claim
 from harness.report.claims import claims, literature
-from harness.report.document import Section
 from harness.report.derivations import DERIVATIONS
+from harness.report.document import Section
 from harness.report.formulas import ENVIRONMENT
 from harness.report.frame import records_frame
 from harness.report.view import View
