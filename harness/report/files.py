@@ -77,7 +77,7 @@ def _html(view: View, report: Sequence[Section], drawn: Mapping[str, str]) -> st
         return None
     part = truncate(view, MOST)
     explorer, derivations = build_explorer(part), _derivations(part, report)
-    return html.page(view.name, report, explorer, library, config, drawn, latex_table(view), derivations)
+    return html.page(view.name, report, explorer, library, config, drawn, latex_table(part), derivations)
 
 
 def _derivations(view: View, report: Sequence[Section]) -> dict[str, Any]:

@@ -39,25 +39,14 @@ def latex_table(view: View, statistic: Statistic = "median") -> str:
         f" spread and ranks nothing, and disturbed ones are left out. Setting: {setting(view)}."
     )
     table = paper_table(view, statistic).map(escape).rename(columns=escape)
-    lines = [" & ".join(cells) + r" \\" for cells in (list(table.columns), *table.to_numpy().tolist())]
-    return "\n".join(
-        (
-            r"% Needs \usepackage{booktabs}.",
-            r"\begin{table}",
-            r"\centering",
-            rf"\caption{{{escape(caption)}}}",
-            rf"\label{{tab:{''.join(c if c.isalnum() else '-' for c in view.name)}}}",
-            rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}",
-            r"\toprule",
-            lines[0],
-            r"\midrule",
-            *lines[1:],
-            r"\bottomrule",
-            r"\end{tabular}",
-            r"\end{table}",
-            "",
-        )
+    written = table.style.hide(axis="index").to_latex(
+        column_format=f"l{'r' * (len(table.columns) - 1)}",
+        position_float="centering",
+        hrules=True,
+        label=f"tab:{''.join(c if c.isalnum() else '-' for c in view.name)}",
+        caption=escape(caption),
     )
+    return f"% Needs \\usepackage{{booktabs}}.\n{written}"
 
 
 def csv_table(view: View, statistic: Statistic = "median") -> str:
