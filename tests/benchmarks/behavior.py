@@ -232,7 +232,7 @@ def peak_rows(folder: Path) -> Iterator[tuple[tuple[str, str], float]]:
     for path in sorted(folder.glob("run_*/runs.csv")):
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        for name in (name for name in rows[0] if "peak" in name and name.endswith("_bytes")):
+        for name in (name for name in rows[0] if "peak" in name and name.endswith("_bytes") and "rss" not in name):
             if values := [float(row[name]) for row in rows if row[name]]:
                 yield (path.parent.name, name), min(values)
 
