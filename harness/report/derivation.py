@@ -3,12 +3,14 @@
 import math
 import operator
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from functools import reduce
+from itertools import count, groupby
 from typing import Any, Literal
 
-from harness.report.comparability import group_by
+from harness.records.rank_report import RankReport
 from harness.report.text import bytes_text, join_words
 
 # How the terms make the figure: from left to right by their operators, or as the median or the largest of a list.
@@ -46,12 +48,9 @@ class Derivation:
         if not self.terms or any(term.operator == "÷" and not term.value for term in self.terms):
             return False
         values = [term.value for term in self.terms]
-        result = values[0]
-        for term in self.terms[1:]:
-            result = _OPERATIONS[term.operator](result, term.value)
-        if self.rule != "arithmetic":
-            result = statistics.median(values) if self.rule == "median" else max(values)
-        return math.isclose(result, self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
+        total = reduce(lambda total, term: _OPERATIONS[term.operator](total, term.value), self.terms, 0.0)
+        made = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}[self.rule]
+        return math.isclose(made, self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
 
 
 def number_text(value: float) -> str:
@@ -59,15 +58,10 @@ def number_text(value: float) -> str:
     return f"{value:,.0f}" if value == int(value) else f"{value:,.10g}"
 
 
-def group_by_value(values: Mapping[int, int | None]) -> list[tuple[str, int, int]]:
-    """Return the distinct known values with the ranks that have each, as text, and their number; the largest first."""
-    known = group_by((rank for rank, value in values.items() if value is not None), lambda rank: values[rank])
-    return [(ranks_text(ranks), value, len(ranks)) for value, ranks in sorted(known.items(), reverse=True)]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text, with ranges: rank 0, ranks 0-3 and 5."""
-    ranges = [[rank for _, rank in run] for _, run in groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])]
+def ranks_text(ranks: Sequence[RankReport]) -> str:
+    """Return the numbers of ranks as text, with ranges: rank 0, ranks 0-3 and 5."""
+    numbers = enumerate(sorted(rank.rank for rank in ranks))
+    ranges = [[rank for _, rank in run] for _, run in groupby(numbers, lambda pair: pair[1] - pair[0])]
     ends = ["-".join(dict.fromkeys((str(run[0]), str(run[-1])))) for run in ranges]
     return f"rank{'s' if len(ranks) > 1 else ''} {join_words(ends)}"
 
@@ -92,18 +86,15 @@ def pack(rows: Sequence[Mapping[str, Derivation]]) -> dict[str, Any]:
     `texts` has the texts, and `rows` for each row the derivations by column as [rule, value, unit, sentence, terms],
     where a term is [operator, value, unit, name, source]; all of these but values are positions in `texts`.
     """
-    positions: dict[str, int] = {}
-
-    def position(text: str) -> int:
-        return positions.setdefault(text, len(positions))
+    positions: defaultdict[str, int] = defaultdict(count().__next__)
 
     def packed(derivation: Derivation) -> list[Any]:
         terms = [
-            [position(term.operator), term.value, *map(position, (term.unit, term.name, term.source))]
+            [positions[term.operator], term.value, positions[term.unit], positions[term.name], positions[term.source]]
             for term in derivation.terms
         ]
-        rule, unit, sentence = map(position, (derivation.rule, derivation.unit, derivation.sentence))
-        return [rule, derivation.value, unit, sentence, terms]
+        rule, unit = positions[derivation.rule], positions[derivation.unit]
+        return [rule, derivation.value, unit, positions[derivation.sentence], terms]
 
     columns = [{column: packed(derivation) for column, derivation in row.items()} for row in rows]
     return {"texts": list(positions), "rows": columns}

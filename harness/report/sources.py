@@ -1,24 +1,26 @@
 """One figure from three sources: the plan's formula, the simulation of the real code, and a measurement."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from itertools import compress
-from typing import Any
+from operator import attrgetter, itemgetter
 
 import pandas as pd
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.stack import load_stack
+from harness.metrics.memory import peak_rank
 from harness.metrics.simulation import slowest_simulated_time
 from harness.metrics.step_time import PHASE_COLUMNS
 from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import Record
 from harness.report.columns import ShownColumn, from_frame, labelled_table
-from harness.report.comparability import is_measured, key_text
+from harness.report.comparability import group_by, is_measured, key_text
 from harness.report.document import BulletList, Paragraph, Section, section
 from harness.report.frame import column_values, labelled
 from harness.report.sentences import sentence
-from harness.report.text import MILLISECONDS, byte_unit, duration_text, format_numbers, percent_text
+from harness.report.text import MILLISECONDS, byte_unit, format_numbers
 from harness.report.view import View
 
 _DIFFERENT_BY_SOURCE = ("launch", "simulate", "cluster", "repeat")  # what a simulation and its measurement differ in
@@ -117,8 +119,8 @@ def peak_difference(record: Record) -> str:
     low, high = load_stack("harness").memory.measured_over_predicted or (1.0, 1.0)
     if not formula or not simulated or low <= simulated / formula <= high:
         return ""
-    at_peak = next((rank.profiled.at_peak for rank in record.ranks if rank.rank == record.row.get("peak_rank")), None)
-    largest = sorted(at_peak.parts if at_peak else (), key=lambda part: -part.bytes)[:_MOST_BLOCKS]
+    at_peak = peak_rank(record.ranks).profiled.at_peak
+    largest = nlargest(_MOST_BLOCKS, at_peak.parts if at_peak else (), attrgetter("bytes"))
     unit = byte_unit([part.bytes for part in largest])
     blocks = [f"{part.what} {format_numbers([part.bytes], unit)[0]} {unit.name}" for part in largest]
     phase = record.row.get("peak_phase")
@@ -135,67 +137,59 @@ def step_difference(record: Record) -> str:
         return ""
     if planned["low_seconds"] <= simulated.step_seconds <= planned["high_seconds"]:
         return ""
-    parts = largest_differences(planned_parts(planned), simulated_parts(simulated))
+    # Planned waits for the host are in forward, backward and the optimizer.
+    parts = largest_differences(_parts(planned.items(), planned["exposed_seconds"]), simulated_parts(simulated))
     return sentence(
         "simulated_step",
-        step_seconds=simulated.step_seconds,
+        simulated=simulated,
         planned=planned,
         parts=parts,
         is_waiting=_PARTS["waiting_seconds"] in parts,
         operators=longest_operators(simulated),
+        outside=OUTSIDE_PHASES,
+        least_share=_LEAST_SHARE,
     )
-
-
-def planned_parts(planned: Mapping[str, Any]) -> dict[str, float]:
-    """Return the planned seconds of a step by part; waits for the host are in forward, backward and the optimizer."""
-    parts = {name: planned[column] for column, name in _PARTS.items() if column in planned}
-    return parts | _sums(_exposed_parts(planned["exposed_seconds"]))
 
 
 def simulated_parts(simulated: SimulatedTime) -> dict[str, float]:
     """Return the simulated seconds of a step by part, which add up to the step."""
-    columns = {
+    phases = [(PHASE_COLUMNS[phase], seconds) for phase, seconds in simulated.phase_seconds.items()]
+    others = {
         "copy_seconds": simulated.copy_seconds,
         "bubble_seconds": simulated.bubble_seconds,
         "waiting_seconds": simulated.idle_seconds - simulated.bubble_seconds,
     }
-    phases = ((_PARTS[PHASE_COLUMNS[phase]], seconds) for phase, seconds in simulated.phase_seconds.items())
-    parts = _sums((*_exposed_parts(simulated.exposed_seconds), *phases))
-    return parts | {_PARTS[column]: seconds for column, seconds in columns.items()}
+    return _parts([*phases, *others.items()], simulated.exposed_seconds)
 
 
-def _exposed_parts(exposed_seconds: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """Yield exposed communication by part; what runs along several axes counts to the outermost, as in the plan."""
+def _parts(columns: Iterable[tuple[str, float]], exposed_seconds: Mapping[str, float]) -> dict[str, float]:
+    """Return the seconds of a step by part, of computing by its columns and of exposed communication by its axes.
+
+    What runs along several axes counts to the outermost, as in the plan.
+    """
+    sums: defaultdict[str, float] = defaultdict(float)
+    for column, seconds in columns:
+        if column in _PARTS:
+            sums[_PARTS[column]] += seconds
     for axes, seconds in exposed_seconds.items():
         where = "among all ranks" if axes == "world" else f"along {axes.partition('+')[0]}"
-        yield f"exposed communication {where}", seconds
-
-
-def _sums(parts: Iterable[tuple[str, float]]) -> dict[str, float]:
-    sums: defaultdict[str, float] = defaultdict(float)
-    for name, seconds in parts:
-        sums[name] += seconds
-    return dict(sums)
+        sums[f"exposed communication {where}"] += seconds
+    return sums
 
 
 def largest_differences(planned: Mapping[str, float], simulated: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     """Return the simulated and the planned seconds of the parts in which they differ most, by name."""
     pairs = {name: (simulated.get(name, 0.0), planned.get(name, 0.0)) for name in {**planned, **simulated}}
     changes = {name: abs(own - other) for name, (own, other) in pairs.items()}
-    largest = sorted(changes, key=lambda name: -changes[name])[:_MOST_PARTS]
     smallest = _SMALL_SHARE * sum(changes.values())
+    largest = nlargest(_MOST_PARTS, changes, changes.__getitem__)
     return {name: pairs[name] for name in largest if changes[name] >= smallest > 0}
 
 
-def longest_operators(simulated: SimulatedTime) -> dict[str, list[str]]:
-    """Return the operators that compute and that communicate longest, with their seconds and share of the step."""
-    longest: dict[str, list[str]] = {"compute": [], "communicate": []}
-    for key, seconds in sorted(simulated.operator_seconds.items(), key=lambda operator: -operator[1]):
-        phase, _, name = key.partition("/")
-        where = "outside of the phases" if phase == OUTSIDE_PHASES else f"in {phase.replace('_', ' ')}"
-        share = seconds / simulated.step_seconds
-        share_text = percent_text(share) if share >= _LEAST_SHARE else f"less than {percent_text(_LEAST_SHARE)}"
-        texts = longest["communicate" if key in simulated.communication_operators else "compute"]
-        if seconds and len(texts) < _MOST_OPERATORS:
-            texts.append(f"{name} {where} ({duration_text(seconds)}, {share_text} of the step)")
-    return {verb: texts for verb, texts in longest.items() if texts}
+def longest_operators(simulated: SimulatedTime) -> dict[str, list[tuple[str, float]]]:
+    """Return the operators that compute and that communicate longest, each with its phase, and their seconds."""
+    ran = [operator for operator in simulated.operator_seconds.items() if operator[1]]
+    sent = simulated.communication_operators
+    by_verb = group_by(ran, lambda operator: "communicate" if operator[0] in sent else "compute")
+    verbs = [verb for verb in ("compute", "communicate") if verb in by_verb]
+    return {verb: nlargest(_MOST_OPERATORS, by_verb[verb], itemgetter(1)) for verb in verbs}

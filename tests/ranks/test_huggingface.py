@@ -179,7 +179,8 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
             )
             for config_, layout_, size in sizes
         ]
-        return [claim.agrees for claim in claims(records) if claim.required and claim.claim.startswith("parameters")]
+        found = claims(records, [record.run_id for record in records])
+        return [claim.agrees for claim in found if claim.required and claim.claim.startswith("parameters")]
 
     assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
 

@@ -92,6 +92,10 @@ def sweep() -> list[Record]:
     return plain + full
 
 
+def claims_on(records: list[Record]) -> list[Claim]:
+    return claims(records, records_frame(records)["label"].tolist())
+
+
 def claim_of(claims: list[Claim], label: str, words: str) -> Claim:
     (claim,) = [claim for claim in claims if claim.label == label and claim.claim.startswith(words)]
     return claim
@@ -134,7 +138,7 @@ def test_claims_agree_and_differ_where_their_ratio_is_inverted(
     label: str, words: str, expected: float, limit: str, column: str, peer: str
 ) -> None:
     records = sweep()
-    claim = claim_of(claims(records), label, words)
+    claim = claim_of(claims_on(records), label, words)
     assert claim.agrees and claim.expected == pytest.approx(expected, rel=2e-3)
     assert limit in claim.limit and claim.source
     rows = dict(zip(records_frame(records)["label"], (record.row for record in records), strict=True))
@@ -142,13 +146,13 @@ def test_claims_agree_and_differ_where_their_ratio_is_inverted(
     if column == "optimizer_bytes":
         for name in ("parameter_bytes", "gradient_bytes"):
             rows[label][name], rows[peer][name] = rows[peer][name], rows[label][name]
-    swapped = claim_of(claims(records), label, words)
+    swapped = claim_of(claims_on(records), label, words)
     assert not swapped.agrees and swapped.expected == claim.expected
     assert swapped.measured == pytest.approx(1 / claim.measured)
 
 
 def test_all_claims_of_the_sweep_and_equal_volumes_agree() -> None:
-    results = claims(sweep())
+    results = claims_on(sweep())
     assert [claim for claim in results if not claim.agrees] == []
     assert claim_of(results, "zero1", "bytes sent").expected == 1.0
     assert {claim.label for claim in results} == {
@@ -162,9 +166,9 @@ def test_all_claims_of_the_sweep_and_equal_volumes_agree() -> None:
 
 @pytest.mark.parametrize(("strategy", "passes", "formula"), [("pp_gpipe", 8, "m"), ("pp_1f1b", 2, "min(p, m)")])
 def test_micro_batches_in_flight_follow_the_schedule(strategy: str, passes: int, formula: str) -> None:
-    claim = claim_of(claims(sweep()), strategy, "most passes")
+    claim = claim_of(claims_on(sweep()), strategy, "most passes")
     assert (claim.expected, claim.measured, claim.limit, claim.agrees) == (passes, passes, formula, True)
-    other = claim_of(claims([record_of(strategy, max_in_flight_micro_batches=10 - passes)]), strategy, "most passes")
+    other = claim_of(claims_on([record_of(strategy, max_in_flight_micro_batches=10 - passes)]), strategy, "most passes")
     assert not other.agrees and other.measured == 10 - passes
 
 
@@ -173,22 +177,22 @@ def test_micro_batches_in_flight_follow_the_schedule(strategy: str, passes: int,
     [("pp_gpipe", 1 / 8), ("pp_1f1b", 1 / 8), ("pp_interleaved", 1 / 16), ("pp_zero_bubble", 1 / 24)],
 )
 def test_bubbles_agree_within_a_fifth_and_shared_cores_explain_the_rest(strategy: str, formula: float) -> None:
-    near = claim_of(claims([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
+    near = claim_of(claims_on([record_of(strategy, pipeline_bubble=1.19 * formula)]), strategy, "bubble")
     assert near.agrees and near.expected == pytest.approx(formula) and not near.reason
     record = dataclasses.replace(
         record_of(strategy, pipeline_bubble=1.21 * formula), environment={"cores": 2, "threads": 1}
     )
-    far = claim_of(claims([record]), strategy, "bubble")
+    far = claim_of(claims_on([record]), strategy, "bubble")
     assert not far.agrees and far.reason == "sending takes time, and stages are not equal"
-    far = claim_of(claims([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
+    far = claim_of(claims_on([dataclasses.replace(record, environment={"cores": 1, "threads": 1})]), strategy, "bubble")
     assert "share the processor" in far.reason
-    fast = claim_of(claims([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
+    fast = claim_of(claims_on([record_of(strategy, pipeline_bubble=0.5 * formula)]), strategy, "bubble")
     assert not fast.agrees and not fast.reason  # no cause known
     alone = claim_of(
-        claims([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble"
+        claims_on([record_of(strategy, pipeline_bubble=2 * formula, measured_on="NVIDIA H200")]), strategy, "bubble"
     )
     assert not alone.agrees and "share" not in alone.reason and alone.reason
-    disturbed = claims([record_of(strategy, pipeline_bubble=formula, noise_warning="busy")])
+    disturbed = claims_on([record_of(strategy, pipeline_bubble=formula, noise_warning="busy")])
     assert not any(claim.claim.startswith("bubble") for claim in disturbed)
 
 
@@ -203,7 +207,7 @@ def test_volume_in_mixed_precision_depends_on_the_dtypes() -> None:
     """
     mixed, shares = "precision=bf16_mixed", {"zero1": 0.75, "zero2": 18 / 8, "zero3": 4.0, "fsdp_full_shard": 4.0}
     rows = [record_of(name, mixed, communication_bytes=round(8e6 * share)) for name, share in shares.items()]
-    results = claims([record_of("ddp", mixed, communication_bytes=8_000_000), *rows])
+    results = claims_on([record_of("ddp", mixed, communication_bytes=8_000_000), *rows])
     volumes = {claim.label: claim for claim in results if claim.claim.startswith("bytes sent")}
     assert {label: claim.expected for label, claim in volumes.items()} == pytest.approx(shares)
     assert all(claim.agrees and claim.required for claim in volumes.values())
@@ -212,7 +216,7 @@ def test_volume_in_mixed_precision_depends_on_the_dtypes() -> None:
 def test_a_cause_is_named_only_for_the_bytes_it_explains() -> None:
     """DeepSpeed's masters explain 12 bytes of optimizer state per parameter, but not 20."""
     for size, named in ((12, True), (20, False)):
-        results = claims([record_of("ddp"), record_of("zero1", optimizer_bytes=size * N // 2)])
+        results = claims_on([record_of("ddp"), record_of("zero1", optimizer_bytes=size * N // 2)])
         claim = claim_of(results, "zero1", "model state")
         assert not claim.agrees and ("DeepSpeed clones" in claim.reason) == named
         assert f"optimizer at {size} bytes" in claim.reason
@@ -223,11 +227,11 @@ def test_the_peer_is_a_torch_run_with_the_same_options() -> None:
     plain, zero3 = record_of("ddp"), record_of("zero3")
     variant = record_of("ddp", "+strategy.options.static_graph=true", parameter_bytes=8 * N)
     wrapped = record_of("ddp", "strategy.engine=accelerate", parameter_bytes=8 * N)
-    expected = claim_of(claims([plain, zero3]), "zero3", "model state").measured
-    results = claims([variant, wrapped, plain, zero3])
+    expected = claim_of(claims_on([plain, zero3]), "zero3", "model state").measured
+    results = claims_on([variant, wrapped, plain, zero3])
     assert [claim.measured for claim in of_state(results) if claim.label == "zero3"] == [expected]
-    assert of_state(claims([dataclasses.replace(plain, versions={"torch": "2.0.0"}), zero3])) == []
-    assert of_state(claims([dataclasses.replace(plain, corpus="another"), zero3])) == []
+    assert of_state(claims_on([dataclasses.replace(plain, versions={"torch": "2.0.0"}), zero3])) == []
+    assert of_state(claims_on([dataclasses.replace(plain, corpus="another"), zero3])) == []
 
 
 def test_mixed_precision_is_compared_with_the_papers_accounting() -> None:
@@ -238,13 +242,13 @@ def test_mixed_precision_is_compared_with_the_papers_accounting() -> None:
         record_of(name, mixed, **dict(zip(COLUMNS, (N * s for s in widths), strict=False)))
         for name, widths in shares.items()
     ]
-    results = of_state(claims([record_of("ddp", mixed, **sizes), *rows]))
+    results = of_state(claims_on([record_of("ddp", mixed, **sizes), *rows]))
     assert [(claim.agrees, claim.expected, claim.limit) for claim in results] == [
         (True, pytest.approx(16 / 10), "4× as N grows"),
         (True, pytest.approx(16 / 9), "8× as N grows"),
         (True, pytest.approx(2), "N× = 2×"),
     ]
-    wide = of_state(claims([record_of("ddp", mixed, **sizes | {"gradient_bytes": 4 * N}), *rows]))
+    wide = of_state(claims_on([record_of("ddp", mixed, **sizes | {"gradient_bytes": 4 * N}), *rows]))
     assert (
         not wide[0].agrees
         and wide[0].reason == "DDP's gradients at 4 bytes a parameter, not 2 (they are summed in fp32)"
@@ -263,7 +267,7 @@ def test_differences_of_deepspeed_from_the_paper_are_explained(engine: str) -> N
         record_of("zero3", by),
         record_of("zero3", by, "checkpointing=full", communication_bytes=13396232, executed_flops=again_flops),
     ]
-    results = claims(records)
+    results = claims_on(records)
     cloned, defaults = claim_of(results, "zero1", "model state"), claim_of(results, "zero1_defaults", "bytes sent")
     assert not cloned.agrees and "optimizer at 12 bytes a parameter, not 8 (DeepSpeed clones" in cloned.reason
     assert "DDP" not in cloned.reason and cloned.expected == pytest.approx(16 / 12)
@@ -280,7 +284,7 @@ def test_differences_of_deepspeed_from_the_paper_are_explained(engine: str) -> N
 
 
 def test_a_cost_of_recomputation_below_a_third_is_always_explained() -> None:
-    results = claims(sweep())
+    results = claims_on(sweep())
     assert "head" in claim_of(results, "ddp + full checkpointing", "operations").reason
     assert "halves" in claim_of(results, "pp_zero_bubble + full checkpointing", "operations").reason
 
@@ -294,32 +298,32 @@ def test_a_cost_of_recomputation_below_a_third_is_always_explained() -> None:
 )
 def test_only_a_peer_of_the_same_setting_is_compared(change: dict[str, Any]) -> None:
     ddp, zero3 = record_of("ddp"), record_of("zero3")
-    assert len(claims([ddp, zero3])) == 2
+    assert len(claims_on([ddp, zero3])) == 2
     other = copy.deepcopy(ddp)
     other.row.update(change)
-    assert claims([other, zero3]) == []
+    assert claims_on([other, zero3]) == []
     other = copy.deepcopy(ddp)
     other.config["model"]["attention"] = "eager"
-    assert claims([other, zero3]) == []
+    assert claims_on([other, zero3]) == []
 
 
 def test_a_missing_column_removes_only_its_own_claims() -> None:
-    every = claims(sweep())
+    every = claims_on(sweep())
     for column in {name for record in sweep() for name in record.row} - {"run_id", "status"}:
         records = sweep()
         for record in records:
             record.row.pop(column, None)
-        results = claims(records)
+        results = claims_on(records)
         assert all(claim.agrees for claim in results), column
         assert len(results) <= len(every)
     for part in ("config", "layout"):
         records = [dataclasses.replace(record, **{part: {}}) for record in sweep()]
-        results = claims(records)
+        results = claims_on(records)
         assert 0 < len(results) < len(every) and all(claim.agrees for claim in results)
     records = sweep()
     for record in records:
         record.config["model"]["a_key_of_another_version"] = 1
-    assert claims(records) and claims([]) == []
+    assert claims_on(records) and claims([], []) == []
 
 
 def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
@@ -335,17 +339,14 @@ def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from strings({"if": inner[0], key: inner[1]} if is_pair else inner, key)
 
 
-CLAIM_NAMES = {"record", "config", "layout", "run", "peer", "size", "expected", "measured", *COLUMN_TYPES}
-CLAIM_NAMES |= {"predicted_activation_bytes"}
+NAMES = {"record", "config", "layout", "widths", "device", *COLUMN_TYPES}
+CLAIM_NAMES = {"run", "peer", "size", "expected", "measured", "predicted_activation_bytes", *TABLE["quantities"]}
+DERIVATION_NAMES = {"each", "position", "of", "peak_phase"}
 
-DERIVATION_NAMES = {"row", "record", "ranks", "steps", "fullest", "sender", "setting", "config"}
-
-FORMULAS = ("if", "expected", "measured", "required", "size", "paper", "value", "terms")
+FORMULAS = ("if", "expected", "measured", "required", "size", "paper", "value", "each")
 
 
-@pytest.mark.parametrize(
-    ("table", "names"), [(TABLE, CLAIM_NAMES | set(TABLE["quantities"])), (DERIVATIONS, DERIVATION_NAMES)]
-)
+@pytest.mark.parametrize(("table", "names"), [(TABLE, CLAIM_NAMES), (DERIVATIONS, DERIVATION_NAMES)])
 def test_formulas_of_the_tables_name_nothing_unknown(table: dict[str, Any], names: set[str]) -> None:
     """A name that is nowhere is unknown in every run, so that a mistyped one would remove its figure silently."""
     in_formulas = FORMULAS if table is DERIVATIONS else (*FORMULAS, "layer", *TABLE["quantities"])
@@ -353,7 +354,7 @@ def test_formulas_of_the_tables_name_nothing_unknown(table: dict[str, Any], name
     for key, text in strings(table):
         parsed = ENVIRONMENT.parse(f"{{{{ {text} }}}}" if key in in_formulas else text)
         seen |= meta.find_undeclared_variables(parsed) - set(ENVIRONMENT.globals)
-    assert len(seen) > 5 and seen <= names
+    assert len(seen) > 5 and seen <= NAMES | names
 
 
 def cells(text: str) -> Iterator[list[str]]:
@@ -383,7 +384,7 @@ def test_the_section_shows_every_claim_and_hostile_names_stay_text() -> None:
     assert "1 of the 2 claims that are not marked as proven agree" in text
     header, *rows = cells(text)
     assert header == ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]
-    assert len(rows) == len(claims(records)) == 4 and all(len(row) == len(header) for row in rows)
+    assert len(rows) == len(claims_on(records)) == 4 and all(len(row) == len(header) for row in rows)
     assert rows[0][4].startswith("DIFFERS: optimizer at 12") and rows[0][5:] == ["1.33", "1.14"]
     assert rows[2][0].startswith("<script>alert(1)</script> | **b**") and rows[2][4] == "agrees"
     assert rows[3][4] == "proven"

@@ -18,7 +18,7 @@ from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report.derivation import Derivation, Term, derivation_lines, pack
 from harness.report.derivations import derive, derive_line, state_formula
-from harness.report.setting import read_setting
+from harness.report.formulas import quantities
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
 from tests.support.example_records import record_of
@@ -81,16 +81,16 @@ def test_state_formulas_are_the_cost_models(recorded: list[Record], zero_stage: 
     sharding |= {"dp_replicate": 4 // shards, "dp_shard": shards}
     record = next(record for record in recorded if record.row["pp"] == 1)
     config = record.config | {"strategy": record.config["strategy"] | sharding}
-    setting = read_setting(dataclasses.replace(record, config=config, layout=(record.layout or {}) | sharding))
-    assert setting
-    estimate = estimate_memory(setting.config, setting.layout, setting.widths, "cpu")
+    known = quantities(dataclasses.replace(record, config=config, layout=(record.layout or {}) | sharding), {})
+    setting = (known["config"], known["layout"], known["widths"])
+    estimate = estimate_memory(*setting, "cpu")
     kinds: dict[str, StateKind] = {
         "parameter_bytes": "parameters",
         "gradient_bytes": "gradients",
         "optimizer_bytes": "optimizer",
     }
     for column, kind in kinds.items():
-        formula = state_formula(setting, kind)
+        formula = state_formula(*setting, kind)
         assert formula.endswith(f" = {getattr(estimate, column):,} B."), formula
 
 
@@ -172,9 +172,8 @@ def deep(record: Record, layers: int, seq_len: int) -> Record:
     sizes = {"model": record.config["model"] | {"num_hidden_layers": layers}}
     sizes["train"] = record.config["train"] | {"seq_len": seq_len}
     changed = dataclasses.replace(record, config=record.config | sizes)
-    setting = read_setting(changed)
-    assert setting
-    predicted = estimate_memory(setting.config, setting.layout, setting.widths, setting.device)
+    known = quantities(changed, {})
+    predicted = estimate_memory(*(known[name] for name in ("config", "layout", "widths", "device")))
     return changed.with_row(predicted_peak_bytes=predicted.peak_bytes)
 
 

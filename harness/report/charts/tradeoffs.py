@@ -185,9 +185,9 @@ def _pairs(view: View) -> Iterator[tuple[ChartLine, ChartLine]]:
     lines = {line.row["run_id"]: line for line in chart_lines(view)}
     runs = ok_runs(view.lines)
     for run in runs:
-        if run.row.get("checkpointing") not in (None, "none"):
+        if run.get("checkpointing") not in (None, "none"):
             plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
-            pair = (lines[run.row["run_id"]], lines[plain.row["run_id"]]) if plain else None
+            pair = (lines[run["run_id"]], lines[plain["run_id"]]) if plain else None
             if pair and _change(*pair, "peak_allocated_bytes") is not None:
                 yield pair
 
