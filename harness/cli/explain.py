@@ -6,8 +6,7 @@ from pathlib import Path
 from harness.cli.command import argument, command
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
-from harness.report.derivation import derivation_lines
-from harness.report.derivations import derive
+from harness.report.derivations import derivation_lines, derive
 from harness.util.errors import UserError
 
 

@@ -18,8 +18,7 @@ from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render, style
 from harness.report.charts.setting import setting
-from harness.report.derivation import pack
-from harness.report.derivations import derive_line
+from harness.report.derivations import derive_line, pack
 from harness.report.document import Chart, Section, Table, charts
 from harness.report.explorer import build_explorer
 from harness.report.latex import Statistic, csv_table, escape, latex_table

@@ -11,15 +11,19 @@ from harness.config.checkpointing import RECOMPUTING_MODES
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
-from harness.cost_model.flops import executed_flops_with, takes_fused_kernel
+from harness.cost_model import communication, flops
+from harness.cost_model.memory import estimate_memory
 from harness.cost_model.rank_memory import rank_stages
 from harness.cost_model.sharding import local_parameter_count, optimizer_parameter_count
 from harness.engines.base import load_engine
+from harness.layout import model_profile
 from harness.layout.layout import Layout
-from harness.layout.model_profile import parameter_count
-from harness.records.rank_report import FUSED_KERNELS
+from harness.metrics import columns, memory, step_time, traffic
+from harness.records import rank_report
 from harness.records.schema import Record
-from harness.report.speeds import is_undisturbed
+from harness.report import speeds
+from harness.report.sentences import sentence
+from harness.report.text import pluralize
 from harness.util.errors import UserError
 
 EXACT = 0.05  # the relative tolerance of bytes, counts and operations
@@ -62,11 +66,13 @@ def most_parameters(model: ModelConfig, layout: Layout, of_optimizer: bool = Fal
 
 
 ENVIRONMENT = jinja2.Environment(undefined=jinja2.ChainableUndefined)  # what is unknown has unknown attributes
-ENVIRONMENT.globals |= {
-    function.__name__: function
-    for function in (executed_flops_with, takes_fused_kernel, parameter_count, most_parameters, is_undisturbed)
+ENVIRONMENT.globals |= {"recomputing_modes": RECOMPUTING_MODES} | {
+    named.__name__.rpartition(".")[2]: named
+    for named in (
+        *(columns, communication, flops, memory, model_profile, rank_report, speeds, step_time, traffic),
+        *(estimate_memory, most_parameters, pluralize, sentence),
+    )
 }
-ENVIRONMENT.globals |= {"fused_kernels": FUSED_KERNELS, "recomputing_modes": RECOMPUTING_MODES}
 ENVIRONMENT.tests["near"] = lambda value, expected: abs(value - expected) <= EXACT * expected
 
 

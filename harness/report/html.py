@@ -43,7 +43,7 @@ def page(
         config: The configs of Vega-Lite for light and dark pages.
         svgs: Charts as SVG by their names, which are shown until a script has drawn them, and where scripts are off.
         latex: The comparison as a LaTeX table, to save.
-        derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivation.pack`.
+        derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivations.pack`.
         rows: The rows of a plan by what they are, for readers of the page's data.
     """
     charts = list(all_charts(sections))

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from harness.records.schema import Record
-from harness.report.derivation import Derivation, derivation_lines
-from harness.report.derivations import derive
+from harness.report.derivations import Derivation, derivation_lines, derive
 
 ALWAYS = (
     *("step_seconds", "tokens_per_second", "tokens_per_second_per_device", "model_flops", "executed_flops"),

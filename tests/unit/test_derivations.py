@@ -16,8 +16,7 @@ from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
-from harness.report.derivation import Derivation, Term, derivation_lines, pack
-from harness.report.derivations import derive, derive_line, state_formula
+from harness.report.derivations import Derivation, Term, derivation_lines, derive, derive_line, pack, state_formula
 from harness.report.formulas import quantities
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
