@@ -53,7 +53,7 @@ def main(options: Namespace) -> None:
         raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
     limit = None if options.fits_in is None else parse_bytes(options.fits_in, "--fits-in")
     view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
-    if options.pivot is not None and options.pivot not in view.table:
+    if options.pivot is not None and all(options.pivot not in line.values for line in view.runs):
         raise UserError(
             f"--pivot={options.pivot} is not a column of these runs: choose one of runs.csv, such as world_size"
         )

@@ -2,10 +2,10 @@
 
     record.json of every run
           |
-        view.py ----- a row for each run, a line for all repeats of a configuration
+        view.py ----- the runs, and a line for all repeats of a configuration
           |
-        frame.py, labels.py, comparability.py ----- ratios, names, and which lines may be compared
-        speeds.py -> ranking.py -> reported.py ---- what is certainly faster, smaller, on the front
+        lines.py, labels.py, comparability.py ----- a line's figures, its name, and which lines may be compared
+        speeds.py -> ranking.py ------------------- what is certainly faster, smaller, on the front
           |
         sections.py ----- the table of contents; each part returns sections as plain data (document.py):
           |                 first_screen.py, answers.py, reasons.py, findings.py, caveats.py   what sentences.j2 says

@@ -4,10 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.report.comparability import EQUAL_BYTES, group_by
+from harness.report.lines import Line
+from harness.report.ranking import Group
 from harness.report.reasons import memory_reason, step_reason
-from harness.report.reported import Reported, ReportedGroup
 from harness.report.sentences import sentence
-from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, remedy
+from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, are_alike, has_enough_steps, is_crowded
+from harness.report.text import join_words
 
 Answer = tuple[str, str]  # a lead and its text
 
@@ -17,7 +19,7 @@ LEAST_SPREAD = 0.001  # of the peaks of repeats, that a sentence names
 SIMULATED_SPEEDS = 4  # that are named where none is measured
 
 
-def answers(group: ReportedGroup) -> Iterator[Answer]:
+def answers(group: Group) -> Iterator[Answer]:
     """Yield the answers on one group of comparable configurations; the last is how sure they are."""
     where, is_ranked = group.where, len(group.ranked) > 1
     texts = {
@@ -32,7 +34,7 @@ def answers(group: ReportedGroup) -> Iterator[Answer]:
     yield from ((lead, text) for lead, text in texts.items() if text)
 
 
-def _fits(group: ReportedGroup) -> str:
+def _fits(group: Group) -> str:
     """Return how much of their devices' memory simulated layouts take; one that does not fit ended as oom."""
     limits = {member.row.get("memory_limit_bytes") for member in group.members if member.speed.is_simulated}
     peaks = [member.peak for member in group.members if member.peak is not None]
@@ -45,7 +47,7 @@ def _fits(group: ReportedGroup) -> str:
     return sentence("layouts_fit", peaks=peaks, limit=limit, context=context)
 
 
-def fastest(group: ReportedGroup) -> str:
+def fastest(group: Group) -> str:
     """Return the sentence on the winner, or on those that may be the fastest."""
     if group.winner:
         rival = next(member for member in group.ranked if member.program != group.winner.program)
@@ -58,7 +60,7 @@ def fastest(group: ReportedGroup) -> str:
     return sentence(kind if group.contenders else "same_program", group=group, first=first, rivals=rivals)
 
 
-def _cost(group: ReportedGroup) -> str:
+def _cost(group: Group) -> str:
     """Return the memory and the communication of the winner, beside the smallest."""
     winner = group.winner
     if winner is None:
@@ -68,7 +70,7 @@ def _cost(group: ReportedGroup) -> str:
     return sentence("cost", winner=winner, smallest=smallest, sent=sent) if winner.peak or sent is not None else ""
 
 
-def _smallest(group: ReportedGroup) -> str:
+def _smallest(group: Group) -> str:
     """Return the sentence on the configurations with the least memory, and what that costs; empty if one is fastest."""
     if not group.smallest or any(line in group.fastest for line in group.smallest):
         return ""
@@ -79,7 +81,7 @@ def _smallest(group: ReportedGroup) -> str:
     return sentence("smallest", group=group, reference=reference, speed=speed)
 
 
-def speed_beside(line: Reported, other: Reported, is_named: bool) -> str:
+def speed_beside(line: Line, other: Line, is_named: bool) -> str:
     """Return a speed relative to another one, which the text names or not; empty where one of them is not ranked."""
     if not (line.speed.is_ranked and other.speed.is_ranked) or line.program == other.program:
         return ""
@@ -87,7 +89,7 @@ def speed_beside(line: Reported, other: Reported, is_named: bool) -> str:
     return sentence("speed_beside", line=line, other=other, is_alike=is_alike, is_named=is_named)
 
 
-def _reasons(group: ReportedGroup) -> Iterator[str]:
+def _reasons(group: Group) -> Iterator[str]:
     """Yield why the winner is faster than the next and than the smallest, and why the smallest is smaller."""
     smallest = group.smallest[0] if group.smallest else None
     if group.winner:
@@ -100,7 +102,7 @@ def _reasons(group: ReportedGroup) -> Iterator[str]:
         yield text
 
 
-def _least_communication(group: ReportedGroup) -> str:
+def _least_communication(group: Group) -> str:
     """Return which configuration sends the least; empty where one of them is not counted or all send the same."""
     sent = [line.row.get("communication_bytes") for line in group.members]
     known = [size for size in sent if size is not None]
@@ -111,7 +113,7 @@ def _least_communication(group: ReportedGroup) -> str:
     return "" if len(least) == len(known) else sentence("least_communication", lines=least, sent=fewest)
 
 
-def _certainty(group: ReportedGroup) -> str:
+def _certainty(group: Group) -> str:
     """Return by what rule speeds are ranked and which are not, and what is exact and proven."""
     if all(member.speed.is_simulated for member in group.members):
         return sentence("certainty_of_simulations")
@@ -128,18 +130,18 @@ def _certainty(group: ReportedGroup) -> str:
     )
 
 
-def _peak_spread(members: Sequence[Reported]) -> tuple[float, str] | None:
+def _peak_spread(members: Sequence[Line]) -> tuple[float, str] | None:
     """Return by how much peaks of repeats differ and of which configuration, where it is more than a thousandth."""
     spreads = {
         member.label: max(peaks) / min(peaks) - 1
         for member in members
-        if (peaks := [peak for run in member.record.runs if (peak := run.row.get("peak_allocated_bytes"))])
+        if (peaks := [peak for run in member.runs if (peak := run.row.get("peak_allocated_bytes"))])
     }
     label = max(spreads, key=lambda name: spreads[name], default="")
     return (spreads[label], label) if label and spreads[label] > LEAST_SPREAD else None
 
 
-def _unranked(group: ReportedGroup) -> str:
+def _unranked(group: Group) -> str:
     """Return why no speeds are ranked, and what would rank them."""
     if all(member.speed.is_simulated for member in group.members):
         lines = sorted(group.members, key=lambda member: -member.speed.median)[:SIMULATED_SPEEDS]
@@ -156,5 +158,17 @@ def _unranked(group: ReportedGroup) -> str:
         is_single=all(member.speed.runs == 1 for member in few),
         crowded=sum(member.speed.unranked_reason == CROWDED for member in group.unranked),
         minimum=MINIMUM_RUNS,
-        remedy=remedy([member.record for member in group.unranked]),
+        remedy=remedy(group.unranked),
     )
+
+
+def remedy(lines: Sequence[Line]) -> str:
+    """Return what would rank the speeds of these lines, of which none is ranked."""
+    runs = [run for line in lines for run in line.runs if run.status == "ok"]
+    is_few = any(line.speed.runs < MINIMUM_RUNS for line in lines)
+    repeats = "more repeats" if any(len(line.runs) >= MINIMUM_RUNS for line in lines) else f"repeats={MINIMUM_RUNS}"
+    parts = [] if all(has_enough_steps(run.row) for run in runs) else ["train.steps=10"]
+    is_crowd, is_noisy = any(map(is_crowded, runs)), any(run.row.get("noise_warning") for run in runs)
+    parts += [repeats] if is_few or not is_crowd or is_noisy else []
+    parts += ["a core for every rank"] if is_crowd else []
+    return join_words(parts) + " on a quiet machine" * is_noisy

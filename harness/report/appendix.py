@@ -1,6 +1,6 @@
 """The report's last sections: failures, predictions, proofs, noise warnings, stale rows, versions and bad records."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -8,10 +8,10 @@ from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import expected, losses
-from harness.report.columns import ShownColumn, from_frame, run_table
+from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
-from harness.report.frame import column_values, compared_layers, labelled, labels_by, labels_of
+from harness.report.lines import Line, column_values, compared_layers, labels_by
 from harness.report.sentences import sentence
 from harness.report.text import outcome_text
 from harness.report.view import View
@@ -19,23 +19,23 @@ from harness.report.view import View
 
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
-    failed = [outcome_text(record.row) if record.status != "ok" else "" for record in view.records]
-    return section("Failures", _by_cause(labels_of(labelled(view.table, failed))))
+    failed = [line for line in view.runs if not line.ok]
+    return section("Failures", _by_cause(failed, lambda line: outcome_text(line.row)))
 
 
 def disturbed(view: View) -> list[Section]:
     """Return the section on runs with a noise warning."""
-    return section("Runs with a noise warning", _by_cause(labels_by(view.table, "noise_warning")))
+    return section("Runs with a noise warning", _by_cause(view.runs, lambda line: line.get("noise_warning")))
 
 
 def stale(view: View) -> list[Section]:
     """Return the section on rows that were recorded with other versions than the installed ones."""
-    rows = _by_cause(labels_by(view.table, "stale_reason"))
+    rows = _by_cause(view.runs, lambda line: line.get("stale_reason"))
     return section("Stale rows", Paragraph(sentence("stale_rows")), rows) if rows else []
 
 
-def _by_cause(causes: Mapping[str, Sequence[str]]) -> BulletList | None:
-    items = [(", ".join(labels), cause) for cause, labels in causes.items()]
+def _by_cause(lines: Sequence[Line], cause_of: Callable[[Line], str | None]) -> BulletList | None:
+    items = [(", ".join(labels), cause) for cause, labels in labels_by(lines, cause_of).items()]
     return BulletList(items) if items else None
 
 
@@ -65,16 +65,13 @@ def unreadable(view: View) -> list[Section]:
 
 def predicted_section(view: View) -> list[Section]:
     """Return the section on predictions: predicted and measured values in columns of their own, and the error."""
-    table = view.line_medians
+    lines = [line for line in view.lines if is_measured(line.row)]
     columns = []
     for kind, predicted_name, measured_name in (
         ("bytes", "predicted_peak_bytes", "peak_allocated_bytes"),
         ("ms", "predicted_step_seconds", "step_seconds"),
     ):
-        predicted, measured = (
-            [value if is_measured(line.row) else None for value, line in zip(values, view.lines, strict=True)]
-            for values in (column_values(table, predicted_name), column_values(table, measured_name))
-        )
+        predicted, measured = (column_values(lines, name) for name in (predicted_name, measured_name))
         if any(value is not None for value in predicted):
             quantity = column(measured_name).title
             errors = [p / m - 1 if p is not None and m else None for p, m in zip(predicted, measured, strict=True)]
@@ -86,7 +83,7 @@ def predicted_section(view: View) -> list[Section]:
     if not columns:
         return []
     words = Paragraph(sentence("error_of_prediction"))
-    return section("Predicted and measured values", expected.predicted(view), run_table(table, columns), words)
+    return section("Predicted and measured values", expected.predicted(view), line_table(lines, columns), words)
 
 
 def _proven_steps(record: Record) -> str:
@@ -99,26 +96,25 @@ def _proven_steps(record: Record) -> str:
 
 def proof_section(view: View) -> list[Section]:
     """Return the section on proofs: the layout, and deviations from the reference beside their noise floors."""
-    table = view.table
-    proofs = [record.proof for record in view.records]
-    skipped = column_values(table, "skipped_steps")
+    lines, proofs = view.runs, [record.proof for record in view.records]
+    skipped = column_values(lines, "skipped_steps")
     layouts = [str(proof.get("layout") or "") for proof in proofs]
     layers = [compared_layers(record) for record in view.records]
     columns = [
         ShownColumn("layout", layouts, number=not any(layouts)),
-        from_frame(table, "loss_deviation"),
-        from_frame(table, "loss_floor"),
+        from_lines(lines, "loss_deviation"),
+        from_lines(lines, "loss_floor"),
         ShownColumn("loss bound", [proof.get("loss_bound") for proof in proofs], "deviation"),
-        from_frame(table, "grad_deviation"),
-        from_frame(table, "grad_floor"),
+        from_lines(lines, "grad_deviation"),
+        from_lines(lines, "grad_floor"),
         ShownColumn("gradient bound", [proof.get("gradient_bound") for proof in proofs], "deviation"),
-        from_frame(table, "update_deviation"),
-        from_frame(table, "update_floor"),
+        from_lines(lines, "update_deviation"),
+        from_lines(lines, "update_floor"),
         ShownColumn("steps proven", [_proven_steps(record) for record in view.records]),
         ShownColumn("layers compared", layers),
         ShownColumn("skipped steps", skipped if any(skipped) else [None] * len(skipped)),
     ]
-    proof_table = run_table(table, columns)
+    proof_table = line_table(lines, columns)
     if proof_table is None:
         return []
     compares = any("deviation" in column.header and column.is_known for column in columns)

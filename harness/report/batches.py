@@ -6,7 +6,6 @@ from typing import Any
 
 from harness.records.columns import column
 from harness.report.charts import memory as charts
-from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import BATCH_COLUMNS, Series, by_micro_batch
 from harness.report.columns import ShownColumn, table_of
 from harness.report.comparability import curve_key
@@ -17,7 +16,7 @@ from harness.report.view import View
 
 def batches(view: View) -> list[Section]:
     """Return a table with a row for each micro-batch of every curve, and a sentence on each curve."""
-    curves = by_micro_batch(chart_lines(view.median_runs))
+    curves = by_micro_batch(view.median_runs)
     if not curves:
         return []
     points = [line.row for curve in curves for line in curve.points]

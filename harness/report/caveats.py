@@ -1,15 +1,15 @@
 """The limitations of a folder's figures, derived from the records themselves."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from harness.records.schema import Record, Row
+from harness.records.schema import Record
 from harness.report.comparability import is_measured
 from harness.report.document import Section, bullets, section
-from harness.report.frame import column_values, compared_layers, labelled, labels_by_kernel, labels_of
+from harness.report.lines import Line, compared_layers, labels_by, labels_by_kernel
 from harness.report.sentences import sentence
-from harness.report.speeds import CROWDED, MINIMUM_RUNS, is_crowded
+from harness.report.speeds import MINIMUM_RUNS, is_crowded
 from harness.report.text import span_text
 from harness.report.view import View
 
@@ -20,9 +20,9 @@ def caveats(view: View) -> list[Section]:
     return section("What the data cannot say", bullets(text for kind in kinds for text in kind(view)))
 
 
-def _concerned(view: View, kind: str, flags: Iterable[Any]) -> Iterator[str]:
-    """Yield the sentence of a kind on the lines whose flags say that it concerns them, if there are any."""
-    labels = [label for label, flag in labelled(view.line_medians, flags) if flag]
+def _concerned(view: View, kind: str, concerns: Callable[[Line], Any]) -> Iterator[str]:
+    """Yield the sentence of a kind on the lines that it concerns, if there are any."""
+    labels = [line.label for line in view.lines if concerns(line)]
     if labels:
         yield sentence(kind, labels=labels, total=len(view.lines))
 
@@ -48,29 +48,24 @@ def _device(view: View) -> Iterator[str]:
         yield sentence("of_shared_cores", ranks=ranks, cores=cores)
     if any(record.row.get("launch") == "virtual" for record in ok):
         yield sentence("of_virtual_worlds")
-    simulated = (line.status == "ok" and line.row.get("launch") == "simulated" for line in view.lines)
-    yield from _concerned(view, "of_simulations", simulated)
+    yield from _concerned(view, "of_simulations", lambda line: line.ok and line.get("launch") == "simulated")
 
 
 def _speeds(view: View) -> Iterator[str]:
     """Yield which speeds are not compared, and why: the first screen says what would rank them."""
-    table, speeds = view.line_medians, [standing.speed for standing in view.ranking.standings]
-    reasons = [speed.unranked_reason if speed else "" for speed in speeds]
-    few = [(label, reason) for label, reason in labelled(table, reasons) if reason not in ("", *_ELSEWHERE)]
+    few = [line for line in view.lines if line.speed.has_too_few_runs]
     if few:
-        yield sentence("of_few_runs", by_reason=labels_of(few), minimum=MINIMUM_RUNS, total=len(view.lines))
-    yield from _concerned(view, "of_disturbances", (reason == "disturbed" for reason in reasons))
-    yield from _concerned(view, "of_uncertain_differences", column_values(table, "unsettled"))
-
-
-_ELSEWHERE = ("disturbed", "simulated", CROWDED)  # why speeds are not ranked, with a sentence of its own
+        by_reason = labels_by(few, lambda line: line.speed.unranked_reason)
+        yield sentence("of_few_runs", by_reason=by_reason, minimum=MINIMUM_RUNS, total=len(view.lines))
+    yield from _concerned(view, "of_disturbances", lambda line: line.speed.is_disturbed)
+    yield from _concerned(view, "of_uncertain_differences", lambda line: line.get("unsettled"))
 
 
 def _comparable(view: View) -> Iterator[str]:
-    kernels = labels_by_kernel(view.line_medians)
+    kernels = labels_by_kernel(view.lines)
     if kernels:
         yield sentence("of_kernels", by_kernel=kernels, total=len(view.lines))
-    yield from _concerned(view, "of_stale_rows", column_values(view.line_medians, "stale_reason"))
+    yield from _concerned(view, "of_stale_rows", lambda line: line.get("stale_reason"))
     machines = {(str(record.versions), str(record.environment.get("processor"))) for record in _ok_records(view)}
     if len(machines) > 1:
         yield sentence("of_several_machines")
@@ -78,42 +73,39 @@ def _comparable(view: View) -> Iterator[str]:
 
 def _deepspeed_settings(view: View) -> Iterator[str]:
     """Yield which of DeepSpeed's settings each of its speeds belongs to, where several strategies are compared."""
-    ok = [(label, line) for label, line in labelled(view.line_medians, view.lines) if line.status == "ok"]
-    by_setting = labels_of((label, _setting(line)) for label, line in ok if _is_deepspeed_zero(line.row))
+    ok = [line for line in view.lines if line.ok]
+    by_setting = labels_by(filter(_is_deepspeed_zero, ok), _setting)
     if by_setting and len(ok) > 1 and view.draws_speeds:
         yield sentence("of_deepspeed_settings", by_setting=by_setting, total=len(view.lines))
 
 
-def _is_deepspeed_zero(row: Row) -> bool:
+def _is_deepspeed_zero(line: Line) -> bool:
     """Return whether DeepSpeed implements ZeRO in this run, also where Accelerate calls it."""
-    by_deepspeed = row.get("engine") == "deepspeed"
-    by_accelerate = row.get("engine") == "accelerate" and row.get("data_parallel") in (None, "none")
-    return by_deepspeed or (by_accelerate and bool(row.get("zero_stage")))
+    by_deepspeed = line.get("engine") == "deepspeed"
+    by_accelerate = line.get("engine") == "accelerate" and line.get("data_parallel") in (None, "none")
+    return by_deepspeed or (by_accelerate and bool(line.get("zero_stage")))
 
 
-def _setting(line: Record) -> str:
+def _setting(line: Line) -> str:
     """Return which settings a run by DeepSpeed has: the papers', the library's own, or others."""
-    strategy = line.config.get("strategy") or {}
+    strategy = line.record.config.get("strategy") or {}
     if strategy.get("literature", True):
         return "literature"
     return "options" if strategy.get("options") else "default"
 
 
 def _proven(view: View) -> Iterator[str]:
-    real = [line if line.status == "ok" and is_measured(line.row) else None for line in view.lines]
-    unproven = (line and line.row.get("loss_deviation") is None for line in real)
-    yield from _concerned(view, "of_no_reference", unproven)
-    yield from _concerned(view, "of_fewer_layers", (line and compared_layers(line) for line in real))
-    ok = [line for line in real if line]
-    steps = sorted({(line.config.get("train") or {}).get("steps") or 0 for line in ok} - {0})
+    real = {line for line in view.lines if line.ok and is_measured(line.row)}
+    yield from _concerned(view, "of_no_reference", lambda line: line in real and line.get("loss_deviation") is None)
+    yield from _concerned(view, "of_fewer_layers", lambda line: line in real and compared_layers(line.record))
+    steps = sorted({(line.record.config.get("train") or {}).get("steps") or 0 for line in real} - {0})
     if steps:
-        yield sentence("of_few_steps", steps=steps, proven=min(line.row.get("proven_steps") or 0 for line in ok))
+        yield sentence("of_few_steps", steps=steps, proven=min(line.get("proven_steps") or 0 for line in real))
 
 
 def _missing(view: View) -> Iterator[str]:
-    yield from _concerned(view, "of_failures", (line.status != "ok" for line in view.lines))
-    uncounted = (line.status == "ok" and line.row.get("peak_allocated_bytes") is None for line in view.lines)
-    yield from _concerned(view, "of_no_memory", uncounted)
+    yield from _concerned(view, "of_failures", lambda line: not line.ok)
+    yield from _concerned(view, "of_no_memory", lambda line: line.ok and line.get("peak_allocated_bytes") is None)
     real = [record for record in _ok_records(view) if is_measured(record.row)]
     nodes = {record.environment.get("nodes") or 1 for record in real}
     if nodes == {1} and max(record.row.get("world_size") or 1 for record in real) > 1:

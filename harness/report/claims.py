@@ -13,7 +13,6 @@ from harness.report.claim_peers import TABLE, Claim, ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.formulas import ENVIRONMENT, EXACT, Quantities, text_of, value_of
-from harness.report.frame import column_values
 from harness.report.sentences import sentence
 from harness.report.view import View
 
@@ -86,7 +85,7 @@ ENVIRONMENT.globals |= {"state_widths": state_widths, "layer_ratio": layer_ratio
 
 def literature(view: View) -> list[Section]:
     """Return the section with a table of one row per claim."""
-    view_claims = claims(view.lines, column_values(view.line_medians, "label"))
+    view_claims = claims([line.record for line in view.lines], [line.label for line in view.lines])
     if not view_claims:
         return []
     header = ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]

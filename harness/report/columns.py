@@ -5,11 +5,9 @@ from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
-import pandas as pd
-
 from harness.records.columns import column as registered
 from harness.report.document import Disturbed, Table
-from harness.report.frame import column_values
+from harness.report.lines import Line, column_values
 from harness.report.text import (
     MILLISECONDS,
     ONE,
@@ -55,7 +53,7 @@ class ShownColumn:
     drop: int = 0  # the order in which columns are left out where width is short; a column with 0 is always shown
     key: str = ""  # the column of runs.csv, if it is one
     is_extra: bool = False  # whether it is shown on demand only
-    is_timed: bool = False  # whether its figures are to be ignored where a run was disturbed
+    ignored: Sequence[bool] = ()  # whether each figure is to be ignored, as something disturbed its run
 
     @property
     def title(self) -> str:
@@ -74,24 +72,28 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def from_frame(table: pd.DataFrame, name: str, header: str = "", kind: str = "", is_timed: bool = False) -> ShownColumn:
-    """Return a column of a frame; its title and its kind are those of the registry, if they are not given."""
+def from_lines(
+    lines: Sequence[Line], name: str, header: str = "", kind: str = "", is_timed: bool = False
+) -> ShownColumn:
+    """Return a column of lines; its title and its kind are those of the registry, if they are not given."""
     if not kind:
         kind = "bytes" if name.endswith("_bytes") else _KIND_OF_UNIT[registered(name).unit]
-    return ShownColumn(header or registered(name).title, column_values(table, name), kind, is_timed=is_timed)
+    ignored = column_values(lines, "is_ignored") if is_timed else ()
+    return ShownColumn(header or registered(name).title, column_values(lines, name), kind, ignored=ignored)
 
 
-def write(columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = ()) -> list[ShownColumn]:
-    """Return the columns as texts. Figures of the rows that are to be ignored are Disturbed in the columns of times."""
+def write(columns: Sequence[ShownColumn]) -> list[ShownColumn]:
+    """Return the columns as texts. Figures that are to be ignored are Disturbed."""
     units = units_of(columns)
     written = []
     for column in columns:
         unit = units.get(column.kind, ONE)
         cells = format_numbers(column.cells, unit) if column.kind in _UNITS else _FORMS[column.kind](column.cells)
-        if column.is_timed:
-            cells = [Disturbed(cell) if cell and skip else cell for cell, skip in zip(cells, ignored, strict=True)]
+        if column.ignored:
+            known = zip(cells, column.ignored, strict=True)
+            cells = [Disturbed(cell) if cell and is_ignored else cell for cell, is_ignored in known]
         header = column.header.replace("{unit}", unit.name)
-        written.append(replace(column, header=header, cells=cells, kind="text", is_timed=False))
+        written.append(replace(column, header=header, cells=cells, kind="text", ignored=()))
     return written
 
 
@@ -103,35 +105,25 @@ def units_of(columns: Sequence[ShownColumn]) -> dict[str, Unit]:
     }
 
 
-def table_of(columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = (), caption: str = "") -> Table:
-    """Return the columns as a table, those of text first.
-
-    Args:
-        columns: The columns, written or not.
-        ignored: For each row, whether its times are to be ignored.
-        caption: What stands above the table.
-    """
+def table_of(columns: Sequence[ShownColumn], caption: str = "") -> Table:
+    """Return the columns, written or not, as a table under a caption, those of text first."""
     unit = units_of(columns)["bytes"].name
-    columns = write(columns, ignored)
+    columns = write(columns)
     rows = list(zip(*(column.cells for column in columns), strict=True))
     label_columns = next((position for position, column in enumerate(columns) if column.number), len(columns))
     return Table([column.title for column in columns], rows, label_columns, caption, unit=unit)
 
 
-def run_table(table: pd.DataFrame, columns: Sequence[ShownColumn]) -> Table | None:
-    """Return a table with one row per run of a frame, see `labelled_table`."""
-    return labelled_table(column_values(table, "label"), columns, column_values(table, "is_ignored"))
+def line_table(lines: Sequence[Line], columns: Sequence[ShownColumn], caption: str = "") -> Table | None:
+    """Return a table with one row per line, without empty columns of figures and without lines that have no cell.
 
-
-def labelled_table(
-    labels: Sequence[str], columns: Sequence[ShownColumn], ignored: Sequence[bool | None] = (), caption: str = ""
-) -> Table | None:
-    """Return a table with one row per run, without empty columns of figures and without runs that have no cell.
-
-    Return None where no run has a cell.
+    Return None where no line has a cell.
     """
     shown = [column for column in columns if column.is_known or not column.number]
     is_known = [any(cell not in (None, "") for cell in cells) for cells in zip(*(c.cells for c in shown), strict=True)]
-    shown = [ShownColumn("run", labels, number=False), *shown]
-    shown = [replace(column, cells=list(compress(column.cells, is_known))) for column in shown]
-    return table_of(shown, list(compress(ignored, is_known)), caption) if any(is_known) else None
+    shown = [ShownColumn("run", [line.label for line in lines], number=False), *shown]
+    shown = [
+        replace(column, cells=list(compress(column.cells, is_known)), ignored=list(compress(column.ignored, is_known)))
+        for column in shown
+    ]
+    return table_of(shown, caption) if any(is_known) else None

@@ -68,6 +68,30 @@ def key_text(values: Any) -> str:
         return json.dumps(values, sort_keys=True, default=str)
 
 
+def program_key(line: Record) -> str | None:
+    """Return a key that is equal for configurations that run the same program; None where the layout is not recorded.
+
+    It has the resolved layout without what a single pipeline stage or a single tensor-parallel rank ignores, the
+    engine's options, and all other keys of the configuration that affect results.
+    """
+    if not line.layout or not line.config:
+        return None
+    config = result_affecting_keys(line.config)
+    ignored = [key for degree, keys in _IGNORED.items() if line.layout.get(degree) == 1 for key in keys]
+    layout = {key: value for key, value in line.layout.items() if key not in ignored}
+    strategy = config.get("strategy") or {}
+    options = {key: strategy.get(key) for key in ("literature", "options")}
+    others = {key: value for key, value in config.items() if key not in ("strategy", "repeat", "world_size")}
+    return key_text([layout, options, others])
+
+
+# The keys of a layout that a single pipeline stage and a single tensor-parallel rank ignore.
+_IGNORED = {
+    "pp": ("schedule", "virtual_stages", "layers_per_stage"),
+    "tp": ("sequence_parallel", "vocabulary_parallel"),
+}
+
+
 def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str:
     """Return a key that is equal for repeats: records with the same versions that differ in nothing but `repeat`."""
     config = {key: value for key, value in result_affecting_keys(record.config).items() if key != "repeat"}

@@ -6,11 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from harness.report.columns import ShownColumn, write
-from harness.report.frame import RATIO_COLUMNS, baseline_name, column_values, distinct_values, varying_columns
 from harness.report.labels import cell_text, column_title
+from harness.report.lines import (
+    RATIO_COLUMNS,
+    Line,
+    baseline_name,
+    column_values,
+    distinct_values,
+    rows_of,
+    varying_columns,
+)
 from harness.report.text import ONE, format_numbers, format_ratios
 from harness.util.text import sanitize
 
@@ -37,40 +43,44 @@ class Word:
 
 _FILE: dict[str, dict[str, Any]] = tomllib.loads(Path(__file__).with_name("comparison.toml").read_text("utf-8"))
 WORDS = {name: Word(**word) for name, word in _FILE["words"].items()}
-_DECLARED = {name: (facts.pop("header"), facts) for name, facts in _FILE["columns"].items()}
+_DECLARED = {
+    name: (facts.pop("header"), facts.pop("is_timed", False), facts) for name, facts in _FILE["columns"].items()
+}
 
 
-def comparison_columns(table: pd.DataFrame, short: bool) -> list[ShownColumn]:
+def comparison_columns(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
     """Return the columns of the main table, without columns of numbers that are empty throughout.
 
     Eight come first, with those that vary beside them: strategy, ranks, speed, its ratio, peak memory, its ratio,
     communication and status. The others are extra.
 
     Args:
-        table: The frame of the lines.
+        lines: The lines.
         short: Whether to abbreviate headers and kinds of checkpointing, for the terminal.
     """
     words = {name: word.short if short else word.full for name, word in WORDS.items()}
-    marks = [UNSETTLED_MARK if unsettled else "" for unsettled in column_values(table, "unsettled")]
-    ratios = format_ratios(column_values(table, "tokens_per_second_ratio"))
+    marks = [UNSETTLED_MARK if line.get("unsettled") else "" for line in lines]
+    ratios = format_ratios(column_values(lines, "tokens_per_second_ratio"))
+    ignored = column_values(lines, "is_ignored")
     texts = {
-        "tokens_per_second": speed_texts(table),
+        "tokens_per_second": speed_texts(lines),
         "tokens_per_second_ratio": [text and text + mark for text, mark in zip(ratios, marks, strict=True)],
-        "status": _statuses(table),
+        "status": [_status(line) for line in lines],
     }
-    hidden = set() if len(distinct_values(table, "grad_accumulation")) > 1 else {"grad_accumulation"}
-    hidden |= set() if baseline_name(table) else {f"{name}_ratio" for name in RATIO_COLUMNS}
+    hidden = set() if len(distinct_values(lines, "grad_accumulation")) > 1 else {"grad_accumulation"}
+    hidden |= set() if baseline_name(lines) else {f"{name}_ratio" for name in RATIO_COLUMNS}
     columns = [
         ShownColumn(
             **({"key": name} | facts),
             header=header.format_map(words | {"unit": "{unit}"}),
-            cells=texts.get(name) or column_values(table, name),
+            cells=texts.get(name) or column_values(lines, name),
+            ignored=ignored if is_timed else (),
         )
-        for name, (header, facts) in _DECLARED.items()
+        for name, (header, is_timed, facts) in _DECLARED.items()
         if name not in hidden
     ]
     known = [column for column in columns if column.is_known]
-    return write([*_names(table, short), *known], column_values(table, "is_ignored"))
+    return write([*_names(lines, short), *known])
 
 
 def abbreviations(columns: Sequence[ShownColumn]) -> str:
@@ -83,19 +93,19 @@ def abbreviations(columns: Sequence[ShownColumn]) -> str:
     return "; ".join(f"{', '.join(words)}: {meaning}" for meaning, words in meanings.items())
 
 
-def _names(table: pd.DataFrame, short: bool) -> list[ShownColumn]:
+def _names(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
     """Return the columns that distinguish the rows; the number of ranks is shown even where all have the same."""
-    columns = [ShownColumn("strategy", sanitized_texts(column_values(table, "strategy")), number=False)]
-    if len(distinct_values(table, "checkpointing")) > 1:
-        kinds = sanitized_texts(column_values(table, "checkpointing"))
+    columns = [ShownColumn("strategy", sanitized_texts(column_values(lines, "strategy")), number=False)]
+    if len(distinct_values(lines, "checkpointing")) > 1:
+        kinds = sanitized_texts(column_values(lines, "checkpointing"))
         cells = [_SHORT_KINDS.get(kind, kind) if short else kind for kind in kinds]
         title = WORDS["checkpointing"].short if short else WORDS["checkpointing"].full
         columns.append(ShownColumn(title, cells, number=False))
-    names = ["world_size", *(name for name in varying_columns(table) if name != "world_size")]
+    names = ["world_size", *(name for name in varying_columns(rows_of(lines)) if name != "world_size")]
     return columns + [
         ShownColumn(
             column_title(name, short),
-            sanitized_texts(column_values(table, name)),
+            sanitized_texts(column_values(lines, name)),
             number=False,
             drop=_DROP_NAMES + len(names) - position,
             key=name,
@@ -104,40 +114,31 @@ def _names(table: pd.DataFrame, short: bool) -> list[ShownColumn]:
     ]
 
 
-def speed_texts(table: pd.DataFrame) -> list[str]:
+def speed_texts(lines: Sequence[Line]) -> list[str]:
     """Return every speed with the range over its runs, or with their number where there are too few to rank it."""
-    names = ("speed_low", "speed_high", "timed_runs", "is_ignored")
-    medians = format_numbers(column_values(table, "tokens_per_second"), ONE)
-    lows, highs, runs, ignored = (column_values(table, name) for name in names)
-    return [
-        text and text + _range_text(text, low, high, count or 1, is_ignored)
-        for text, low, high, count, is_ignored in zip(medians, lows, highs, runs, ignored, strict=True)
-    ]
+    medians = format_numbers(column_values(lines, "tokens_per_second"), ONE)
+    return [text and text + _behind(text, line) for text, line in zip(medians, lines, strict=True)]
 
 
-def _range_text(median: str, low: float | None, high: float | None, runs: int, is_ignored: bool) -> str:
+def _behind(median: str, line: Line) -> str:
     """Return what stands behind a median: a mark if it is to be ignored, else its range or the number of its runs."""
-    if is_ignored:
+    if line.speed.is_disturbed:
         return f" {DISTURBED_MARK}"
-    return f" (n = {runs})" if low is None or high is None else f" [{_ends(low, high, median)}]"
+    if not line.speed.is_ranked:
+        return f" (n = {line.get('timed_runs') or 1})"
+    decimals = len(median.partition(".")[2])  # as many as the median has
+    return f" [{line.speed.low:,.{decimals}f}–{line.speed.high:,.{decimals}f}]"
 
 
-def _ends(low: float, high: float, median: str) -> str:
-    """Return a range with as many decimals as its median has."""
-    decimals = len(median.partition(".")[2])
-    return f"{low:,.{decimals}f}–{high:,.{decimals}f}"
-
-
-def _statuses(table: pd.DataFrame) -> list[str]:
-    """Return each line's status, how many of its runs have it if not all do, and the marks of the notes below."""
-    parts = (column_values(table, name) for name in ("status", "runs", "runs_alike", "stale_reason", "is_ignored"))
-    return [
-        status
+def _status(line: Line) -> str:
+    """Return the line's status, how many of its runs have it if not all do, and the marks of the notes below."""
+    alike, runs = line.get("runs_alike"), line.get("runs")
+    return (
+        line.status
         + (f" {alike}/{runs}" if alike != runs else "")
-        + (f" {STALE_MARK}" if stale else "")
-        + (f" {DISTURBED_MARK}" if disturbed else "")
-        for status, runs, alike, stale, disturbed in zip(*parts, strict=True)
-    ]
+        + (f" {STALE_MARK}" if line.get("stale_reason") else "")
+        + (f" {DISTURBED_MARK}" if line.speed.is_disturbed else "")
+    )
 
 
 def sanitized_texts(cells: Sequence[object]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from harness.records.columns import column
 from harness.report.columns import ShownColumn, table_of, units_of, write
 from harness.report.document import Table
-from harness.report.frame import STATE_COLUMNS, column_values, distinct_values
+from harness.report.lines import STATE_COLUMNS, column_values, distinct_values
 from harness.report.text import ONE
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -50,10 +50,10 @@ class ExplorerData:
 
 def build_explorer(view: View) -> ExplorerData | None:
     """Return the lines with every number that at least two of them have; None if there are no two such numbers."""
-    table = view.line_medians
-    counts = [name for name in _COUNTS if len(distinct_values(table, name)) > 1]
+    lines = view.lines
+    counts = [name for name in _COUNTS if len(distinct_values(lines, name)) > 1]
     kinds = (_TIMES if view.draws_speeds else _UNTIMED) | _SIZES | dict.fromkeys(counts, "number")
-    columns = [ShownColumn(f"{_title(name)}, {{unit}}", column_values(table, name), kinds[name]) for name in kinds]
+    columns = [ShownColumn(f"{_title(name)}, {{unit}}", column_values(lines, name), kinds[name]) for name in kinds]
     units = units_of(columns)
     numbers, axes, shown = {}, {}, []
     for name, values, written in zip(kinds, columns, write(columns), strict=True):
@@ -64,17 +64,16 @@ def build_explorer(view: View) -> ExplorerData | None:
             shown.append(replace(written, header=numbers[name]))
     if len(numbers) < 2:
         return None
-    texts = {name: _title(name) for name in _TEXTS if name == "strategy" or len(distinct_values(table, name)) > 1}
-    cells = {name: [sanitize(value or "") for value in column_values(table, name)] for name in texts}
-    labels = column_values(table, "label")
-    named = {"label": [sanitize(label) for label in labels], **cells, **axes}
+    texts = {name: _title(name) for name in _TEXTS if name == "strategy" or len(distinct_values(lines, name)) > 1}
+    cells = {name: [sanitize(value or "") for value in column_values(lines, name)] for name in texts}
+    labels = column_values(lines, "label")
+    named = {"label": labels, **cells, **axes}
     rows = [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
     others = [ShownColumn(texts[name], cells[name], number=False) for name in texts if name != "strategy"]
     value_table = table_of(
         [ShownColumn("run", labels, number=False), *others, *shown], caption="All values that can be drawn"
     )
-    strategies = [value or "" for value in column_values(table, "strategy")]
-    return ExplorerData(rows, texts, numbers, replace(value_table, strategies=strategies))
+    return ExplorerData(rows, texts, numbers, replace(value_table, strategies=[line.strategy for line in lines]))
 
 
 def _title(name: str) -> str:

@@ -83,7 +83,9 @@ def _derivations(view: View, report: Sequence[Section]) -> dict[str, Any]:
     """Return how the figures were worked out of those columns that some table of the report has."""
     tables = [part for section in report for part in section.parts if isinstance(part, Table)]
     keys = {key for table in tables for key in table.keys if key}
-    return pack([{name: entry for name, entry in derive_line(line).items() if name in keys} for line in view.lines])
+    return pack(
+        [{name: entry for name, entry in derive_line(line.record).items() if name in keys} for line in view.lines]
+    )
 
 
 def _write_figures(folder: Path, drawn: dict[str, str]) -> None:

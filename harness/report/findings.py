@@ -9,15 +9,15 @@ from typing import Any
 from harness.records.plan_validation import read_plan_validation
 from harness.records.run_folder import ComparisonFolder
 from harness.report.answers import answers, speed_beside
-from harness.report.charts.lines import chart_lines
 from harness.report.charts.series import by_parameters, by_world
 from harness.report.claim_peers import Claim
 from harness.report.claims import claims
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key, group_by, is_measured
 from harness.report.document import BulletList, Paragraph, Part, Section, bullets, section
-from harness.report.reported import Reported, ReportedGroup, reported_groups
+from harness.report.lines import Line
+from harness.report.ranking import Group
 from harness.report.sentences import sentence
-from harness.report.speeds import are_alike, speed_of
+from harness.report.speeds import are_alike
 from harness.report.view import View
 
 _MOST_GROUPS = 4  # groups of comparable configurations that have sentences
@@ -31,21 +31,21 @@ _MOST_SIZES = 3  # of models that a sentence lists: the largest, and the smalles
 
 def findings(view: View) -> list[Section]:
     """Return the section with the sentences that the first screen has no place for."""
-    groups = reported_groups(view, _MOST_GROUPS)
+    groups = view.largest_groups(_MOST_GROUPS)
     parts: list[Part] = []
     for position, group in enumerate(groups):
         items = [("", text) for text in group_sentences(group)] if position == 0 else list(answers(group))
         heading = group.title[:1].upper() + group.title[1:]
         parts += [Paragraph(f"{heading}:")] if heading and items else []
         parts += [BulletList(items)] if items else []
-    omitted = sum(len(group.members) > 1 for group in view.ranking.groups) - len(groups)
+    omitted = sum(len(group.members) > 1 for group in view.groups) - len(groups)
     if omitted:
         parts.append(Paragraph(sentence("smaller_groups", count=omitted)))
     general = [*islice(scaling_sentences(view), MOST_SENTENCES), *general_sentences(view)]
     return section("Findings", *parts, bullets(general))
 
 
-def group_sentences(group: ReportedGroup) -> Iterator[str]:
+def group_sentences(group: Group) -> Iterator[str]:
     """Yield the sentences on one group."""
     yield from _against_baseline(group)
     yield from islice(checkpointing_sentences(group), MOST_SENTENCES)
@@ -56,7 +56,7 @@ def group_sentences(group: ReportedGroup) -> Iterator[str]:
         yield sentence("bubbles", bubbles=known[:MOST_SENTENCES])
 
 
-def _against_baseline(group: ReportedGroup) -> Iterator[str]:
+def _against_baseline(group: Group) -> Iterator[str]:
     """Yield the memory, speed and bytes of each configuration beside the baseline's, if both checkpoint alike."""
     base = group.baseline
     if base is None:
@@ -73,7 +73,7 @@ def _against_baseline(group: ReportedGroup) -> Iterator[str]:
         yield sentence("more_in_tables", count=len(compared) - MOST_SENTENCES)
 
 
-def beside(line: Reported, base: Reported, own_claims: Sequence[Claim]) -> str:
+def beside(line: Line, base: Line, own_claims: Sequence[Claim]) -> str:
     """Return the figures of a configuration beside the baseline's; empty where none is known.
 
     What a paper says stands behind the figure that it is about: the bytes sent, and the model state.
@@ -93,7 +93,7 @@ def beside(line: Reported, base: Reported, own_claims: Sequence[Claim]) -> str:
 
 def memory_wall(view: View) -> str:
     """Return the largest model that each strategy trained within the memory limit; empty if none ran out of memory."""
-    curves = by_parameters(chart_lines(view))
+    curves = by_parameters(view.lines)
     points = [line for series in curves for line in series.points]
     limits, worlds = ({line.row.get(name) for line in points} for name in ("memory_limit_bytes", "world_size"))
     limit = limits.pop() if len(limits) == 1 else None
@@ -113,21 +113,18 @@ def scaling_sentences(view: View) -> Iterator[str]:
 
     There is no sentence where ranks shared processor cores, which no device does, or where a speed is not ranked.
     """
-    curves = [
-        series for series in by_world(chart_lines(view)) if series.points[0].row.get("checkpointing") in (None, "none")
-    ]
+    curves = [series for series in by_world(view.lines) if series.points[0].row.get("checkpointing") in (None, "none")]
     if len({comparability_key(series.points[0].row) for series in curves}) != 1:  # sentences would mix several settings
         return
     for series in curves[:_MOST_LINES]:
-        known = [(line.row["world_size"], speed_of(line.record.runs)) for line in series.points]
-        ranked = [(ranks, speed) for ranks, speed in known if speed and speed.is_ranked]
+        ranked = [(line.row["world_size"], line.speed) for line in series.points if line.speed.is_ranked]
         if len(ranked) > 1:
             (few, slow), *_, (many, fast) = ranked
             times = None if are_alike(slow, fast) else fast.median / slow.median
             yield sentence("scaling", name=series.label, few=few, many=many, times=times)
 
 
-def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:
+def checkpointing_sentences(group: Group) -> Iterator[str]:
     """Yield how much memory each kind of checkpointing saves over the same run without, and what that costs."""
     for line, plain, cost in _checkpointed(group):
         sizes = {"activations": "activation_bytes", "the peak": "peak_allocated_bytes"}
@@ -137,17 +134,17 @@ def checkpointing_sentences(group: ReportedGroup) -> Iterator[str]:
             yield sentence("checkpointing", line=line, plain=plain, shares=shares, cost=cost)
 
 
-def checkpointing_answer(group: ReportedGroup) -> str:
+def checkpointing_answer(group: Group) -> str:
     """Return what each kind of checkpointing saves of one configuration's peak: of the one that has the most kinds."""
     saved = [entry for entry in _checkpointed(group) if entry[0].peak and entry[1].peak]
     kinds = group_by(saved, lambda entry: entry[1].label)
     return sentence("checkpointing_saves", kinds=max(kinds.values(), key=len)) if kinds else ""
 
 
-def _checkpointed(group: ReportedGroup) -> Iterator[tuple[Reported, Reported, str]]:
+def _checkpointed(group: Group) -> Iterator[tuple[Line, Line, str]]:
     """Yield every configuration that checkpoints, with the same one that does not, and what checkpointing costs it."""
 
-    def is_plain(line: Reported) -> bool:
+    def is_plain(line: Line) -> bool:
         return line.row.get("checkpointing") in (None, "none")
 
     plains = {_key(line): line for line in reversed(group.members) if is_plain(line)}
@@ -157,7 +154,7 @@ def _checkpointed(group: ReportedGroup) -> Iterator[tuple[Reported, Reported, st
             yield line, plain, _cost(line, plain)
 
 
-def _cost(line: Reported, plain: Reported) -> str:
+def _cost(line: Line, plain: Line) -> str:
     """Return the speed and the operations that checkpointing costs; empty where neither is known."""
     is_ranked = line.speed.is_ranked and plain.speed.is_ranked
     is_alike = is_ranked and are_alike(line.speed, plain.speed)
@@ -167,7 +164,7 @@ def _cost(line: Reported, plain: Reported) -> str:
     return sentence("checkpointing_cost", speed=speed, is_alike=is_alike, operations=operations)
 
 
-def _key(line: Reported) -> tuple[Any, ...]:
+def _key(line: Line) -> tuple[Any, ...]:
     """Return a key that is equal for configurations that differ in checkpointing alone."""
     return tuple(line.row.get(name) for name in (*PARTITION_COLUMNS, "micro_batch", "offload_activations"))
 

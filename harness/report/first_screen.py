@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.records.schema import Record
-from harness.report.answers import Answer, answers, fastest
+from harness.report.answers import Answer, answers, fastest, remedy
 from harness.report.document import Table
 from harness.report.findings import checkpointing_answer, memory_wall, scaling_sentences
-from harness.report.frame import column_values, distinct_values, shared_settings, varying_columns
 from harness.report.labels import column_title
-from harness.report.reported import Reported, ReportedGroup, reported_group, reported_groups
+from harness.report.lines import Line, distinct_values, rows_of, shared_settings, varying_columns
+from harness.report.ranking import Group
 from harness.report.sentences import sentence
-from harness.report.speeds import leads, remedy
+from harness.report.speeds import leads
 from harness.report.text import byte_unit, bytes_text, rounded_up
-from harness.report.view import View, median_run
+from harness.report.view import View
 
 MOST_ANSWERS = 6
 
@@ -40,7 +40,7 @@ def first_screen(view: View, fits_in: int | None = None) -> FirstScreen:
         view: All runs of the report.
         fits_in: The memory in bytes of the device that a recommendation is for; by default every size of device.
     """
-    groups = reported_groups(view, _MOST_GROUPS)
+    groups = view.largest_groups(_MOST_GROUPS)
     chosen = tuple(_answers(view, groups, fits_in))
     return FirstScreen(
         warning(view), compared_text(view), _banner(view) or launch_bound(view), chosen, fits_table(groups)
@@ -49,34 +49,30 @@ def first_screen(view: View, fits_in: int | None = None) -> FirstScreen:
 
 def warning(view: View) -> str:
     """Return the line that says that all speeds are to be ignored; empty unless most of them are."""
-    speeds = [standing.speed for standing in view.ranking.standings if standing.speed]
-    ignored = sum(speed.is_disturbed for speed in speeds)
-    if 2 * ignored <= len(speeds):
+    timed = [line for line in view.lines if line.speed.runs]
+    ignored = sum(line.speed.is_disturbed for line in timed)
+    if 2 * ignored <= len(timed):
         return ""
-    busy = sum(bool(line.row.get("noise_warning")) for line in view.lines if line.status == "ok")
-    unranked = [
-        line
-        for line, standing in zip(view.lines, view.ranking.standings, strict=True)
-        if standing.speed and not standing.speed.is_ranked
-    ]
+    busy = sum(bool(line.get("noise_warning")) for line in view.lines if line.ok)
+    needs = remedy([line for line in timed if not line.speed.is_ranked])
     kind = "busy_machine" if 2 * busy > ignored else "few_steps"
-    return sentence(kind, ignored=ignored, total=len(speeds), is_all_busy=busy >= ignored, remedy=remedy(unranked))
+    return sentence(kind, ignored=ignored, total=len(timed), is_all_busy=busy >= ignored, remedy=needs)
 
 
 def compared_text(view: View) -> str:
     """Return what was compared, on what machine, and when."""
-    table, statuses = view.line_medians, Counter(line.status for line in view.lines)
-    varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(table, name)) > 1]
+    lines, statuses = view.lines, Counter(line.status for line in view.lines)
+    varied = [name for name in ("strategy", "checkpointing") if len(distinct_values(lines, name)) > 1]
     parts: dict[bool, list[Record]] = {False: [], True: []}
     for record in view.records:
         parts[record.row.get("launch") == "simulated"].append(record)
     return sentence(
         "compared",
-        lines=len(view.lines),
+        lines=len(lines),
         runs=len(view.records),
         statuses={} if set(statuses) <= {"ok"} else statuses,
-        shared=shared_settings(table),
-        varied=varied + [column_title(name) for name in varying_columns(table)],
+        shared=shared_settings(lines),
+        varied=varied + [column_title(name) for name in varying_columns(rows_of(lines))],
         is_without_speeds=statuses["ok"] > 1 and not view.draws_speeds,
         parts=[
             (is_simulated, list(dict.fromkeys(filter(None, map(_machine, records)))), _dates(records))
@@ -103,11 +99,11 @@ def _dates(records: Sequence[Record]) -> list[str]:
 
 def _banner(view: View) -> str:
     """Return that nothing was measured, or which figures of a CPU carry over to GPUs; empty where all are of GPUs."""
-    if distinct_values(view.line_medians, "launch") == ["simulated"]:
+    if distinct_values(view.lines, "launch") == ["simulated"]:
         return sentence("nothing_measured")
-    if "cpu" not in distinct_values(view.line_medians, "measured_on"):
+    if "cpu" not in distinct_values(view.lines, "measured_on"):
         return ""
-    return sentence("measured_on_cpu", kernels=distinct_values(view.line_medians, "attention_kernel"))
+    return sentence("measured_on_cpu", kernels=distinct_values(view.lines, "attention_kernel"))
 
 
 def launch_bound(view: View) -> str:
@@ -115,14 +111,14 @@ def launch_bound(view: View) -> str:
 
     Pipelines do not count: their stages wait for each other, which is their bubble.
     """
-    lines = [line for line in view.lines if line.status == "ok" and (line.row.get("pp") or 1) == 1]
-    rows = [row for line in lines if (row := median_run(line).row).get("measured_on") != "cpu"]
+    lines = [line for line in view.lines if line.ok and (line.get("pp") or 1) == 1]
+    rows = [line.median_run.row for line in lines if line.get("measured_on") != "cpu"]
     known = [(row["idle_seconds"], row["step_seconds"]) for row in rows if row.get("idle_seconds") is not None]
     idle = sum(2 * seconds > whole for seconds, whole in known)
     return sentence("launch_bound", idle=idle, total=len(known)) if 2 * idle > len(known) else ""
 
 
-def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -> Iterator[Answer]:
+def _answers(view: View, groups: Sequence[Group], fits_in: int | None) -> Iterator[Answer]:
     """Yield at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs."""
     if not groups:
         yield from _without_groups(view)
@@ -140,31 +136,28 @@ def _answers(view: View, groups: Sequence[ReportedGroup], fits_in: int | None) -
     yield certainty
 
 
-def _fitting(view: View, group: ReportedGroup, fits_in: int) -> Answer:
+def _fitting(view: View, group: Group, fits_in: int) -> Answer:
     """Return what fits in a device's memory among the largest group, and which of that is the fastest."""
-    whole = view.ranking.groups[0]
-    peaks = column_values(view.line_medians, "peak_allocated_bytes")
-    positions = {position for position in whole.members if peaks[position] is not None and peaks[position] <= fits_in}
+    known = [member for member in group.members if member.peak is not None]
     lead = f"Fits in {bytes_text(fits_in)}{group.where}"
-    if not positions:
-        known = [member.peak for member in group.members if member.peak is not None]
-        return lead, sentence("nothing_fits", least=min(known, default=None))
-    chosen = reported_group(view, view.ranking.among(whole, positions), group.title)
-    text, lines, needs = "", chosen.members, ""
+    fitting = [member for member in known if member.peak <= fits_in]
+    if not fitting:
+        return lead, sentence("nothing_fits", least=min((member.peak for member in known), default=None))
+    chosen, text, needs = group.among(fitting).relabelled(), "", ""
     if not chosen.winner and len(chosen.ranked) > 1:
         text = fastest(chosen)
-    elif not chosen.winner and len(lines) > 1:
-        needs = remedy([member.record for member in chosen.unranked])
+    elif not chosen.winner and len(chosen.members) > 1:
+        needs = remedy(chosen.unranked)
     return lead, sentence("fitting", chosen=chosen, total=len(group.members), fastest=text, remedy=needs)
 
 
 def _without_groups(view: View) -> Iterator[Answer]:
     """Yield the figures where no two configurations are comparable."""
-    for group in view.ranking.groups[: MOST_ANSWERS - 1]:
-        (line,) = reported_group(view, group, "").members
-        lead = "Simulated" if line.row.get("launch") == "simulated" else "Measured"
+    for group in view.groups[: MOST_ANSWERS - 1]:
+        (line,) = group.relabelled().members
+        lead = "Simulated" if line.get("launch") == "simulated" else "Measured"
         yield lead, sentence("alone", line=line)
-    if len(view.ranking.groups) > 1:
+    if len(view.groups) > 1:
         yield "Not compared", sentence("none_comparable")
 
 
@@ -173,7 +166,7 @@ _MOST_ROWS = 12  # of the table of what fits
 _CAPTION = "Each row is certainly faster than those above it, and memory is rounded up"
 
 
-def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
+def fits_table(groups: Sequence[Group]) -> Table | None:
     """Return the fastest configuration for each amount of memory per rank; None where no speeds are ranked."""
     entries = [
         (group, line) for group in groups if len(group.front) > 1 or len(group.ranked) > 1 for line in group.front
@@ -194,12 +187,11 @@ def fits_table(groups: Sequence[ReportedGroup]) -> Table | None:
         "tokens/s": [sentence("speed_range", speed=line.speed) for _, line in entries],
     }
     columns = {title: cells for title, cells in columns.items() if any(cells)}
-    strategies = [str(line.row.get("strategy") or "") for _, line in entries]
     rows = list(zip(*columns.values(), strict=True))
-    return Table(list(columns), rows, len(columns) - 1, caption, strategies)
+    return Table(list(columns), rows, len(columns) - 1, caption, [line.strategy for _, line in entries])
 
 
-def _may_be_as_fast(line: Reported, group: ReportedGroup) -> str:
+def _may_be_as_fast(line: Line, group: Group) -> str:
     """Return what fits before the next on the front does and is not certainly slower, with the memory that it needs.
 
     Such a configuration is not certainly slower, or not ranked.

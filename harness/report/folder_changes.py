@@ -9,8 +9,8 @@ from typing import Any
 from harness.config.fingerprint import result_affecting_keys
 from harness.records.schema import Record, Row
 from harness.report.comparability import group_by
-from harness.report.frame import column_values, records_frame
 from harness.report.labels import flattened
+from harness.report.lines import labels_of
 from harness.report.speeds import Speed, speed_of
 from harness.report.view import merge_repeats
 
@@ -54,8 +54,8 @@ class Pair:
     @cached_property
     def speeds(self) -> tuple[Speed, Speed] | None:
         """The speeds of both lines, if they may be ranked."""
-        first, second = (line and speed_of(line.runs) for line in (self.first, self.second))
-        return (first, second) if first and second and first.is_ranked and second.is_ranked else None
+        first, second = (speed_of(line.runs if line else ()) for line in (self.first, self.second))
+        return (first, second) if first.is_ranked and second.is_ranked else None
 
     def ratio(self, key: str) -> float | None:
         """Return B over A, None unless both ended ok with a value and A's is not 0."""
@@ -153,7 +153,7 @@ def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Chan
         unmatched += [(line, None) for line in befores[: len(befores) - count]]
         unmatched += [(None, line) for line in afters[: len(afters) - count]]
     lines = [first or second for first, second in matched + unmatched]
-    labels = column_values(records_frame([line for line in lines if line]), "label")
+    labels, _ = labels_of([line for line in lines if line])
     return [Pair(label, *pair) for label, pair in zip(labels, matched + unmatched, strict=True)]
 
 

@@ -9,6 +9,7 @@ from harness.config.strategy import DEGREES
 from harness.cost_model.parts import STEP_PARTS
 from harness.records.columns import COLUMN_TYPES, column
 from harness.records.schema import Record, Row
+from harness.util.text import sanitize
 
 # The strategy and the world size determine these columns, unless rows that share both differ in them.
 IMPLIED_BY_STRATEGY = (
@@ -122,15 +123,15 @@ def other_differences(records: Sequence[Record], varying: Sequence[str]) -> list
     return differences
 
 
-def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[str | None]) -> list[str]:
-    """Return a unique label for each row, as short as possible.
+def labels(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+    """Return a unique label for each row, as short as possible, on one line.
 
-    Examples are `ddp`, `zero3 + full checkpointing`, `tp on 4 ranks` and `ddp compiled yes`.
+    Examples are `ddp`, `zero3 + full checkpointing`, `tp on 4 ranks` and `ddp compiled yes`. Rows that no column
+    distinguishes are told apart by OTHER_OPTIONS.
 
     Args:
         rows: The rows to name.
         varying: The columns that differ between the rows.
-        differences: The configuration keys of each row that differ and have no column, see `other_differences`.
     """
     strategies, kinds = ({row.get(name) for row in rows} for name in ("strategy", "checkpointing"))
     # The report says once what checkpointing all have.
@@ -142,7 +143,7 @@ def labels(rows: Sequence[Row], varying: Sequence[str], differences: Sequence[st
     differing = {name: _distinguishing(group, varying) for name, group in groups.items()}
     details = [_details(row, differing[name]) for row, name in zip(rows, row_labels, strict=True)]
     row_labels = _distinguish(row_labels, details)
-    row_labels = _distinguish(row_labels, [text or "" for text in differences])
+    row_labels = [sanitize(label) for label in _distinguish(row_labels, [row[OTHER_OPTIONS] or "" for row in rows])]
     return _distinguish(row_labels, [row["run_id"] for row in rows])
 
 

@@ -7,9 +7,8 @@ from typing import Literal
 import pandas as pd
 
 from harness.report.charts.setting import setting
-from harness.report.columns import ShownColumn, from_frame, write
-from harness.report.frame import baseline_name
-from harness.report.speeds import timed_runs
+from harness.report.columns import ShownColumn, from_lines, write
+from harness.report.lines import baseline_name
 from harness.report.text import ONE, format_numbers
 from harness.report.view import View
 
@@ -60,22 +59,21 @@ def paper_table(view: View, statistic: Statistic) -> pd.DataFrame:
 
     A disturbed speed is left out, and one of fewer than three runs has no spread.
     """
-    table = view.line_medians
-    speeds = [standing.speed for standing in view.ranking.standings]
-    counts = [speed.runs if speed and not speed.is_disturbed else None for speed in speeds]
+    lines = view.lines
+    counts = [line.speed.runs or None if not line.speed.is_disturbed else None for line in lines]
     has_failures = any(line.status != "ok" for line in view.lines)
     columns = [
-        from_frame(table, "label", "configuration", "text"),
-        from_frame(table, "world_size", "ranks"),
+        from_lines(lines, "label", "configuration", "text"),
+        from_lines(lines, "world_size", "ranks"),
         ShownColumn("tokens/s", _speeds(view, statistic)),
         ShownColumn("n", counts),
-        from_frame(table, "tokens_per_second_ratio", "× tokens/s", "ratio"),
-        from_frame(table, "peak_allocated_bytes", "peak ({unit})"),
-        from_frame(table, "peak_allocated_bytes_ratio", "× peak", "ratio"),
-        from_frame(table, "communication_bytes", "sent per step ({unit})", "sent"),
+        from_lines(lines, "tokens_per_second_ratio", "× tokens/s", "ratio"),
+        from_lines(lines, "peak_allocated_bytes", "peak ({unit})"),
+        from_lines(lines, "peak_allocated_bytes_ratio", "× peak", "ratio"),
+        from_lines(lines, "communication_bytes", "sent per step ({unit})", "sent"),
         ShownColumn("status", [line.status if has_failures else None for line in view.lines]),
     ]
-    has_ratios = bool(baseline_name(table))
+    has_ratios = bool(baseline_name(lines))
     shown = [column for column in columns if column.is_known and (has_ratios or not column.header.startswith("×"))]
     return pd.DataFrame({column.header: column.cells for column in write(shown)})
 
@@ -88,12 +86,12 @@ def escape(text: str) -> str:
 def _speeds(view: View, statistic: Statistic) -> list[str]:
     """Return the speeds of all lines, in one form."""
     figures: list[tuple[float | None, Sequence[float]]] = []
-    for line, standing in zip(view.lines, view.ranking.standings, strict=True):
-        speed = standing.speed
-        if speed is None or speed.is_disturbed:
+    for line in view.lines:
+        speed = line.speed
+        if not speed.runs or speed.is_disturbed:
             figures.append((None, ()))
         elif statistic == "mean":
-            runs = [run.row["tokens_per_second"] for run in timed_runs(line.runs) if run.row.get("tokens_per_second")]
+            runs = [run.row["tokens_per_second"] for run in line.timed if run.row.get("tokens_per_second")]
             figures.append((statistics.mean(runs), (statistics.stdev(runs),) if speed.is_ranked else ()))
         else:
             figures.append((speed.median, (speed.low, speed.high) if speed.is_ranked else ()))

@@ -3,10 +3,10 @@
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
-from harness.report.columns import ShownColumn, from_frame, run_table
+from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.document import BulletList, Paragraph, Section, section
-from harness.report.frame import MEMORY_COLUMNS, baseline_name, column_values, labelled
 from harness.report.labels import PEAK_TITLES
+from harness.report.lines import MEMORY_COLUMNS, Line, baseline_name, column_values
 from harness.report.sentences import sentence
 from harness.report.text import bytes_text
 from harness.report.view import View
@@ -28,21 +28,21 @@ _LARGEST = 3  # blocks of a run that are listed
 
 def memory(view: View) -> list[Section]:
     """Return the section on memory: the maximum over ranks and repeats of each kind, and over the baseline's."""
-    table = view.line_medians
-    on_host = [name for name in _ON_HOST if any(column_values(table, name))]
-    compared = baseline_name(table)
+    lines = view.lines
+    on_host = [name for name in _ON_HOST if any(column_values(lines, name))]
+    compared = baseline_name(lines)
     columns = []
     for name in MEMORY_COLUMNS:
-        columns.append(from_frame(table, name))
+        columns.append(from_lines(lines, name))
         if compared:
-            columns.append(from_frame(table, f"{name}_ratio", f"× {column(name).title}", "ratio"))
-    columns.append(ShownColumn("smallest peak of any rank", [_least_peak(line) for line in view.lines], "bytes"))
-    columns += [from_frame(table, name) for name in on_host]
-    columns += [from_frame(table, name, header) for name, header in _OTHER_MEMORY.items()]
-    sizes = run_table(table, columns)
+            columns.append(from_lines(lines, f"{name}_ratio", f"× {column(name).title}", "ratio"))
+    columns.append(ShownColumn("smallest peak of any rank", [_least_peak(line) for line in lines], "bytes"))
+    columns += [from_lines(lines, name) for name in on_host]
+    columns += [from_lines(lines, name, header) for name, header in _OTHER_MEMORY.items()]
+    sizes = line_table(lines, columns)
     if sizes is None:
         return []
-    has_process = any(column_values(table, "peak_rss_bytes"))
+    has_process = any(column_values(lines, "peak_rss_bytes"))
     return section(
         f"Memory ({sizes.unit})",
         sizes,
@@ -50,7 +50,7 @@ def memory(view: View) -> list[Section]:
     )
 
 
-def _least_peak(line: Record) -> int | None:
+def _least_peak(line: Line) -> int | None:
     """Return the smallest peak of any rank in any repeat, if all of them are recorded."""
     peaks = [rank.peak_allocated_bytes for run in line.runs if run.status == line.status for rank in run.ranks]
     known = [peak for peak in peaks if peak is not None]
@@ -62,24 +62,24 @@ def peak(view: View) -> list[Section]:
 
     It has a column for each part and lists the largest blocks that are neither model state nor activations.
     """
-    runs, table = view.peak_runs, view.peak_runs.table
-    columns = [from_frame(table, f"at_peak_{part}_bytes", title) for part, title in PEAK_TITLES.items()]
+    lines = view.peak_runs
+    columns = [from_lines(lines, f"at_peak_{part}_bytes", title) for part, title in PEAK_TITLES.items()]
     columns = [column for column in columns if any(column.cells)]
-    phases = ShownColumn("phase", column_values(table, "peak_phase"), number=False)
-    parts = run_table(table, [phases, *columns, from_frame(table, "peak_allocated_bytes")]) if columns else None
+    phases = ShownColumn("phase", column_values(lines, "peak_phase"), number=False)
+    parts = line_table(lines, [phases, *columns, from_lines(lines, "peak_allocated_bytes")]) if columns else None
     if parts is None:
         return []
-    largest = [(label, _largest(record)) for label, record in labelled(table, runs.records)]
+    largest = [(line.label, text) for line in lines if (text := _largest(line.record))]
     blocks = [
         Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
-        BulletList([(label, text) for label, text in largest if text]),
+        BulletList(largest),
     ]
     return section(
         f"Breakdown of peak memory ({parts.unit})",
         memory_charts.peak(view),
         parts,
         Paragraph(sentence("peak_note")),
-        *(blocks if any(text for _, text in largest) else ()),
+        *(blocks if largest else ()),
     )
 
 

@@ -1,10 +1,9 @@
 """The reasons of what is fastest and smallest: the parts of a step that are longer, and of a peak that are larger."""
 
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
-from harness.report.reported import Reported
+from harness.report.lines import Line
 from harness.report.sentences import sentence
 from harness.report.text import byte_unit, format_numbers
-from harness.report.view import median_run, peak_run
 
 # A part is named if it is at least this share of the difference; the named ones are at least EXPLAINED of it.
 _LEAST_SHARE, _EXPLAINED = 0.2, 0.5
@@ -12,12 +11,12 @@ _LEAST_SHARE, _EXPLAINED = 0.2, 0.5
 _MOST_PARTS = 2
 
 
-def step_reason(fast: Reported, slow: Reported) -> str:
+def step_reason(fast: Line, slow: Line) -> str:
     """Return the sentence on why a step of `slow` is longer; empty where no part of the step explains it.
 
     A part explains it if it is longer in the median runs, and in every run of `slow` longer than in any run of `fast`.
     """
-    fast_row, slow_row = median_run(fast.record).row, median_run(slow.record).row  # parts add up within one run only
+    fast_row, slow_row = fast.median_run.row, slow.median_run.row  # parts add up within one run only
     names = {"whole": "step_seconds"} | {
         title: name for name, title in STEP_TITLES.items() if min(_seconds(slow, name)) > max(_seconds(fast, name))
     }
@@ -31,7 +30,7 @@ def step_reason(fast: Reported, slow: Reported) -> str:
     return sentence("step_reason", fast=fast, slow=slow, difference=difference, parts=parts, recomputed=recomputed)
 
 
-def _seconds(line: Reported, name: str) -> list[float]:
+def _seconds(line: Line, name: str) -> list[float]:
     return [run.row.get(name) or 0.0 for run in line.timed]
 
 
@@ -42,9 +41,9 @@ def _largest(differences: dict[str, float], whole: float) -> dict[str, float]:
     return named if whole > 0 and sum(named.values()) >= _EXPLAINED * whole else {}
 
 
-def memory_reason(small: Reported, large: Reported) -> str:
+def memory_reason(small: Line, large: Line) -> str:
     """Return the sentence on what `large` has more of at its peak; empty where the parts are not known."""
-    small_row, large_row = peak_run(small.record).row, peak_run(large.record).row
+    small_row, large_row = small.peak_run.row, large.peak_run.row
     difference = (large.peak or 0) - (small.peak or 0)
     names = {name: title for part, title in PEAK_TITLES.items() if (name := f"at_peak_{part}_bytes") in large_row}
     more = {title: (large_row.get(name) or 0) - (small_row.get(name) or 0) for name, title in names.items()}

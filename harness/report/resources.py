@@ -1,14 +1,15 @@
 """The report's sections on pipelines, the time of a step, and operations."""
 
-import pandas as pd
+from collections.abc import Sequence
 
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import expected, speed
-from harness.report.columns import ShownColumn, from_frame, run_table, table_of
+from harness.report.columns import ShownColumn, from_lines, line_table, table_of
+from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section
-from harness.report.frame import baseline_name, column_values, labelled
 from harness.report.labels import STEP_TITLES
+from harness.report.lines import Line, baseline_name, column_values
 from harness.report.sentences import sentence
 from harness.report.text import byte_unit, bytes_text, format_numbers
 from harness.report.view import View
@@ -28,74 +29,73 @@ _HOW_TO_READ = (
 
 def pipeline_section(view: View) -> list[Section]:
     """Return the section on pipelines, with one row per rank of every run that has a pipeline."""
-    table, records = view.median_runs.table, view.median_runs.records
-    names = ("label", "pipeline_bubble_theory", "is_ignored")
-    runs = zip(*(column_values(table, name) for name in names), records, strict=True)
-    entries = [(*figures, rank) for *figures, record in runs for rank in record.pipeline]
+    entries = [(line, rank) for line in view.median_runs for rank in line.record.pipeline]
     if not entries:
         return []
-    labels, formulas, ignored, ranks = zip(*entries, strict=True)
+    lines, ranks = zip(*entries, strict=True)
 
     def of_ranks(header: str, key: str, kind: str = "text", is_timed: bool = False) -> ShownColumn:
-        return ShownColumn(header, [rank[key] for rank in ranks], kind, is_timed=is_timed)
+        ignored = column_values(lines, "is_ignored") if is_timed else ()
+        return ShownColumn(header, [rank[key] for rank in ranks], kind, ignored=ignored)
 
     columns = [
-        ShownColumn("run", labels, number=False),
+        ShownColumn("run", column_values(lines, "label"), number=False),
         of_ranks("rank", "rank"),
         ShownColumn("stages", [", ".join(map(str, rank["stages"])) for rank in ranks]),
         ShownColumn("layers", [", ".join(map(str, rank["layers"])) for rank in ranks]),
         of_ranks("working ms", "working_seconds", "ms", is_timed=True),
         of_ranks("idle ms", "idle_seconds", "ms", is_timed=True),
         of_ranks("bubble", "bubble", "fraction", is_timed=True),
-        ShownColumn(column("pipeline_bubble_theory").title, formulas, "fraction"),
+        from_lines(lines, "pipeline_bubble_theory", kind="fraction"),
         of_ranks(column("max_in_flight_micro_batches").title, "in_flight"),
         of_ranks("activations {unit}", "activation_bytes", "bytes"),
     ]
-    return section("Pipelines", table_of(columns, ignored), *map(Paragraph, _HOW_TO_READ))
+    return section("Pipelines", table_of(columns), *map(Paragraph, _HOW_TO_READ))
 
 
 def time(view: View) -> list[Section]:
     """Return the section on step time, with a column for each part of the median step; the parts add up to it."""
-    table = view.median_runs.table
-    columns = [from_frame(table, name, header, is_timed=True) for name, header in STEP_TITLES.items()]
+    lines = view.median_runs
+    columns = [from_lines(lines, name, header, is_timed=True) for name, header in STEP_TITLES.items()]
     columns = [column for column in columns if any(column.cells)]
     if not columns:
         return []
     columns += [
-        from_frame(table, "step_seconds", is_timed=True),
-        from_frame(table, "step_seconds_p95", "95th percentile", is_timed=True),
-        from_frame(table, "step_seconds_iqr_ratio", "spread %", is_timed=True),
-        from_frame(table, "overlapped_communication_seconds", is_timed=True),
-        from_frame(table, "cpu_seconds", f"{column('cpu_seconds').title} s", "number", is_timed=True),
-        from_frame(table, "joules_per_token", "energy per token J", "number", is_timed=True),
+        from_lines(lines, "step_seconds", is_timed=True),
+        from_lines(lines, "step_seconds_p95", "95th percentile", is_timed=True),
+        from_lines(lines, "step_seconds_iqr_ratio", "spread %", is_timed=True),
+        from_lines(lines, "overlapped_communication_seconds", is_timed=True),
+        from_lines(lines, "cpu_seconds", f"{column('cpu_seconds').title} s", "number", is_timed=True),
+        from_lines(lines, "joules_per_token", "energy per token J", "number", is_timed=True),
     ]
     return section(
         "Breakdown of step time (ms)",
         speed.step(view),
         speed.exposed_communication(view),
-        run_table(table, columns),
-        Paragraph(sentence("time_note", **_time_facts(table))),
+        line_table(lines, columns),
+        Paragraph(sentence("time_note", **_time_facts(lines))),
     )
 
 
-def _time_facts(table: pd.DataFrame) -> dict[str, bool]:
-    """Return where the times of a frame come from, which decides how they are to be read."""
-    names = ("launch", "step_seconds", "pp", "measured_on")
-    rows = list(zip(*(column_values(table, name) for name in names), strict=True))
-    measured = [row for row in rows if row[0] != "simulated" and row[1] is not None]
+def _time_facts(lines: Sequence[Line]) -> dict[str, bool]:
+    """Return where the times of lines come from, which decides how they are to be read."""
+    timed = group_by(
+        [line for line in lines if line.get("step_seconds") is not None], lambda line: line.get("launch") == "simulated"
+    )
+    measured = timed.get(False, [])
     return {
         "is_measured": bool(measured),
-        "is_pipeline": any((degree or 1) > 1 for _, _, degree, _ in measured),
-        "is_of_gpu": any(device not in (None, "cpu") for *_, device in measured),
-        "is_simulated": any(launch == "simulated" and seconds is not None for launch, seconds, *_ in rows),
-        "is_virtual": any(launch == "virtual" for launch, *_ in rows),
+        "is_pipeline": any((line.get("pp") or 1) > 1 for line in measured),
+        "is_of_gpu": any(line.get("measured_on") not in (None, "cpu") for line in measured),
+        "is_simulated": True in timed,
+        "is_virtual": "virtual" in column_values(lines, "launch"),
     }
 
 
 def operations(view: View) -> list[Section]:
     """Return the section on operations per step: the model's, those that ran, and their share of the device's peak."""
-    table = view.median_runs.table
-    model, executed = column_values(table, "model_flops"), column_values(table, "executed_flops")
+    lines = view.median_runs
+    model, executed = column_values(lines, "model_flops"), column_values(lines, "executed_flops")
     if not any(model):
         return []
     ratios = [b / a if a and b else None for a, b in zip(model, executed, strict=True)]
@@ -103,18 +103,18 @@ def operations(view: View) -> list[Section]:
         ShownColumn("model {unit} per step", model, "flops"),
         ShownColumn("executed {unit} per step", executed, "flops"),
         ShownColumn("executed / model", ratios, "ratio"),
-        from_frame(table, "model_flops_per_second_per_device", "model {unit}/s per device", "flop rate", is_timed=True),
-        from_frame(table, "mfu", "MFU %", is_timed=True),
-        from_frame(table, "hfu", "HFU %", is_timed=True),
+        from_lines(lines, "model_flops_per_second_per_device", "model {unit}/s per device", "flop rate", is_timed=True),
+        from_lines(lines, "mfu", "MFU %", is_timed=True),
+        from_lines(lines, "hfu", "HFU %", is_timed=True),
     ]
     return section(
         "Floating-point operations",
-        run_table(table, columns),
+        line_table(lines, columns),
         Paragraph(
             sentence(
                 "operations_note",
-                is_simulated="simulated" in column_values(table, "launch"),
-                has_mfu=any(column_values(table, "mfu")),
+                is_simulated="simulated" in column_values(lines, "launch"),
+                has_mfu=any(column_values(lines, "mfu")),
             )
         ),
     )
@@ -127,9 +127,9 @@ def traffic_section(view: View) -> list[Section]:
 
 def _communication(view: View) -> list[Section]:
     """Return bytes and calls with a column for each mesh axis and operation."""
-    table = view.median_runs.table
-    entries = [_by_kind(record) for record in view.median_runs.records]
-    totals = column_values(table, "communication_bytes")
+    lines = view.median_runs
+    entries = [_by_kind(line.record) for line in lines]
+    totals = column_values(lines, "communication_bytes")
     unit = byte_unit([*totals, *(size for entry in entries for size, _ in entry.values())])
     columns = []
     for axis, operation in sorted({kind for entry in entries for kind in entry}):
@@ -138,10 +138,10 @@ def _communication(view: View) -> list[Section]:
         cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
         columns.append(ShownColumn(f"{operation} on {axis}", cells))
     columns.append(ShownColumn("total", format_numbers(totals, unit)))
-    compared = baseline_name(table)
+    compared = baseline_name(lines)
     if compared:
-        columns.append(from_frame(table, "communication_bytes_ratio", "× total", "ratio"))
-    sizes = run_table(table, columns)
+        columns.append(from_lines(lines, "communication_bytes_ratio", "× total", "ratio"))
+    sizes = line_table(lines, columns)
     if sizes is None:
         return []
     return section(
@@ -163,14 +163,10 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
 
 def _formula(view: View) -> list[Section]:
     """Return the measured bytes and those of the formula, with one row per run and axis."""
-    entries = [
-        (label, entry)
-        for label, record in labelled(view.median_runs.table, view.median_runs.records)
-        for entry in record.traffic
-    ]
+    entries = [(line.label, entry) for line in view.median_runs for entry in line.record.traffic]
     if not entries:
         return []
-    labels, sent = [label for label, _ in entries], [entry for _, entry in entries]
+    labels, sent = zip(*entries, strict=True)
     outside = [", ".join(f"{name} {size:,.0f} B" for name, size in entry["outside"].items()) for entry in sent]
     ratios = [entry["bytes"] / entry["formula_bytes"] if entry["formula_bytes"] else None for entry in sent]
     columns = [
@@ -197,13 +193,13 @@ def _formula(view: View) -> list[Section]:
 def _sizes(view: View) -> Table | None:
     """Return the number and sizes of calls, with one row per run, axis and operation."""
     rows = []
-    for label, record in labelled(view.median_runs.table, view.median_runs.records):
-        for entry in record.communication:
+    for line in view.median_runs:
+        for entry in line.record.communication:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:
                 ends = [bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
                 names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
-                rows.append([label, *names, f"{sum(sizes.values()):,}", *ends])
+                rows.append([line.label, *names, f"{sum(sizes.values()):,}", *ends])
     header = ["run", "mesh axis", "operation", "dtype", "calls", "smallest", "median", "largest"]
     return Table(header, rows, label_columns=4) if rows else None
 

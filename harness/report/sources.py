@@ -3,10 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
-from itertools import compress
 from operator import attrgetter, itemgetter
-
-import pandas as pd
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.stack import load_stack
@@ -15,10 +12,10 @@ from harness.metrics.simulation import slowest_simulated_time
 from harness.metrics.step_time import PHASE_COLUMNS
 from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import Record
-from harness.report.columns import ShownColumn, from_frame, labelled_table
+from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.comparability import group_by, is_measured, key_text
 from harness.report.document import BulletList, Paragraph, Section, section
-from harness.report.frame import column_values, labelled
+from harness.report.lines import Line
 from harness.report.sentences import sentence
 from harness.report.text import MILLISECONDS, byte_unit, format_numbers
 from harness.report.view import View
@@ -43,33 +40,27 @@ _PARTS = {
 
 def sources(view: View) -> list[Section]:
     """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
-    rows_ok = [(row, line) for row, line in enumerate(view.lines) if line.status == "ok"]
-    rows_measured = {_configuration(line): row for row, line in rows_ok if is_measured(line.row)}
-    rows = [row for row, line in rows_ok if line.row.get("launch") == "simulated"]
-    if not rows:
+    ok = [line for line in view.lines if line.ok]
+    by_configuration = {_configuration(line.record): line for line in ok if is_measured(line.row)}
+    simulated = [line for line in ok if line.get("launch") == "simulated"]
+    if not simulated:
         return []
-    records = [view.lines[row] for row in rows]
-    pairs = [rows_measured.get(_configuration(record), -1) for record in records]  # -1 is no row of the frame
-    simulated, measured = view.line_medians.iloc[rows].reset_index(drop=True), view.line_medians.reindex(pairs)
+    records = [line.record for line in simulated]
+    measured = [by_configuration.get(_configuration(record)) for record in records]
+    is_any_measured = any(measured)
     words = sentence(
         "sources",
-        is_measured=max(pairs) >= 0,
+        is_measured=is_any_measured,
         is_on_gpu=any(record.row.get("measured_on") != "cpu" for record in records),
         has_interval=any(record.predicted_step and record.row.get("step_seconds") for record in records),
     )
-    texts = [(peak_difference(record), step_difference(record)) for record in records]
-    differences = [(label, text) for label, own in labelled(simulated, texts) for text in own if text]
-    is_timed = [bool(record.row.get("step_seconds")) for record in records]
-    timed = simulated[is_timed], measured[is_timed], list(compress(records, is_timed))
+    texts = [(line.label, (peak_difference(line.record), step_difference(line.record))) for line in simulated]
+    differences = [(label, text) for label, own in texts for text in own if text]
+    pairs = [pair for pair in zip(simulated, measured, strict=True) if pair[0].get("step_seconds")]
     return section(
-        "Formula, simulation and measurement" if max(pairs) >= 0 else "Formula and simulation",
-        labelled_table(column_values(simulated, "label"), _memory_columns(simulated, measured), caption="Peak memory"),
-        labelled_table(
-            column_values(timed[0], "label"),
-            _time_columns(*timed),
-            column_values(timed[1], "is_ignored"),
-            "Step time",
-        ),
+        "Formula, simulation and measurement" if is_any_measured else "Formula and simulation",
+        line_table(simulated, _memory_columns(simulated, measured), "Peak memory"),
+        line_table([line for line, _ in pairs], _time_columns(pairs), "Step time"),
         Paragraph(words),
         BulletList(differences) if differences else None,
     )
@@ -83,29 +74,36 @@ def _configuration(record: Record) -> str:
     return key_text([shared, nodes, record.row.get("world_size"), record.row.get("measured_on")])
 
 
-def _memory_columns(simulated: pd.DataFrame, measured: pd.DataFrame) -> list[ShownColumn]:
-    formula = from_frame(simulated, "predicted_peak_bytes", "formula {unit}")
-    peak = from_frame(simulated, "peak_allocated_bytes", "simulated {unit}")
-    measured_peak = from_frame(measured, "peak_allocated_bytes", "measured {unit}")
+def _memory_columns(simulated: Sequence[Line], measured: Sequence[Line | None]) -> list[ShownColumn]:
+    formula = from_lines(simulated, "predicted_peak_bytes", "formula {unit}")
+    peak = from_lines(simulated, "peak_allocated_bytes", "simulated {unit}")
+    measured_peak = _measured(measured, "peak_allocated_bytes", "measured {unit}", "bytes")
     return [
         *(formula, peak, _change("simulation to formula %", peak, formula)),
-        from_frame(simulated, "peak_reserved_bytes", "reserved, simulated {unit}"),
+        from_lines(simulated, "peak_reserved_bytes", "reserved, simulated {unit}"),
         *(measured_peak, _change("simulation to measurement %", peak, measured_peak)),
     ]
 
 
-def _time_columns(simulated: pd.DataFrame, measured: pd.DataFrame, records: Sequence[Record]) -> list[ShownColumn]:
-    steps = [record.predicted_step for record in records]
+def _time_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn]:
+    simulated, measured = [line for line, _ in pairs], [line for _, line in pairs]
+    steps = [line.record.predicted_step for line in simulated]
     lows, highs = ([step[end] if step else None for step in steps] for end in ("low_seconds", "high_seconds"))
     texts = format_numbers([*lows, *highs], MILLISECONDS)  # together, with as many decimals
     intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[: len(steps)], texts[len(steps) :], strict=True)]
-    formula = from_frame(simulated, "predicted_step_seconds", "formula ms")
-    step = from_frame(simulated, "step_seconds", "simulated ms")
+    formula = from_lines(simulated, "predicted_step_seconds", "formula ms")
+    step = from_lines(simulated, "step_seconds", "simulated ms")
     return [
         *(formula, ShownColumn("interval of the formula ms", intervals), step),
         _change("simulation to formula %", step, formula),
-        from_frame(measured, "step_seconds", "measured ms", is_timed=True),
+        _measured(measured, "step_seconds", "measured ms", "ms"),
     ]
+
+
+def _measured(lines: Sequence[Line | None], name: str, header: str, kind: str) -> ShownColumn:
+    """Return a column of the lines that were measured; a time that was disturbed is to be ignored."""
+    ignored = [bool(kind == "ms" and line and line.speed.is_disturbed) for line in lines]
+    return ShownColumn(header, [line and line.get(name) for line in lines], kind, ignored=ignored)
 
 
 def _change(header: str, column: ShownColumn, other: ShownColumn) -> ShownColumn:

@@ -3,12 +3,13 @@
 Steps within a run tell nothing of how runs differ, so that only repeats decide. Disturbed runs decide nothing.
 """
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.records.schema import Record, Row
-from harness.report.text import join_words
+from harness.report.text import pluralize
 
 MINIMUM_RUNS = 3  # undisturbed repeats that a speed needs to be ranked
 
@@ -46,24 +47,31 @@ class Speed:
     @property
     def has_too_few_runs(self) -> bool:
         """Whether the speed is not ranked for no other reason than too few runs."""
-        return not (self.is_ranked or self.is_disturbed or self.is_simulated or self.is_crowded)
+        return 0 < self.runs < MINIMUM_RUNS and not (self.is_disturbed or self.is_simulated or self.is_crowded)
 
     @property
     def unranked_reason(self) -> str:
-        """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may."""
+        """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may or is unknown."""
         if self.is_disturbed or self.is_simulated or self.is_crowded:
             return "disturbed" if self.is_disturbed else "simulated" if self.is_simulated else CROWDED
-        return "" if self.is_ranked else f"{self.runs} undisturbed run{'s' if self.runs > 1 else ''}"
+        return pluralize(self.runs, "undisturbed run") if self.has_too_few_runs else ""
+
+
+NO_SPEED = Speed(math.nan, math.nan, math.nan, 0, is_disturbed=False)  # of a configuration that has none
 
 
 def is_undisturbed(row: Row) -> bool:
-    """Return whether the speed of a run is known, enough steps were timed, and there is no sign of a disturbance.
+    """Return whether the speed of a run is known, enough steps were timed, and there is no sign of a disturbance."""
+    is_timed = bool(row.get("tokens_per_second")) and has_enough_steps(row)
+    return row["status"] == "ok" and is_timed and not row.get("noise_warning")
+
+
+def has_enough_steps(row: Row) -> bool:
+    """Return whether enough steps of a run were timed to notice a disturbance.
 
     The interquartile range of the steps is recorded from four steps on. A simulated step is the same every time.
     """
-    is_spread_known = row.get("step_seconds_iqr_ratio") is not None or row.get("launch") == "simulated"
-    is_timed = bool(row.get("tokens_per_second")) and is_spread_known
-    return row["status"] == "ok" and is_timed and not row.get("noise_warning")
+    return row.get("step_seconds_iqr_ratio") is not None or row.get("launch") == "simulated"
 
 
 def is_crowded(record: Record) -> bool:
@@ -80,29 +88,16 @@ def timed_runs(runs: Sequence[Record]) -> list[Record]:
     return [run for run in runs if is_undisturbed(run.row)] or [run for run in runs if run.status == "ok"]
 
 
-def speed_of(runs: Sequence[Record]) -> Speed | None:
-    """Return the speed of a configuration by its runs, None where none is known."""
+def speed_of(runs: Sequence[Record]) -> Speed:
+    """Return the speed of a configuration by its runs, NO_SPEED where none is known."""
     timed = timed_runs(runs)
     speeds = [float(run.row["tokens_per_second"]) for run in timed if run.row.get("tokens_per_second")]
     if not speeds:
-        return None
+        return NO_SPEED
     is_disturbed = not is_undisturbed(timed[0].row)
     is_simulated = timed[0].row.get("launch") == "simulated"
     crowded = not is_simulated and any(is_crowded(run) for run in timed)
     return Speed(statistics.median(speeds), min(speeds), max(speeds), len(speeds), is_disturbed, is_simulated, crowded)
-
-
-def remedy(lines: Sequence[Record]) -> str:
-    """Return what would rank the speeds of these configurations, of which none is ranked."""
-    runs = [run for line in lines for run in line.runs or [line] if run.status == "ok"]
-    few = [line for line in lines if not (speed := speed_of(line.runs or [line])) or speed.runs < MINIMUM_RUNS]
-    repeats = "more repeats" if any(len(line.runs) >= MINIMUM_RUNS for line in lines) else f"repeats={MINIMUM_RUNS}"
-    parts = ["train.steps=10"] if any(run.row.get("step_seconds_iqr_ratio") is None for run in runs) else []
-    is_crowd = any(is_crowded(run) for run in runs)
-    parts += [repeats] if few or not is_crowd or any(run.row.get("noise_warning") for run in runs) else []
-    parts += ["a core for every rank"] if is_crowd else []
-    where = " on a quiet machine" if any(run.row.get("noise_warning") for run in runs) else ""
-    return f"{join_words(parts)}{where}"
 
 
 def leads(first: Speed, others: Iterable[Speed]) -> bool:

@@ -5,13 +5,12 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-import pandas as pd
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from harness.records.schema import Record, Row
+from harness.records.schema import Row
 from harness.report.caveats import by_kind
 from harness.report.columns import ShownColumn
 from harness.report.comparability import group_by
@@ -25,14 +24,7 @@ from harness.report.comparison_columns import (
 )
 from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_screen, warning
-from harness.report.frame import (
-    baseline_name,
-    column_values,
-    labelled,
-    labels_by,
-    labels_by_kernel,
-    shared_settings,
-)
+from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, shared_settings
 from harness.report.overview import pivots
 from harness.report.sentences import MOST_LABELS, labels_text
 from harness.report.text import outcome_text
@@ -57,21 +49,19 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         only: The ids of the runs whose lines to show; the others serve as baselines. By default all are shown.
     """
     whole, view = view, view if only is not None else truncate(view, MOST)
-    lines, table = view.lines, view.line_medians
-    if only is not None:
-        is_shown = [any(run.run_id in only for run in line.runs) for line in lines]
-        table = table[is_shown].reset_index(drop=True)  # the rows keep ratios to baselines that may not be shown
-        lines = [line for line, shown in zip(lines, is_shown, strict=True) if shown]
-    if table.empty:
+    lines = view.lines
+    if only is not None:  # the lines keep ratios to baselines that may not be shown
+        lines = [line for line in lines if any(run.run_id in only for run in line.runs)]
+    if not lines:
         console.print(Text("no runs recorded"))
         return
     if text := warning(whole):
         console.print(Text(text, style="bold red"))
-    caption = sanitized_texts(shared_settings(table))
-    if baseline := baseline_name(table):
+    caption = sanitized_texts(shared_settings(lines))
+    if baseline := baseline_name(lines):
         caption.append(f"× is the ratio to {sanitize(baseline)}")
     console.print(Text("; ".join(caption)))
-    columns = comparison_columns(table, short=True)
+    columns = comparison_columns(lines, short=True)
     fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
     console.print(rich_table(fitted), soft_wrap=False)
     more = [column.title for column in [*left_out, *(column for column in columns if column.is_extra)]]
@@ -79,7 +69,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         console.print(Text(f"more columns in the report: {', '.join(more)}", style="dim"))
     if len(view.records) < len(whole.records):
         console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
-    for note in (*_legend(fitted), *_notes(table, lines)):
+    for note in (*_legend(fitted), *_notes(lines)):
         console.print(Text(sanitize(note)))
 
 
@@ -101,26 +91,26 @@ def _legend(columns: Sequence[ShownColumn]) -> list[str]:
     return [meaning for meaning, is_used in meanings.items() if is_used]
 
 
-def _notes(table: pd.DataFrame, lines: Sequence[Record]) -> Iterator[str]:
+def _notes(lines: Sequence[Line]) -> Iterator[str]:
     """Yield a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
-    runs_of, total = labelled(table, [line.runs for line in lines]), len(lines)
-    failures = _causes(runs_of, lambda row: row["status"] != "ok" and outcome_text(row))
+    total = len(lines)
+    failures = _causes(lines, lambda row: row["status"] != "ok" and outcome_text(row))
     if len(failures) <= MOST_LABELS:
         yield from (f"{name} {outcome}" for name, outcome in failures)
     else:
         for outcome, names in by_kind(failures, "\n").items():
             yield f"{labels_text(_configurations(names), total)} {outcome}"
-    disturbed = by_kind(_causes(runs_of, lambda row: row.get("noise_warning")))
-    states = zip(*(column_values(table, name) for name in ("noise_warning", "is_ignored")), strict=True)
-    brief = [label for label, (cause, is_ignored) in labelled(table, states) if is_ignored and not cause]
+    disturbed = by_kind(_causes(lines, lambda row: row.get("noise_warning")))
+    brief = [line.label for line in lines if line.speed.is_disturbed and not line.get("noise_warning")]
+    differences = labels_by(lines, lambda line: line.get("stale_reason"))
     stale = f"{STALE_MARK} stale, recorded with other versions than are installed"
     for note, labels in (
-        *((f"{stale} ({difference})", labels) for difference, labels in labels_by(table, "stale_reason").items()),
+        *((f"{stale} ({difference})", labels) for difference, labels in differences.items()),
         *((f"{DISTURBED_MARK} noise warning ({cause})", _configurations(names)) for cause, names in disturbed.items()),
         (f"{DISTURBED_MARK} fewer than four timed steps", brief),
         *(
             (f"attention kernels differ between rows; {kernel} ran for", labels)
-            for kernel, labels in labels_by_kernel(table).items()
+            for kernel, labels in labels_by_kernel(lines).items()
         ),
     ):
         if labels:
@@ -134,13 +124,13 @@ def _configurations(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name.split(" repeat ")[0] for name in names))
 
 
-def _causes(runs_of: Sequence[tuple[str, Sequence[Record]]], cause_of: Callable[[Row], Any]) -> list[tuple[str, Any]]:
+def _causes(lines: Sequence[Line], cause_of: Callable[[Row], Any]) -> list[tuple[str, Any]]:
     """Return each line's label with each cause that its runs have, and with their repeats if not all have it."""
     causes = []
-    for label, runs in runs_of:
-        for cause, affected in group_by(runs, lambda run: cause_of(run.row)).items():
+    for line in lines:
+        for cause, affected in group_by(line.runs, lambda run: cause_of(run.row)).items():
             repeats = ", ".join(str(run.row.get("repeat")) for run in affected)
-            name = label if len(affected) == len(runs) else f"{label} repeat {repeats}"
+            name = line.label if len(affected) == len(line.runs) else f"{line.label} repeat {repeats}"
             causes += [(name, cause)] if cause else []
     return causes
 

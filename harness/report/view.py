@@ -1,23 +1,21 @@
-"""The data of a report: the runs of a folder, the lines that repeated runs make together, and their frames."""
+"""The data of a report: the runs of a folder, the lines that repeated runs make together, and what is best of them."""
 
 import dataclasses
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from harness.records.columns import columns_aggregated_by
 from harness.records.provenance import versions
 from harness.records.schema import Record, Row
 from harness.records.store import LoadedRecords
 from harness.report.comparability import group_by, repeat_key
-from harness.report.frame import records_frame
 from harness.report.labels import STEP_TITLES
-from harness.report.ranking import Ranking, rank
+from harness.report.lines import Line, lines_of
+from harness.report.ranking import Group, rank
 from harness.report.speeds import timed_runs
 
 MOST = 200  # runs that tables show; findings consider all runs
@@ -25,10 +23,7 @@ MOST = 200  # runs that tables show; findings consider all runs
 
 @dataclass(frozen=True)
 class View:
-    """The runs of a report under one name.
-
-    `records` and `table` have one row per run, `lines` and `line_medians` one for all repeats of a run.
-    """
+    """The runs of a report under one name: `records` has one for each run, and `lines` a line for all its repeats."""
 
     name: str
     records: Sequence[Record]
@@ -37,93 +32,71 @@ class View:
     folders: Mapping[str, Path] = field(default_factory=dict)  # of each run, by its id
 
     @cached_property
-    def table(self) -> pd.DataFrame:
-        """A frame with one row per run."""
-        return records_frame(self.records)
+    def _ranked(self) -> tuple[list[Line], list[Group]]:
+        return rank(lines_of(merge_repeats(self.records)))
+
+    @property
+    def lines(self) -> list[Line]:
+        """A line for all repeats of a configuration: the median of speed and time, the maximum of memory."""
+        return self._ranked[0]
+
+    @property
+    def groups(self) -> list[Group]:
+        """What is best among comparable lines; the largest group first."""
+        return self._ranked[1]
+
+    def largest_groups(self, most: int) -> list[Group]:
+        """Return the largest groups of at least two lines, at most so many of them, for sentences."""
+        return [group.relabelled() for group in self.groups if len(group.members) > 1][:most]
 
     @cached_property
-    def lines(self) -> list[Record]:
-        """The runs with repeats merged, see `merge_repeats`."""
-        return merge_repeats(self.records)
+    def runs(self) -> list[Line]:
+        """A line for each run."""
+        return lines_of(self.records)
 
     @cached_property
-    def line_medians(self) -> pd.DataFrame:
-        """A frame with one row per line: the median of speed and time, the maximum of memory and deviations."""
-        return records_frame(self.lines)
+    def median_runs(self) -> list[Line]:
+        """A line for one run of each line, the one with the median speed."""
+        return lines_of([line.median_run for line in self.lines])
 
     @cached_property
-    def ranking(self) -> Ranking:
-        """What is best among comparable lines, and the place of every line."""
-        return rank(self.lines)
+    def peak_runs(self) -> list[Line]:
+        """A line for one run of each line, the one with the largest peak."""
+        return lines_of([line.peak_run for line in self.lines])
 
     @cached_property
     def draws_speeds(self) -> bool:
         """Whether charts have speeds and times: only if some speeds are ranked, or all are those of a model."""
-        speeds = [standing.speed for standing in self.ranking.standings if standing.speed]
-        return any(speed.is_ranked or speed.is_simulated for speed in speeds)
+        return any(line.speed.is_ranked or line.speed.is_simulated for line in self.lines)
 
-    @cached_property
-    def median_runs(self) -> "View":
-        """A view of one run for each line: the parts of a step or of a peak add up within one run only."""
-        return replace(self, records=[median_run(line) for line in self.lines])
-
-    @cached_property
-    def peak_runs(self) -> "View":
-        """A view of the run with the largest peak of each line."""
-        return replace(self, records=[peak_run(line) for line in self.lines])
-
-    def part(self, run_ids: Collection[str], lines: Sequence[int]) -> "View":
-        """Return a view of these runs and these lines alone.
-
-        Ratios and places among comparable lines stay what they are in the whole view.
-        """
-        rows = [position for position, record in enumerate(self.records) if record.run_id in run_ids]
-        view = replace(self, records=[self.records[position] for position in rows])
-        cached = {
-            "lines": [self.lines[position] for position in lines],
-            "ranking": self.ranking.part(lines),
-            "line_medians": self.line_medians.iloc[list(lines)].reset_index(drop=True),
-        }
-        view.__dict__.update(cached)  # where cached_property looks first
-        return view
-
-
-def median_run(line: Record) -> Record:
-    """Return the run of a line with the median speed, among the undisturbed ones if there are any."""
-    runs = timed_runs(line.runs) or [run for run in line.runs if run.status == line.status]
-    return sorted(runs, key=_speed)[(len(runs) - 1) // 2]
-
-
-def peak_run(line: Record) -> Record:
-    """Return the run of a line with the largest peak."""
-    runs = [run for run in line.runs if run.status == line.status] or [line]
-    return max(runs, key=lambda run: run.row.get("peak_allocated_bytes") or 0)
+    def part(self, lines: Sequence[Line]) -> "View":
+        """Return a view of these lines alone, whose ratios and places stay what they are in the whole view."""
+        shown = {run.run_id for line in lines for run in line.runs}
+        part = replace(self, records=[record for record in self.records if record.run_id in shown])
+        same = {line: line for line in lines}
+        part.__dict__["_ranked"] = lines, [group.mapped(same) for group in self.groups]  # where cached_property looks
+        return part
 
 
 def truncate(whole: View, most: int) -> View:
     """Return a view of at most `most` runs: the fastest line of every strategy, the front, then others in order."""
     if len(whole.records) <= most:
         return whole
-    fastest: dict[Any, int] = {}
-    for position, line in enumerate(whole.lines):
-        best = fastest.setdefault(line.row.get("strategy"), position)
-        if _speed(line) > _speed(whole.lines[best]):
-            fastest[line.row.get("strategy")] = position
-    front = [position for position, standing in enumerate(whole.ranking.standings) if standing.is_on_front]
-    first = [*fastest.values(), *front][:most]
-    positions: list[int] = []
+
+    def speed(line: Line) -> float:
+        return line.get("tokens_per_second") or 0.0
+
+    by_strategy = group_by(whole.lines, lambda line: line.get("strategy"))
+    fastest = [max(lines, key=speed) for lines in by_strategy.values()]
+    front = [line for line in whole.lines if line.is_on_front]
+    shown: dict[Line, None] = {}
     runs = 0
-    for position in dict.fromkeys((*first, *range(len(whole.lines)))):
-        runs += len(whole.lines[position].runs)
-        if runs > most and positions:
+    for line in dict.fromkeys((*[*fastest, *front][:most], *whole.lines)):
+        runs += len(line.runs)
+        if runs > most and shown:
             break
-        positions.append(position)
-    run_ids = {run.run_id for position in positions for run in whole.lines[position].runs}
-    return whole.part(run_ids, sorted(positions))
-
-
-def _speed(line: Record) -> float:
-    return line.row.get("tokens_per_second") or 0.0
+        shown[line] = None
+    return whole.part([line for line in whole.lines if line in shown])
 
 
 def view(folder: Path, loaded: LoadedRecords) -> View:

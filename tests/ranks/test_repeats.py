@@ -15,7 +15,7 @@ from harness.config.fingerprint import result_affecting_keys
 from harness.config.hydra import expand_repeats
 from harness.records.schema import Record
 from harness.report.comparison_columns import comparison_columns
-from harness.report.frame import column_values, labels_by, records_frame
+from harness.report.lines import column_values, labels_by, lines_of
 from harness.report.view import merge_repeats
 from tests.support.commands import Harness, read_rows
 from tests.support.example_records import FAILED, MIB, record_of, row
@@ -91,7 +91,7 @@ def test_a_ratio_needs_ranked_speeds_and_is_marked_within_run_to_run_variation()
     """Each pair of a line and its baseline is a table of its own."""
     for own, base in product(SPEEDS, SPEEDS):
         entries = [*runs("zero1", 1, [*own]), *runs("ddp", 50, [*base])]
-        columns = comparison_columns(records_frame(merge_repeats(entries)), short=True)
+        columns = comparison_columns(lines_of(merge_repeats(entries)), short=True)
         shown = next((column.cells for column in columns if column.title == "× tok/s"), ["", ""])
         assert shown[1] == ("1.00" if len(base) > 2 else "")
         if min(len(own), len(base)) < 3:
@@ -126,7 +126,7 @@ def test_only_runs_that_differ_in_repeat_alone_are_merged() -> None:
     for other in apart:
         lines = merge_repeats([first, other])
         assert [line.runs for line in lines] == [[first], [other]]
-        assert len(set(column_values(records_frame(lines), "label"))) == 2
+        assert len(set(column_values(lines_of(lines), "label"))) == 2
     # The run was refused because no configuration could be made, so the row has neither repeat nor world.
     bare = {"run_id": "x", "name": "r", "status": "refused", "reason": "train.steps=0", "strategy": "ddp"}
     config = {"train": {"steps": 0}}
@@ -144,8 +144,8 @@ def test_parts_of_a_whole_come_from_one_run() -> None:
     (line,) = merge_repeats(entries)
     assert (line.row["at_peak_parameter_bytes"], line.row["at_peak_other_bytes"]) == (4 * MIB, None)
     assert line.row["idle_seconds"] is None and line.row["peak_allocated_bytes"] == 21 * MIB
-    assert labels_by(records_frame([line]), "noise_warning") == {"steps 8; steps 9": ["ddp"]}
-    assert column_values(records_frame(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
+    assert labels_by(lines_of([line]), lambda line: line.get("noise_warning")) == {"steps 8; steps 9": ["ddp"]}
+    assert column_values(lines_of(entries), "label") == ["ddp repeat 0", "ddp repeat 1"]
 
 
 @pytest.mark.parametrize(

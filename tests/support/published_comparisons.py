@@ -19,6 +19,7 @@ from pathlib import Path
 
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record, Row
+from harness.report.lines import Line
 from harness.report.speeds import MINIMUM_RUNS
 from harness.report.view import View
 
@@ -206,14 +207,14 @@ def _selftest_text(published: Path) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
 
 
-def _counts(lines: list[Record]) -> str:
+def _counts(lines: list[Line]) -> str:
     counts = Counter(line.status for line in lines)
     return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
 def _ranked(view: View) -> int:
     """Return how many configurations have a speed that is ranked."""
-    return sum(bool(standing.speed and standing.speed.is_ranked) for standing in view.ranking.standings)
+    return sum(line.speed.is_ranked for line in view.lines)
 
 
 def main() -> None:

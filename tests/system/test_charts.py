@@ -18,11 +18,12 @@ from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import expected, first, losses, memory, render, speed, style, tradeoffs
-from harness.report.charts.lines import MOST, Item
+from harness.report.charts.bars import MOST
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.points import SIDES, place_labels
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
+from harness.report.lines import Item
 from harness.report.view import View
 
 GIB, MIB = 2**30, 2**20

@@ -21,8 +21,8 @@ from harness.records.schema import Record
 from harness.records.store import write_record
 from harness.report import markdown
 from harness.report.comparison_columns import comparison_columns
-from harness.report.frame import column_values, records_frame
 from harness.report.labels import OTHER_OPTIONS, VARYING, column_title
+from harness.report.lines import column_values, lines_of
 from harness.report.markdown import escape
 from harness.report.sections import sections
 from harness.report.text import byte_unit, format_numbers
@@ -177,7 +177,7 @@ def test_degrees_are_shown_where_strategy_and_ranks_do_not_imply_them() -> None:
     assert [terminal_cells(lines, name)[:4] for name in ("fsdp_tp", "tp")] == (
         [["fsdp_tp", "8", "4", "2"], ["tp", "2", "1", "2"]]
     )
-    assert column_values(records_frame(entries), "label") == [
+    assert column_values(lines_of(entries), "label") == [
         "fsdp_tp dp_shard 4 tp 2",
         "fsdp_tp dp_shard 2 tp 4",
         "tp",
@@ -236,11 +236,11 @@ def test_rows_that_differ_have_distinct_labels(
 
 
 def columns_of(entries: list[Record]) -> dict[str, list[str]]:
-    return {column.title: column.cells for column in comparison_columns(records_frame(entries), short=True)}
+    return {column.title: column.cells for column in comparison_columns(lines_of(entries), short=True)}
 
 
 def assert_distinguished(entries: list[Record], header: str, cells: list[str], labels: list[str]) -> None:
-    assert column_values(records_frame(entries), "label") == labels
+    assert column_values(lines_of(entries), "label") == labels
     assert columns_of(entries)[header] == cells
     lines = printed(entries, 120)
     assert max(map(cell_len, lines)) <= 120 and header in " ".join(lines)
@@ -257,9 +257,9 @@ def test_every_varying_column_distinguishes_rows_by_itself() -> None:
     for name in set(VARYING) - {OTHER_OPTIONS}:
         pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
         alike = [replace(entry, rank_entries=[]) for entry in pair]
-        assert len(set(column_values(records_frame(alike), "label"))) == 2 and column_title(
-            name, short=True
-        ) in columns_of(alike), name
+        assert len(set(column_values(lines_of(alike), "label"))) == 2 and column_title(name, short=True) in columns_of(
+            alike
+        ), name
     config = compose_config("strategy=tp_pp", "checkpointing=every_n", "checkpointing.every=2")
     columns = config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation"}
@@ -273,7 +273,7 @@ def test_rows_alike_in_all_columns_are_distinguished_by_configuration_keys() -> 
         entry.config.update({"strategy": {"options": options}, "tracking": {"name": entry.row["run_id"]}})
     cells = [f"static_graph={value}" for value in ("-", "True", "False")]
     assert_distinguished(entries[:3], "other options", cells, [f"ddp {text}" for text in cells])
-    assert column_values(records_frame(entries), "label")[3] == "zero1"
+    assert column_values(lines_of(entries), "label")[3] == "zero1"
     assert "other options" not in columns_of([entries[1], entries[3]])
 
 
@@ -297,7 +297,7 @@ def test_a_table_has_one_baseline_or_none() -> None:
     by_strategy = {entry.row["strategy"]: entry for entry in entries}
 
     def ratio_of(*shown: Record) -> list[float | None]:
-        return column_values(records_frame(shown), "peak_allocated_bytes_ratio")
+        return column_values(lines_of(shown), "peak_allocated_bytes_ratio")
 
     zero1, zero3, ddp, single = (by_strategy[name] for name in ("zero1", "zero3", "ddp", "single"))
     assert ratio_of(zero3, ddp, single) == [0.5, 1.0, 1.0]
@@ -305,7 +305,7 @@ def test_a_table_has_one_baseline_or_none() -> None:
     assert ratio_of(zero1, zero3) == [1.0, 10 / 18]
     wide = record_of(ddp.row | {"world_size": 4, "peak_allocated_bytes": 5 * MIB, "run_id": "wide"})
     assert ratio_of(ddp, wide, zero3) == [1.0, 0.25, 0.5]  # on the fewest ranks
-    assert column_values(records_frame([ddp, wide, zero3, single]), "baseline") == ["single"] * 4
+    assert column_values(lines_of([ddp, wide, zero3, single]), "baseline") == ["single"] * 4
     other_model = record_of(zero3.row | {"model": "small", "run_id": "other"})
     assert ratio_of(ddp, other_model) == [None, None]
     assert ratio_of(ddp, zero3, other_model) == [1.0, 0.5, None]
@@ -320,7 +320,7 @@ def test_a_table_has_one_baseline_or_none() -> None:
 def test_the_candidate_with_the_fewest_options_is_the_baseline() -> None:
     changes = ({"checkpointing": "full"}, {"compile": True}, {"compile": False}, {"dropout": 0.0})
     entries = [record_of(row(n, *TORCH, **change)) for n, change in enumerate(changes)]
-    assert column_values(records_frame(entries), "baseline")[0] == column_values(records_frame(entries), "label")[2]
+    assert column_values(lines_of(entries), "baseline")[0] == column_values(lines_of(entries), "label")[2]
 
 
 def test_units_and_small_numbers() -> None:

@@ -398,11 +398,9 @@ def check_general(text: str, oracle: Oracle) -> None:
 
 def check_table(view: View, oracle: Oracle) -> None:
     """Every ratio of a column has one baseline, and only ranked speeds have ratios, ranges and no mark."""
-    columns = {
-        column.key or column.title: column.cells for column in comparison_columns(view.line_medians, short=False)
-    }
-    labels = view.line_medians["label"].tolist()
-    baselines = {base for base in view.line_medians["baseline"].tolist() if isinstance(base, str)}
+    columns = {column.key or column.title: column.cells for column in comparison_columns(view.lines, short=False)}
+    labels = [line.label for line in view.lines]
+    baselines = {base for line in view.lines if (base := line.get("baseline"))}
     assert len(baselines) <= 1
     speeds = columns.get("tokens_per_second", [""] * len(labels))
     ratios = columns.get("× tokens/s", [""] * len(labels))

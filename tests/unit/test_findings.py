@@ -19,14 +19,13 @@ from harness.report.charts import render
 from harness.report.charts.memory import memory_wall
 from harness.report.charts.render import svgs
 from harness.report.claim_peers import Claim
-from harness.report.columns import ShownColumn, run_table
+from harness.report.columns import ShownColumn, line_table
 from harness.report.document import BulletList, Chart, Paragraph, Section, Table
 from harness.report.files import write_runs_parquet
 from harness.report.findings import beside, findings
 from harness.report.first_screen import first_screen
-from harness.report.frame import column_values
+from harness.report.lines import column_values, lines_of
 from harness.report.overview import best, pivots
-from harness.report.reported import reported_groups
 from harness.report.sections import sections
 from harness.report.sentences import labels_text
 from harness.report.view import MOST, View, merge_folders, truncate
@@ -184,8 +183,8 @@ def test_disturbed_speeds_stand_in_no_sentence_and_no_ranking(column: str, value
     assert "16,000" not in text and "zero1 at 12,000 tokens/s [11,900–12,100], 3.00 × the speed of tp, the next" in text
     assert "× the speed of ddp" not in text and "Not ranked: ddp (disturbed)" in text
     assert not any("ddp" in text.split(" takes ")[0] for text in re.findall(r"A step of .*", text))
-    assert best(view)["tokens_per_second"] == {1}
-    assert column_values(view.line_medians, "tokens_per_second_ratio") == [None] * 3  # the base is disturbed
+    assert {line.label for line in best(view)["tokens_per_second"]} == {"zero1"}
+    assert column_values(view.lines, "tokens_per_second_ratio") == [None] * 3  # the base is disturbed
     page = markdown.page("page", sections(view))
     assert "~~16,000 ‡~~" in page and "~~64.0~~" in page
     assert first_screen(view).warning == ""
@@ -244,7 +243,7 @@ def test_what_a_paper_says_stands_behind_its_own_figure() -> None:
     entries = example()
     claim = Claim("zero3", "bytes sent", "", "paper", 1.5, "", 1.5, True, "", True)
     state = Claim("zero3", "model state", "", "paper", 2.0, "", 1.6, False, "a copy in fp32", False)
-    group = reported_groups(View("papers", entries), 1)[0]
+    group = View("papers", entries).largest_groups(1)[0]
     zero3, ddp = (next(line for line in group.members if line.label == name) for name in ("zero3", "ddp"))
     assert beside(zero3, ddp, [claim, state]) == (
         "zero3 beside ddp: 60 % of its peak memory; 1.50 × its bytes sent (by the paper's formula 1.50 ×);"
@@ -316,10 +315,10 @@ def test_simulated_layouts_say_how_much_of_their_devices_they_take() -> None:
 
 def test_what_checkpointing_all_strategies_share_is_in_no_label() -> None:
     full = [record_of(row(n, name, "torch", 0, checkpointing="full")) for n, name in enumerate(("ddp", "tp"))]
-    assert column_values(View("full", full).line_medians, "label") == ["ddp", "tp"]
-    assert column_values(View("one", full[:1]).line_medians, "label") == ["ddp + full checkpointing"]
+    assert column_values(View("full", full).lines, "label") == ["ddp", "tp"]
+    assert column_values(View("one", full[:1]).lines, "label") == ["ddp + full checkpointing"]
     mixed_kinds = [*full, record_of(row(5, "ddp", "torch", 0))]
-    labels = column_values(View("mixed", mixed_kinds).line_medians, "label")
+    labels = column_values(View("mixed", mixed_kinds).lines, "label")
     assert sorted(labels) == ["ddp", "ddp + full checkpointing", "tp + full checkpointing"]
 
 
@@ -370,14 +369,13 @@ def test_no_runs_have_no_summary_and_a_single_run_has_no_comparison() -> None:
 
 def test_best_marks_are_of_ranked_speeds_and_exact_bytes() -> None:
     view = View("example", example())
-    labels = view.line_medians["label"].tolist()
-    marked = {column: {labels[position] for position in positions} for column, positions in best(view).items()}
+    marked = {column: {line.label for line in lines} for column, lines in best(view).items()}
     assert marked == {  # ddp and zero1 are about as fast and send the same
         "peak_allocated_bytes": {"zero3"},
         "state_bytes": {"zero3"},
         "activation_bytes": {"ddp + full checkpointing"},
     }
-    marks = best(View("clear", clear()))
+    marks = {column: {line.position for line in lines} for column, lines in best(View("clear", clear())).items()}
     assert marks["tokens_per_second"] == marks["step_seconds"] == {0} and marks["peak_allocated_bytes"] == {2}
     assert best(View("alone", [record for record in records() if record.row["strategy"] == "single"])) == {}
     assert all(len(positions) <= 2 for positions in best(View("mixed", mixed())).values())
@@ -550,7 +548,7 @@ def test_several_folders_form_a_single_comparison(tmp_path: Path) -> None:
     folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
     view = merge_folders([(folder, read_all(folder)) for folder in folders])
     assert len(view.records) == len(view.folders) == 2 * len(records()) and view.name == "a + b"
-    assert len(set(view.line_medians["label"])) == len(view.lines)
+    assert len(set(column_values(view.lines, "label"))) == len(view.lines)
     for run_id, folder in view.folders.items():
         assert folder == tmp_path / run_id and (folder / "record.json").exists()
     alone = merge_folders([(folders[0], read_all(folders[0]))])
@@ -579,11 +577,10 @@ def test_a_page_of_many_runs_states_how_many_it_shows() -> None:
     ]
     view = View("many", many)
     part = truncate(view, MOST)
-    assert len(part.records) == len(part.table) == len(part.lines) == len(part.line_medians) == MOST
-    assert {"ddp micro-batch 598", "tp micro-batch 599"} <= set(part.line_medians["label"])  # the fastest
+    assert len(part.records) == len(part.runs) == len(part.lines) == MOST
+    assert {"ddp micro-batch 598", "tp micro-batch 599"} <= set(column_values(part.lines, "label"))  # the fastest
     whole, ratios = (
-        dict(zip(shown.line_medians["label"], shown.line_medians["peak_allocated_bytes_ratio"], strict=True))
-        for shown in (view, part)
+        {line.label: line.get("peak_allocated_bytes_ratio") for line in shown.lines} for shown in (view, part)
     )
     assert all(whole[label] == ratio for label, ratio in ratios.items())
     page = sections(view)
@@ -634,11 +631,11 @@ if __name__ == "__main__":
 
 def test_a_column_of_labels_stays_where_it_is_empty() -> None:
     """Without it the first column of figures would be taken for labels."""
-    table = pd.DataFrame({"label": ["ddp", "tp"]})
+    lines = lines_of(example()[:2])
     columns = [
         ShownColumn("phase", ["", ""], number=False),
         ShownColumn("gradients", ["1", "2"]),
         ShownColumn("loss", ["", ""]),
     ]
-    shown = run_table(table, columns)
+    shown = line_table(lines, columns)
     assert shown and (shown.header, shown.label_columns) == (["run", "phase", "gradients"], 2)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from harness.records.schema import Record
-from harness.report.ranking import Ranking, rank
-from harness.report.speeds import Speed, leads, speed_of
-from harness.report.view import View, merge_repeats, truncate
+from harness.report.lines import Line
+from harness.report.ranking import rank
+from harness.report.speeds import Speed, leads
+from harness.report.view import View, truncate
 from tests.support.example_records import FAILED, MIB, record_of, row
 
 # The speeds of 27 runs over the medians of their nine configurations, as a comparison on two busy cores recorded them.
@@ -38,19 +39,18 @@ def configuration(number: int, name: str, speeds: Sequence[float], **changes: An
     ]
 
 
-def lines_of(*configurations: list[Record]) -> list[Record]:
-    return merge_repeats([record for entry in configurations for record in entry])
+def view_of(*configurations: list[Record]) -> View:
+    return View("ranked", [record for entry in configurations for record in entry])
 
 
 def test_nine_names_of_one_configuration_have_a_winner_in_at_most_5_percent() -> None:
     draw, drawn = random.Random(1), 1000
-    lines = lines_of(*(configuration(number, f"name{number}", [1.0, 1.0, 1.0]) for number in range(9)))
+    lines = view_of(*(configuration(number, f"name{number}", [1.0, 1.0, 1.0]) for number in range(9))).lines
     winners = 0
     for _ in range(drawn):
-        for line in lines:
-            for run in line.runs:
-                run.row["tokens_per_second"] = 1000 * NOISES["recorded"](draw)
-        (group,) = rank(lines).groups
+        drawn_speeds = [[1000 * NOISES["recorded"](draw) for _ in line.runs] for line in lines]
+        speeds = [Speed(statistics.median(own), min(own), max(own), 3, is_disturbed=False) for own in drawn_speeds]
+        _, (group,) = rank([replace(line, speed=speed) for line, speed in zip(lines, speeds, strict=True)])
         assert len(group.ranked) == 9 and bool(group.fastest) != bool(group.contenders)
         winners += bool(group.fastest)
     assert winners <= 0.05 * drawn
@@ -74,8 +74,8 @@ def test_few_names_of_one_configuration_have_a_winner_in_at_most_5_percent(rival
     assert winners <= 0.05 * drawn
 
 
-def places(ranking: Ranking, name: str) -> list[int]:
-    return sorted(position for group in ranking.groups for position in getattr(group, name))
+def places(view: View, name: str) -> list[int]:
+    return sorted(view.lines.index(line) for group in view.groups for line in getattr(group, name))
 
 
 CLEAR, SLOWER = [1000.0, 1010.0, 1020.0], [900.0, 905.0, 910.0]
@@ -102,39 +102,38 @@ def test_a_winner_needs_three_undisturbed_runs_of_each_rival_and_a_clear_range(
     speeds = changes.pop("speeds", SLOWER)
     slower = configuration(2, "slower", speeds)
     slower = [record_of(record.row | changes) for record in slower]
-    ranking = rank(lines_of(configuration(1, "first", CLEAR), slower))
-    assert places(ranking, "fastest") == fastest
-    assert max(len(group.ranked) for group in ranking.groups) == ranked
+    ranked_view = view_of(configuration(1, "first", CLEAR), slower)
+    assert places(ranked_view, "fastest") == fastest
+    assert max(len(group.ranked) for group in ranked_view.groups) == ranked
 
 
 @pytest.mark.parametrize(("runs", "is_winner"), [(3, False), (4, True), (6, True)])
 def test_disjoint_ranges_of_four_runs_or_more_need_no_distance(runs: int, is_winner: bool) -> None:
     slower, faster = ([base + 10.0 * number / runs for number in range(runs)] for base in (991.0, 1000.0))
-    ranking = rank(lines_of(configuration(1, "first", faster), configuration(2, "second", slower)))
-    assert places(ranking, "fastest") == ([0] if is_winner else [])
-    fewer = rank(lines_of(configuration(1, "first", faster), configuration(2, "second", slower[-3:])))
+    ranked_view = view_of(configuration(1, "first", faster), configuration(2, "second", slower))
+    assert places(ranked_view, "fastest") == ([0] if is_winner else [])
+    fewer = view_of(configuration(1, "first", faster), configuration(2, "second", slower[-3:]))
     assert places(fewer, "fastest") == []
 
 
 def test_a_single_disturbed_run_leaves_the_median_of_the_others() -> None:
     runs = configuration(1, "ddp", [1000.0, 1010.0, 1020.0, 5000.0], peak_allocated_bytes=MIB)
     runs[3].row.update({"noise_warning": "steps became 80% faster", "peak_allocated_bytes": 2 * MIB})
-    (line,) = lines_of(runs)
-    assert speed_of(line.runs) == Speed(1010.0, 1000.0, 1020.0, 3, is_disturbed=False)
+    (line,) = view_of(runs).lines
+    assert line.speed == Speed(1010.0, 1000.0, 1020.0, 3, is_disturbed=False)
     assert (line.row["tokens_per_second"], line.row["timed_runs"], line.row["noise_warning"]) == (1010.0, 3, None)
     assert line.row["peak_allocated_bytes"] == 2 * MIB  # memory is that of all runs
     for run in runs:
         run.row["noise_warning"] = "busy"
-    (line,) = lines_of(runs)
-    speed = speed_of(line.runs)
-    assert speed is not None and speed.is_disturbed and speed.runs == 4 and line.row["noise_warning"] == "busy"
+    (line,) = view_of(runs).lines
+    assert line.speed.is_disturbed and line.speed.runs == 4 and line.row["noise_warning"] == "busy"
 
 
 def test_an_unranked_run_as_fast_as_the_first_blocks_a_winner() -> None:
     entries = [configuration(1, "first", CLEAR), configuration(2, "second", SLOWER)]
-    assert places(rank(lines_of(*entries)), "fastest") == [0]
+    assert places(view_of(*entries), "fastest") == [0]
     for speed, expected in ((1000.0, []), (950.0, [0])):
-        assert places(rank(lines_of(*entries, configuration(3, "alone", [speed]))), "fastest") == expected
+        assert places(view_of(*entries, configuration(3, "alone", [speed])), "fastest") == expected
 
 
 def test_identical_programs_are_no_rivals() -> None:
@@ -157,13 +156,14 @@ def test_identical_programs_are_no_rivals() -> None:
         runs = configuration(number, name, speeds, world_size=1)
         config: Any = {"strategy": {"name": name}, "train": {"steps": 10}}
         entries.append([replace(run, layout=layout | changes, config=config) for run in runs])
-    ranking = rank(lines_of(*entries))
-    assert [standing.program for standing in ranking.standings] == [0, 0, 2]
-    assert places(ranking, "fastest") == [0, 1]
-    assert places(rank(lines_of(*entries[:2])), "fastest") == []  # nothing to beat
+    ranked_view = view_of(*entries)
+    first, second, third = (line.program for line in ranked_view.lines)
+    assert first == second != third
+    assert places(ranked_view, "fastest") == [0, 1]
+    assert places(view_of(*entries[:2]), "fastest") == []  # nothing to beat
     longer: Any = {"strategy": {"name": "pp_1f1b"}, "train": {"steps": 20}}
     entries[1] = [replace(run, config=longer) for run in entries[1]]
-    assert [standing.program for standing in rank(lines_of(*entries)).standings] == [0, 1, 2]
+    assert len({line.program for line in view_of(*entries).lines}) == 3
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -174,21 +174,19 @@ def test_the_front_has_those_that_are_certainly_faster_than_those_before(seed: i
         middle, peak = draw.randint(1, 8) * 100, draw.randint(1, 6) * MIB
         speeds = [middle * draw.gauss(1, 0.05) for _ in range(draw.choice((1, 3, 3, 4)))]
         entries.append(configuration(number, f"s{number}", speeds, peak_allocated_bytes=peak))
-    lines = lines_of(*entries)
-    ranking = rank(lines)
-    speeds_of = {p: s for p, line in enumerate(lines) if (s := speed_of(line.runs)) and s.is_ranked}
-    peaks = {p: lines[p].row["peak_allocated_bytes"] for p in speeds_of}
-    expected: list[int] = []
-    ordered = sorted(speeds_of, key=lambda position: (peaks[position], -speeds_of[position].median))
-    for count, position in enumerate(ordered):
-        beaten = any(leads(speeds_of[other], [speeds_of[position]]) for other in ordered[:count])
-        if leads(speeds_of[position], [speeds_of[other] for other in expected]) and not beaten:
-            expected.append(position)
-    (group,) = ranking.groups
-    assert sorted(group.front) == sorted(expected) == places(ranking, "front")
-    assert [peaks[position] for position in group.front] == sorted(peaks[position] for position in group.front)
-    everything = {line.row["peak_allocated_bytes"] for line in lines}
-    assert {lines[position].row["peak_allocated_bytes"] for position in group.smallest} == {min(everything)}
+    view = view_of(*entries)
+    expected: list[Line] = []
+    ordered = sorted(
+        (line for line in view.lines if line.speed.is_ranked), key=lambda line: (line.peak, -line.speed.median)
+    )
+    for count, line in enumerate(ordered):
+        beaten = any(leads(other.speed, [line.speed]) for other in ordered[:count])
+        if leads(line.speed, [other.speed for other in expected]) and not beaten:
+            expected.append(line)
+    (group,) = view.groups
+    assert group.front == expected == sorted(expected, key=lambda line: line.peak)
+    assert [line for line in view.lines if line.is_on_front] == sorted(expected, key=view.lines.index)
+    assert {line.peak for line in group.smallest} == {min(line.peak for line in view.lines)}
 
 
 def test_places_are_those_among_all_runs_where_few_are_drawn() -> None:
@@ -197,10 +195,10 @@ def test_places_are_those_among_all_runs_where_few_are_drawn() -> None:
     worse = configuration(2, "fsdp", SLOWER, peak_allocated_bytes=2 * MIB, micro_batch=2)
     last = configuration(3, "ddp", [2000.0, 2001.0, 2002.0], peak_allocated_bytes=3 * MIB)
     view = View("whole", [*last, *worse, *best])
-    assert places(view.ranking, "front") == [0, 2]
+    assert places(view, "front") == [0, 2]
     part = truncate(view, 6)
     assert [line.row["strategy"] for line in part.lines] == ["ddp", "fsdp"]
-    assert places(part.ranking, "front") == [0] and part.ranking.groups[0].front == (0,)
+    assert places(part, "front") == [0] and part.lines[0].is_on_front
 
 
 def test_no_module_takes_the_spread_of_steps_for_certainty() -> None:

@@ -1,19 +1,21 @@
 """Horizontal bars: a row for each configuration, its marks on a common axis, and texts behind them."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import MOST, ChartLine, Datum, Item
 from harness.report.charts.marks import Field, Plot, Rows, Scale, unseen
 from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, VegaLite
+from harness.report.lines import Datum, Item, Line
 from harness.report.sentences import sentence
 from harness.report.text import Unit, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
+
+MOST = 60  # bars or curves of one chart that are drawn at once; the page draws the first of those that are visible
 
 _RULE = "the first of those whose strategies are shown"
 
@@ -134,9 +136,19 @@ def row_fields(rows: Sequence[Mapping[str, float | None]], unit: Unit) -> dict[s
     }
 
 
-def endings(lines: Sequence[ChartLine], is_timed: bool) -> dict[str, Field]:
+def endings(lines: Sequence[Line], is_timed: bool) -> dict[str, Field]:
     """Return the texts in place of the bars of lines that are not ok, and in a chart of times of untimed ones."""
     ended = [(is_timed and line.untimed and line.state) or (None if line.ok else line.end) for line in lines]
     reasons = [sanitize(line.row.get("noise_warning" if line.ok else "reason") or "") for line in lines]
     shown = [text and reason for text, reason in zip(ended, reasons, strict=True)]
     return {"ended": Field("status", ended), "reason": Field("reason", shown)}
+
+
+def ordered(lines: Sequence[Line], key: Callable[[Line], float | None]) -> list[Line]:
+    """Return the lines in ascending order, numbered from 0: those without a key come late, those that failed last."""
+
+    def rank(line: Line) -> tuple[bool, bool, float]:
+        value = key(line)
+        return not line.ok, value is None, value or 0.0
+
+    return [replace(line, position=position) for position, line in enumerate(sorted(lines, key=rank))]

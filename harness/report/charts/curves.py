@@ -3,21 +3,24 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import ChartLine, Datum, Item, select
+from harness.report.charts.bars import MOST
 from harness.report.charts.marks import Plot, unseen
 from harness.report.charts.points import shortened
 from harness.report.charts.series import Series
 from harness.report.charts.setting import setting_lines
 from harness.report.comparability import group_by
 from harness.report.document import Chart, VegaLite
+from harness.report.lines import Datum, Item, Line
 from harness.report.sentences import sentence
 
 ONE_OF_EACH = "one of every strategy, then the others in the order of the report"  # what `select` returns
 
 _FEW = 6  # curves that one chart can show
+
+AnyItem = TypeVar("AnyItem", bound=Item)
 
 _COLUMNS, _CELL_HEIGHT, _BESIDE = 2, 150, 20  # small charts beside each other; pixels of one, and beside one
 
@@ -26,7 +29,7 @@ _MOST_ROOM = 74  # pixels of names at the right of small charts
 _LETTER = 6.2  # pixels of a label's character
 
 
-def curve_points(series: Sequence[Series]) -> list[tuple[Series, ChartLine]]:
+def curve_points(series: Sequence[Series]) -> list[tuple[Series, Line]]:
     """Return the points of the curves that `select` chooses, each with its curve."""
     return [(curve, line) for curve in select(series) for line in curve.points]
 
@@ -132,3 +135,15 @@ def _by_variant(ranks: Sequence[int], looks: Sequence[Any]) -> VegaLite:
 def _variant(curve: Item) -> str:
     """Return what a curve is beside its strategy, such as "full" for full checkpointing."""
     return curve.label.removeprefix(curve.strategy).strip().removeprefix("+ ").replace(" checkpointing", "")
+
+
+def select(candidates: Sequence[AnyItem], most: int = MOST) -> list[AnyItem]:
+    """Return at most so many of the candidates, in their order: the fastest of every strategy before the others."""
+    by_speed = sorted(
+        (item for item in candidates if item.drawn_speed is not None), key=lambda item: -(item.drawn_speed or 0.0)
+    )
+    fastest = {item.strategy: item for item in reversed(by_speed)}
+    first = [item for item in by_speed if fastest[item.strategy] is item]
+    others = [item for item in candidates if fastest.get(item.strategy) is not item]
+    drawn = {item.position for item in [*first, *others][:most]}
+    return [item for item in candidates if item.position in drawn]

@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.report.charts import marks
-from harness.report.charts.bars import bars
-from harness.report.charts.lines import ChartLine, Item, chart_lines, finite_number, ordered
+from harness.report.charts.bars import bars, ordered
 from harness.report.charts.marks import Field, Rows, Scale, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import Claim
 from harness.report.comparability import EQUAL_BYTES, is_measured
 from harness.report.document import Chart
+from harness.report.lines import Item, Line, finite_number
 from harness.report.text import byte_unit, format_numbers
-from harness.report.view import View, median_run
+from harness.report.view import View
 from harness.util.text import sanitize
 
 
 def predicted(view: View) -> Chart | None:
     """Draw the predicted peak against the measured one; on the diagonal they are equal."""
-    lines = [line for line in chart_lines(view) if is_measured(line.row) and line.number("predicted_peak_bytes")]
+    lines = [line for line in view.lines if is_measured(line.row) and line.number("predicted_peak_bytes")]
     lines = [line for line in lines if line.peak]
     if not lines:
         return None
@@ -53,7 +53,7 @@ def traffic(view: View) -> Chart | None:
 
     There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
     """
-    known = [line for line in chart_lines(view) if line.ok and _entries(line)]
+    known = [line for line in view.lines if line.ok and _entries(line)]
     lines = ordered(known, lambda line: sum(sent for _, sent, _ in _entries(line)))
     entries = [(line, *entry) for line in lines for entry in _entries(line)]
     sizes = [sent for *_, sent, _ in entries]
@@ -79,11 +79,11 @@ def traffic(view: View) -> Chart | None:
     return plot.chart("traffic", "Bytes sent by mesh axis", "value", layers, facts=facts)
 
 
-def _entries(line: ChartLine) -> list[tuple[str, float, float | None]]:
+def _entries(line: Line) -> list[tuple[str, float, float | None]]:
     """Return each mesh axis, the bytes that a rank sends along it in a step, and the formula's."""
     return [
         (sanitize(entry.get("axis") or ""), sent, finite_number(entry.get("formula_bytes")))
-        for entry in median_run(line.record).traffic
+        for entry in line.median_run.traffic
         if (sent := finite_number(entry.get("bytes"))) is not None
     ]
 
@@ -93,7 +93,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
     known = sorted((claim for claim in claims if claim.expected > 0 and claim.measured > 0), key=_apart, reverse=True)
     if not known:
         return None
-    strategies = {line.label: line.strategy for line in chart_lines(view)}
+    strategies = {line.label: line.strategy for line in view.lines}
     items = [
         Item(f"{sanitize(claim.label)}: {claim.subject}", strategies.get(sanitize(claim.label), ""), place)
         for place, claim in enumerate(known)

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 from harness.report.charts import marks, style
 from harness.report.charts.bars import LINES, Bars, Labels, bars
-from harness.report.charts.lines import ChartLine, chart_lines
 from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, unseen
 from harness.report.charts.setting import setting_lines
 from harness.report.charts.speed import speed_fields, speed_marks
 from harness.report.document import Chart
+from harness.report.lines import Line
 from harness.report.sentences import sentence
 from harness.report.text import pluralize
 from harness.report.view import View
@@ -26,9 +26,9 @@ def first_picture(view: View) -> Chart | None:
 
     The largest group of comparable configurations comes first: sorted by speed if that may be compared, else by memory.
     """
-    by_speed = bool(view.ranking.groups) and bool(view.ranking.groups[0].ranked)
+    by_speed = bool(view.groups) and bool(view.groups[0].ranked)
     lines = _sorted(view, by_speed)
-    if not any(line.peak or line.speed for line in lines):
+    if not any(line.peak or line.drawn_speed for line in lines):
         return None
     most = _drawn_count(lines)
     fields, drawn = _fields(view, lines), Rows(lines[:most], _fields(view, lines[:most]))
@@ -57,7 +57,7 @@ def first_picture(view: View) -> Chart | None:
     return chart
 
 
-def _fields(view: View, lines: Sequence[ChartLine]) -> dict[str, Field]:
+def _fields(view: View, lines: Sequence[Line]) -> dict[str, Field]:
     """Return the peaks, and the speeds or the bytes sent."""
     peak = bytes_field("peak memory", [line.peak for line in lines])
     sent = bytes_field("bytes sent", [line.number("communication_bytes") if line.ok else None for line in lines])
@@ -76,33 +76,33 @@ def _fields(view: View, lines: Sequence[ChartLine]) -> dict[str, Field]:
     }
 
 
-def _drawn_count(lines: Sequence[ChartLine]) -> int:
+def _drawn_count(lines: Sequence[Line]) -> int:
     """Return how many of the sorted lines are drawn: all if they fit, else those of the first comparable group."""
     if len(lines) <= _MOST:
         return len(lines)
-    return min(_MOST, sum(line.standing.group == 0 for line in lines) or _MOST)
+    return min(_MOST, sum(line.group == 0 for line in lines) or _MOST)
 
 
-def _sorted(view: View, by_speed: bool) -> list[ChartLine]:
+def _sorted(view: View, by_speed: bool) -> list[Line]:
     """Return all lines: those of the largest group before others, the fastest or the smallest first.
 
     They are under names that say the ranks of those that are not in the first group, and of no others.
     """
 
-    def key(line: ChartLine) -> tuple[bool, bool, bool, float]:
+    def key(line: Line) -> tuple[bool, bool, bool, float]:
         value = line.peak
         if by_speed:
-            value = -line.speed if line.speed and line.timing.is_ranked else None
-        return not line.ok, line.standing.group != 0, value is None, value or 0.0
+            value = -line.drawn_speed if line.drawn_speed and line.speed.is_ranked else None
+        return not line.ok, line.group != 0, value is None, value or 0.0
 
-    lines = [replace(line, position=place) for place, line in enumerate(sorted(chart_lines(view), key=key))]
+    lines = [replace(line, position=place) for place, line in enumerate(sorted(view.lines, key=key))]
     varies = len({line.row.get("world_size") for line in lines}) > 1
     names = []
     for line in lines:
         ranks = line.row.get("world_size")
         suffix = f" on {pluralize(ranks, 'rank')}" if ranks and varies else ""
         bare = line.label.removesuffix(suffix)
-        names.append(bare if line.standing.group in (0, None) else f"{bare}{suffix}")
+        names.append(bare if line.group in (0, None) else f"{bare}{suffix}")
     if len(set(names)) < len(names):
         return lines
     return [replace(line, label=name) for line, name in zip(lines, names, strict=True)]

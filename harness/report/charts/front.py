@@ -5,9 +5,9 @@ from typing import Any
 
 from harness.cost_model.prediction import Prediction
 from harness.report.charts import marks, style
-from harness.report.charts.lines import Item
 from harness.report.charts.marks import Field, Rows, Scale
 from harness.report.document import Chart
+from harness.report.lines import Item
 from harness.report.sentences import sentence
 
 GIB = 2**30

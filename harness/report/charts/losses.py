@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 
 from harness.records.schema import Row
 from harness.report.charts import marks
-from harness.report.charts.curves import ONE_OF_EACH
-from harness.report.charts.lines import ChartLine, Datum, chart_lines, finite_number, select
+from harness.report.charts.curves import ONE_OF_EACH, select
 from harness.report.charts.marks import Field, Rows, Scale, column, spanning
 from harness.report.charts.setting import setting_lines
 from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.labels import value_text
+from harness.report.lines import Datum, Line, finite_number
 from harness.report.sentences import sentence
-from harness.report.view import View, median_run
+from harness.report.view import View
 from harness.util.text import sanitize
 
 _DASH = 10  # pixels
@@ -31,7 +31,7 @@ Losses = Mapping[int, tuple[float, str]]  # the loss of the median repeat and it
 
 def losses(view: View) -> list[Chart]:
     """Draw the losses of the median repeat of every line, one chart for each training: model, precision and batch."""
-    ok = [line for line in chart_lines(view) if line.ok]
+    ok = [line for line in view.lines if line.ok]
     trainings = group_by(ok, lambda line: comparability_key(line.row))
     charts: list[Chart] = []
     for lines in trainings.values():
@@ -43,9 +43,9 @@ def losses(view: View) -> list[Chart]:
     return charts
 
 
-def _step_losses(view: View, line: ChartLine) -> dict[int, tuple[float, str]]:
+def _step_losses(view: View, line: Line) -> dict[int, tuple[float, str]]:
     """Return loss and phase by step of a line's median run from its steps.jsonl; empty if there is no such file."""
-    folder = view.folders.get(median_run(line.record).row["run_id"])
+    folder = view.folders.get(line.median_run.row["run_id"])
     losses: dict[int, tuple[float, str]] = {}
     try:
         lines = (folder / "steps.jsonl").read_text(encoding="utf-8", errors="replace").splitlines() if folder else []
@@ -77,7 +77,7 @@ def _training(row: Row) -> str:
     return sanitize(", ".join(str(part) for part in parts if part))
 
 
-def _chart(view: View, name: str, title: str, curves: Sequence[tuple[ChartLine, Losses]], total: int) -> Chart:
+def _chart(view: View, name: str, title: str, curves: Sequence[tuple[Line, Losses]], total: int) -> Chart:
     lines, by_step = [line for line, _ in curves], [curve for _, curve in curves]
     steps = sorted({step for curve in by_step for step in curve})
     few = (
@@ -106,7 +106,7 @@ def _chart(view: View, name: str, title: str, curves: Sequence[tuple[ChartLine, 
     return marks.draw(name, title, setting_lines(view), rows, "", plot, facts, data, omitted=omitted)
 
 
-def _points(curves: Sequence[tuple[ChartLine, Losses]], bundles: Sequence[Sequence[int]]) -> list[Datum]:
+def _points(curves: Sequence[tuple[Line, Losses]], bundles: Sequence[Sequence[int]]) -> list[Datum]:
     """Return the points of the curves: those that coincide have dashes, in pixels, that alternate along the way."""
     points = []
     for bundle in bundles:
@@ -120,7 +120,7 @@ def _points(curves: Sequence[tuple[ChartLine, Losses]], bundles: Sequence[Sequen
     return points
 
 
-def _ends(curves: Sequence[tuple[ChartLine, Losses]], bundles: Sequence[Sequence[int]]) -> list[Datum]:
+def _ends(curves: Sequence[tuple[Line, Losses]], bundles: Sequence[Sequence[int]]) -> list[Datum]:
     """Return the names at the ends of the curves, one for all that coincide; they belong to no strategy."""
     ends = []
     for first, *rest in bundles:

@@ -11,8 +11,8 @@ from operator import itemgetter
 from typing import Any
 
 from harness.report.charts import style
-from harness.report.charts.lines import Datum, Item
 from harness.report.document import Chart, Table, VegaLite
+from harness.report.lines import Datum, Item
 from harness.report.sentences import sentence
 from harness.report.text import ONE, Unit, byte_unit, format_numbers
 from harness.report.view import View

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.report.charts import marks
-from harness.report.charts.bars import bars, endings, row_fields
+from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.lines import ChartLine, chart_lines, finite_number, ordered
 from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES
+from harness.report.lines import Line, finite_number
 from harness.report.text import byte_unit, bytes_text, format_numbers, join_words
-from harness.report.view import View, peak_run
+from harness.report.view import View
 
 _UNDIVIDED = "no breakdown recorded"
 
@@ -21,7 +21,7 @@ _FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not d
 
 def peak(view: View) -> Chart | None:
     """Draw the parts of the peak memory of every line, the smallest peak first, and the device's limit."""
-    lines = ordered(chart_lines(view), lambda line: line.peak)
+    lines = ordered(view.lines, lambda line: line.peak)
     peaks = [line.peak for line in lines]
     highest = max(filter(None, peaks), default=0.0)
     if not highest:
@@ -52,16 +52,16 @@ def peak(view: View) -> Chart | None:
     return plot.chart("peak", "Breakdown of peak memory", title, layers, data={"limits": rules}, facts=facts)
 
 
-def _parts(line: ChartLine) -> dict[str, float | None]:
+def _parts(line: Line) -> dict[str, float | None]:
     """Return the parts of a peak by their titles, or the whole peak if they are not known."""
-    row = peak_run(line.record).row if line.ok else {}
+    row = line.peak_run.row if line.ok else {}
     parts = {title: finite_number(row.get(f"at_peak_{part}_bytes")) or None for part, title in PEAK_TITLES.items()}
     return parts | {_UNDIVIDED: None if any(parts.values()) else finite_number(row.get("peak_allocated_bytes"))}
 
 
 def batches(view: View) -> Chart | None:
     """Draw the measured and the predicted activation memory over the micro-batch."""
-    series = by_micro_batch(chart_lines(view))
+    series = by_micro_batch(view.lines)
     if not series:
         return None
     points = curve_points(series)
@@ -92,7 +92,7 @@ _ROOM = 150  # pixels behind the longest bar for the size that did not fit
 
 def memory_wall(view: View) -> Chart | None:
     """Draw peak memory over the model's parameters, the limit, and where strategies ran out of memory."""
-    series = by_parameters(chart_lines(view))
+    series = by_parameters(view.lines)
     if not series:
         return None
     points = curve_points(series)
@@ -128,7 +128,7 @@ def memory_wall(view: View) -> Chart | None:
 
 def largest_model(view: View) -> Chart | None:
     """Draw the largest model that each configuration trained, the largest first, if some ran out of memory."""
-    series = by_parameters(chart_lines(view)) if any(line.status == "oom" for line in view.lines) else []
+    series = by_parameters(view.lines) if any(line.status == "oom" for line in view.lines) else []
     lines = [line for curve in series for line in curve.points]
     if not any(line.status == "oom" for line in lines):
         return None
@@ -158,9 +158,9 @@ def largest_model(view: View) -> Chart | None:
 _LIMIT = "memory_limit_bytes"
 
 
-def _limits(lines: Sequence[ChartLine]) -> list[float]:
+def _limits(lines: Sequence[Line]) -> list[float]:
     return sorted({limit for line in lines if (limit := line.number(_LIMIT))})
 
 
-def _millions(line: ChartLine) -> float:
+def _millions(line: Line) -> float:
     return (line.number("parameters") or 0.0) / _MILLION

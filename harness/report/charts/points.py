@@ -4,9 +4,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from harness.report.charts import marks, style
-from harness.report.charts.lines import Datum
 from harness.report.charts.marks import Plot
 from harness.report.document import VegaLite
+from harness.report.lines import Datum
 
 _LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a character's mean width
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.strategy import DEGREES
-from harness.report.charts.lines import ChartLine, Item
 from harness.report.comparability import curve_columns, curve_key, group_by
 from harness.report.labels import VARYING, configuration_name, value_text
+from harness.report.lines import Item, Line
 from harness.util.text import sanitize
 
 # The columns that follow from the number of ranks.
@@ -28,17 +28,17 @@ class Series(Item):
     No two series of a chart have the same label.
     """
 
-    points: Sequence[ChartLine]
+    points: Sequence[Line]
 
     @property
     def speed(self) -> float | None:
         """The speed of the fastest point, None where none is known."""
-        return max((line.speed for line in self.points if line.speed is not None), default=None)
+        return max((line.drawn_speed for line in self.points if line.drawn_speed is not None), default=None)
 
 
-def by_world(lines: Sequence[ChartLine]) -> list[Series]:
+def by_world(lines: Sequence[Line]) -> list[Series]:
     """Return the curves of speed over ranks, with equal batches if there are such lines, else with any batches."""
-    ok = [line for line in lines if line.speed and line.number("world_size")]
+    ok = [line for line in lines if line.drawn_speed and line.number("world_size")]
     if not _group(ok, "world_size", (*_DEGREES, *BATCH_COLUMNS)):  # what is alone with any batch is so with equal ones
         return []
     for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS):
@@ -48,19 +48,19 @@ def by_world(lines: Sequence[ChartLine]) -> list[Series]:
     return []
 
 
-def by_micro_batch(lines: Sequence[ChartLine]) -> list[Series]:
+def by_micro_batch(lines: Sequence[Line]) -> list[Series]:
     """Return the curves of activation memory over the micro-batch."""
     ok = [line for line in lines if line.ok and line.number("activation_bytes") and line.number("micro_batch")]
     return _group(ok, "micro_batch", BATCH_COLUMNS)
 
 
-def by_parameters(lines: Sequence[ChartLine]) -> list[Series]:
+def by_parameters(lines: Sequence[Line]) -> list[Series]:
     """Return the curves of peak memory over the model's size; lines that ran out of memory are points too."""
     known = [line for line in lines if line.status in ("ok", "oom") and line.number("parameters")]
     return _group(known, "parameters", _SIZES)
 
 
-def _group(lines: Sequence[ChartLine], name: str, free: Sequence[str]) -> list[Series]:
+def _group(lines: Sequence[Line], name: str, free: Sequence[str]) -> list[Series]:
     """Return the series over a column with more than one point; the first of several lines at a point counts."""
     columns = curve_columns(free)
     settings = group_by(lines, lambda line: tuple(map(line.row.get, columns))).values()

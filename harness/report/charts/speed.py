@@ -2,15 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 
-from harness.report.charts.bars import Bars, bars, endings, row_fields
+from harness.report.charts.bars import Bars, bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.lines import ChartLine, chart_lines, finite_number, ordered
 from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
 from harness.report.charts.series import by_world
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
+from harness.report.lines import Line, finite_number
 from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents
-from harness.report.view import View, median_run
+from harness.report.view import View
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
 
@@ -23,17 +23,17 @@ def throughput(view: View) -> Chart | None:
     Speeds of enough repeats are bars with the range of their runs. Others are hollow points, which rank nothing, and
     disturbed ones and those of ranks that shared cores are not drawn. Without ranked speeds there is no chart.
     """
-    lines = ordered(chart_lines(view), lambda line: -line.speed if line.speed else None)
-    if not view.draws_speeds or not any(line.speed for line in lines):
+    lines = ordered(view.lines, lambda line: -line.drawn_speed if line.drawn_speed else None)
+    if not view.draws_speeds or not any(line.drawn_speed for line in lines):
         return None
     status = {"status": column("status", [line.state for line in lines], True)}
     plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), Scale(TOKENS))
     return plot.chart("throughput", "Tokens per second", "median", speed_marks(plot))
 
 
-def speed_fields(lines: Sequence[ChartLine]) -> dict[str, Field]:
+def speed_fields(lines: Sequence[Line]) -> dict[str, Field]:
     """Return median, range and number of runs of the speeds, and what stands behind their bars."""
-    speeds = [line.timing if line.speed else None for line in lines]
+    speeds = [line.speed if line.drawn_speed else None for line in lines]
     fields = {
         name: numbers(title, [getattr(speed, name, None) for speed in speeds], ONE, ",.2f")
         for name, title in (("median", TOKENS), ("low", "slowest run"), ("high", "fastest run"))
@@ -63,11 +63,14 @@ def speed_marks(plot: Bars) -> list[VegaLite]:
 
 def scaling(view: View) -> Chart | None:
     """Draw tokens per second over ranks, and linear scaling from the fewest ranks."""
-    series = by_world(chart_lines(view)) if view.draws_speeds else []
+    series = by_world(view.lines) if view.draws_speeds else []
     if not series:
         return None
     points = curve_points(series)
-    ranks, speeds = [line.number("world_size") or 0 for _, line in points], [line.speed or 0.0 for _, line in points]
+    ranks, speeds = (
+        [line.number("world_size") or 0 for _, line in points],
+        [line.drawn_speed or 0.0 for _, line in points],
+    )
     per_rank = [_speed_per_rank(curve.points[0]) for curve, _ in points]
     ideals = [speed * count for speed, count in zip(per_rank, ranks, strict=True)]
     shares = [speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]
@@ -91,14 +94,14 @@ def scaling(view: View) -> Chart | None:
     name = "Tokens per second by number of ranks (dotted: linear scaling)"
     facts = {
         "counts": list(map(str, counts)),
-        "is_ranked": all(line.timing.is_ranked for _, line in points),
-        "lines": chart_lines(view),
+        "is_ranked": all(line.speed.is_ranked for _, line in points),
+        "lines": view.lines,
     }
     return curves.chart("scaling", name, "y", len(series), [linear], facts=facts)
 
 
-def _speed_per_rank(line: ChartLine) -> float:
-    return (line.speed or 0.0) / (line.number("world_size") or 1)
+def _speed_per_rank(line: Line) -> float:
+    return (line.drawn_speed or 0.0) / (line.number("world_size") or 1)
 
 
 _TOTAL = "step time"
@@ -113,7 +116,7 @@ _OVERLAPPED = "overlapped with computing"
 
 def step(view: View) -> Chart | None:
     """Draw the parts of the step time of every line's median repeat, the shortest step first."""
-    lines = [line for line in chart_lines(view) if not line.ok or line.row.get("step_seconds") is not None]
+    lines = [line for line in view.lines if not line.ok or line.row.get("step_seconds") is not None]
     times = {line.label: [value or None for value in _seconds(line, *STEP_TITLES)] for line in lines}
     totals = {label: sum(filter(None, seconds)) or None for label, seconds in times.items()}
     if not view.draws_speeds or not any(totals.values()):
@@ -127,7 +130,7 @@ def step(view: View) -> Chart | None:
     plot = _stacked(view, lines, fields, fields[_TOTAL].title, ends, ends)
     facts = {
         "parts": [part for part in parts if plot.rows.known(part)],
-        "is_repeated": any(len(line.record.runs) > 1 for line in lines),
+        "is_repeated": any(len(line.runs) > 1 for line in lines),
     }
     stack = plot.stack(list(parts), MILLISECONDS, _EXACT)
     return plot.chart("step", "Breakdown of step time", _TOTAL, [stack], facts=facts)
@@ -135,7 +138,7 @@ def step(view: View) -> Chart | None:
 
 def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
-    lines = chart_lines(view) if view.draws_speeds else []
+    lines = view.lines if view.draws_speeds else []
     timed = [line for line in lines if line.ok and line.row.get("step_seconds") is not None]
     ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
     times = {line.label: _seconds(line, _EXPOSED, "overlapped_communication_seconds") for line in ranks}
@@ -158,15 +161,15 @@ def exposed_communication(view: View) -> Chart | None:
     return plot.chart("exposed", "Exposed communication", STEP_TITLES[_EXPOSED], [stack], facts=facts)
 
 
-def _seconds(line: ChartLine, *names: str) -> list[float | None]:
+def _seconds(line: Line, *names: str) -> list[float | None]:
     """Return times of a line's median repeat; the parts of a step add up within one run only."""
-    row = median_run(line.record).row if line.is_timed else {}
+    row = line.median_run.row if line.is_timed else {}
     return [finite_number(row.get(name)) for name in names]
 
 
 def _stacked(
     view: View,
-    lines: Sequence[ChartLine],
+    lines: Sequence[Line],
     fields: Mapping[str, Field],
     title: str,
     ends: Sequence[float | None],

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.report.charts import marks, style
-from harness.report.charts.bars import bars
-from harness.report.charts.lines import ChartLine, Datum, chart_lines, ordered
+from harness.report.charts.bars import bars, ordered
 from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
@@ -13,7 +12,7 @@ from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import PARTITION_COLUMNS, group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
-from harness.report.reported import group_titles
+from harness.report.lines import Datum, Line
 from harness.report.sentences import sentence
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
 from harness.report.text import ONE, format_percents, pluralize
@@ -37,8 +36,8 @@ def trade(view: View) -> Chart | None:
     The front connects ranked configurations by memory, each certainly faster than those before it. It is worked out
     over all of them, and again by the page over those that are visible.
     """
-    lines = [line for line in chart_lines(view) if line.speed and line.peak] if view.draws_speeds else []
-    by_group = group_by(lines, lambda line: line.standing.group)
+    lines = [line for line in view.lines if line.drawn_speed and line.peak] if view.draws_speeds else []
+    by_group = group_by(lines, lambda line: line.group)
     shown = dict([entry for entry in sorted(by_group.items()) if len(entry[1]) > 1][:_MOST_FRONTS])
     drawn = {number: _drawn(group) for number, group in shown.items()}
     if not drawn:
@@ -50,12 +49,12 @@ def trade(view: View) -> Chart | None:
     labels: dict[str, list[Datum]] = {}
     cells: list[VegaLite] = []
     for number in drawn:
-        name, title = f"labels{number}", group_titles(view)[number or 0]
+        name, title = f"labels{number}", view.groups[number or 0].title
         layers, labels[name] = _panel(view, rows, number, name, size)
         head = {"text": sanitize(title[:1].upper() + title[1:]), "fontSize": style.FONT_SIZE, "offset": 4}
         own = [{"filter": f"datum.group === {number}"}]
         cells.append({"layer": layers, "title": head, "transform": own, "width": size[0], "height": height})
-    candidates = [_candidate(line) for group in shown.values() for line in group if line.timing.is_ranked]
+    candidates = [_candidate(line) for group in shown.values() for line in group if line.speed.is_ranked]
     meta = {"beside": beside, "candidates": candidates, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS}
     plot = {"concat": cells, "columns": columns, "usermeta": meta}
     fronts = [sorted(filter(_is_on_front, group), key=lambda line: line.peak or 0.0) for group in shown.values()]
@@ -72,37 +71,37 @@ def trade(view: View) -> Chart | None:
     return chart
 
 
-def _drawn(group: Sequence[ChartLine]) -> list[ChartLine]:
+def _drawn(group: Sequence[Line]) -> list[Line]:
     """Return the lines to draw: if there are too many, first those that can be on a front when strategies are hidden.
 
     Such a line is on the front of its own strategy.
     """
     ranked = sorted(
-        (line for line in group if line.timing.is_ranked), key=lambda line: (line.peak, -(line.speed or 0.0))
+        (line for line in group if line.speed.is_ranked), key=lambda line: (line.peak, -(line.drawn_speed or 0.0))
     )
     own = {line.position for line in filter(_is_on_front, group)}
     fastest: dict[str, float] = {}
     for line in ranked:
-        if (line.speed or 0.0) > fastest.get(line.strategy, 0.0):
-            fastest[line.strategy] = line.speed or 0.0
+        if (line.drawn_speed or 0.0) > fastest.get(line.strategy, 0.0):
+            fastest[line.strategy] = line.drawn_speed or 0.0
             own.add(line.position)
     first = sorted(group, key=lambda line: line.position not in own)[:_MOST_POINTS]
     return sorted(first, key=lambda line: line.position)
 
 
-def _rows(lines: Sequence[ChartLine]) -> Rows:
+def _rows(lines: Sequence[Line]) -> Rows:
     """Return the lines with their peaks, speeds, repeats, and whether each is on the front."""
-    peaks, speeds = [line.peak for line in lines], [line.timing for line in lines]
+    peaks, speeds = [line.peak for line in lines], [line.speed for line in lines]
     fields = {
         "y": bytes_field("peak", peaks),
         "x": numbers(_RATE, [speed.median for speed in speeds], ONE, ",.2f"),
         "low": Field("slowest run", [speed.low for speed in speeds], form=",.2f"),
         "high": Field("fastest run", [speed.high for speed in speeds], form=",.2f"),
         "runs": Field("runs", [speed.runs for speed in speeds], [str(speed.runs) for speed in speeds], "d"),
-        "on": column("on the front", ["yes" if line.standing.is_on_front else "" for line in lines]),
-        "first": unseen([line.standing.is_on_front for line in lines]),
+        "on": column("on the front", ["yes" if line.is_on_front else "" for line in lines]),
+        "first": unseen([line.is_on_front for line in lines]),
         "ranked": unseen([speed.is_ranked for speed in speeds]),
-        "group": unseen([line.standing.group for line in lines]),
+        "group": unseen([line.group for line in lines]),
         "name": unseen(
             [line.label.removesuffix(f" on {pluralize(line.row.get('world_size') or 1, 'rank')}") for line in lines]
         ),
@@ -110,18 +109,18 @@ def _rows(lines: Sequence[ChartLine]) -> Rows:
     return Rows(lines, fields)
 
 
-def _candidate(line: ChartLine) -> list[Any]:
+def _candidate(line: Line) -> list[Any]:
     """Return what the page works a front out from.
 
     It is position, strategy, group and peak, the slowest, median and fastest run, and the number of runs.
     """
-    speed = line.timing
-    place = [line.position, line.strategy, line.standing.group, line.peak]
+    speed = line.speed
+    place = [line.position, line.strategy, line.group, line.peak]
     return [*place, speed.low, speed.median, speed.high, speed.runs]
 
 
-def _is_on_front(line: ChartLine) -> bool:
-    return line.standing.is_on_front
+def _is_on_front(line: Line) -> bool:
+    return line.is_on_front
 
 
 def _panel(
@@ -180,10 +179,10 @@ def checkpointing(view: View) -> Chart | None:
     return plot.chart("checkpointing", name, "value", layers, _ROOM * any(cells), facts=facts)
 
 
-def _pairs(view: View) -> Iterator[tuple[ChartLine, ChartLine]]:
+def _pairs(view: View) -> Iterator[tuple[Line, Line]]:
     """Yield the lines that checkpoint, each with its peer that does not, of which both peaks are known."""
-    lines = {line.row["run_id"]: line for line in chart_lines(view)}
-    runs = ok_runs(view.lines)
+    lines = {line.row["run_id"]: line for line in view.lines}
+    runs = ok_runs([line.record for line in view.lines])
     for run in runs:
         if run.get("checkpointing") not in (None, "none"):
             plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
@@ -192,19 +191,19 @@ def _pairs(view: View) -> Iterator[tuple[ChartLine, ChartLine]]:
                 yield pair
 
 
-def _change(line: ChartLine, plain: ChartLine, name: str) -> float | None:
+def _change(line: Line, plain: Line, name: str) -> float | None:
     """Return the relative increase of a column."""
     old, new = plain.number(name), line.number(name)
     return new / old - 1 if old and new is not None else None
 
 
-def _cost(line: ChartLine, plain: ChartLine) -> tuple[float | None, str]:
+def _cost(line: Line, plain: Line) -> tuple[float | None, str]:
     """Return the relative increase of step time, if both speeds are ranked, and the mark of one that is not certain."""
-    speeds = line.timing, plain.timing
+    speeds = line.speed, plain.speed
     cost = _change(line, plain, "step_seconds")
     if cost is None or not all(speed.is_ranked or speed.is_simulated for speed in speeds):
         return None, ""
-    return cost, UNSETTLED_MARK * (not line.timing.is_simulated and are_alike(*speeds))
+    return cost, UNSETTLED_MARK * (not line.speed.is_simulated and are_alike(*speeds))
 
 
 def _saved(title: str, changes: Sequence[float | None]) -> Field:
