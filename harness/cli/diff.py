@@ -1,15 +1,18 @@
 """harness diff A B: what changed between two comparisons, or whether the second holds the first as a baseline."""
 
+import json
 import re
 from argparse import ArgumentTypeError, Namespace
 from pathlib import Path
+
+import orjson
 
 from harness.cli.command import argument, command
 from harness.cli.report import prepare_output, read_comparison
 from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record
-from harness.report.diff import print_comparison, print_names, print_regressions, regressions_json
+from harness.report.diff import print_comparison, print_names, print_regressions
 from harness.report.regressions import compare
 from harness.report.tables import terminal
 from harness.util.errors import UserError
@@ -58,17 +61,17 @@ def main(options: Namespace) -> int:
     if options.fail_above is None and (options.across_versions or options.json):
         options.fail("--across-versions and --json are for a comparison with a baseline: add --fail-above 5%")
     prepare_output()
-    names, before, after = (str(options.A), str(options.B)), read_runs(options.A), read_runs(options.B)
+    names, before, after, out = (str(options.A), str(options.B)), read_runs(options.A), read_runs(options.B), terminal()
     if options.fail_above is None:
-        print_comparison(names, before, after, terminal())
+        print_names(names, (before, after), out)
+        print_comparison(before, after, out)
         return 0
-    comparison = compare(before, after, options.fail_above, options.across_versions)
-    if not comparison.compared:
+    check = compare(before, after, options.fail_above, options.across_versions)
+    if not check["compared"]:
         raise UserError(f"{options.A} is no baseline: none of its runs ended ok")
     if options.json:
-        print(regressions_json(comparison))
+        print(json.dumps(orjson.loads(orjson.dumps(check)), indent=2))  # orjson writes infinity as null
     else:
-        out = terminal()
         print_names(names, (before, after), out)
-        print_regressions(comparison, out)
-    return REGRESSED if comparison.regressed else 0
+        print_regressions(check, out)
+    return 0 if check["holds"] else REGRESSED

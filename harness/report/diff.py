@@ -1,21 +1,29 @@
 """Two folders of results in the terminal: side by side with the ratio of each figure, or against a baseline."""
 
-import dataclasses
-import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from harness.records.columns import COLUMN_TYPES, column
+from harness.records.columns import column
 from harness.records.schema import Record, Row
 from harness.report.columns import ShownColumn, write
 from harness.report.comparison_columns import UNSETTLED_MARK, WORDS, abbreviations
-from harness.report.folder_changes import Changes, Pair, changes, configuration_changes, environment, origin, pairs
-from harness.report.regressions import BaselineCheck, Change, Figure
-from harness.report.speeds import MINIMUM_RUNS, are_alike
+from harness.report.folder_changes import (
+    MISSING,
+    Changes,
+    Pair,
+    changes,
+    configuration_changes,
+    environment,
+    origin,
+    pairs,
+)
+from harness.report.regressions import SPEED, Change, Figure
+from harness.report.sentences import sentence
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
     bytes_text,
@@ -23,9 +31,9 @@ from harness.report.text import (
     format_deviations,
     format_numbers,
     format_ratios,
-    outcome_text,
     pluralize,
 )
+from harness.util.files import JsonObject
 from harness.util.text import sanitize
 
 EXACT = 0.01  # the relative tolerance of figures that a machine's load does not change
@@ -35,221 +43,198 @@ _EXACT_COLUMNS = ("_bytes", "_flops", "in_flight_micro_batches", "_retries", "_o
 # These have columns of their own; the last depends on what else a process imported.
 _SHOWN = {"peak_allocated_bytes", "communication_bytes", "peak_rss_bytes"}
 
+# A run is defined by these parts of its configuration. All others may differ between two folders and leave runs to
+# compare, if they differ for all of them.
+_DEFINING = ("model.", "strategy.", "checkpointing.")
 
-def print_comparison(names: tuple[str, str], first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
-    """Print what differs between two folders, called A and B: versions and settings, pairs of runs, and other runs.
+# The figures of the table: column, word of its header, kind, and when A's column and that of the ratio are left out.
+_FIGURES = (
+    (SPEED, "tokens", "number", 7, 0),
+    ("peak_allocated_bytes", "peak", "bytes", 5, 10),
+    ("communication_bytes", "sent", "sent", 1, 9),
+)
 
-    Args:
-        names: The names of A and of B.
-        first: The records of A.
-        second: The records of B.
-        out: Where to print.
-    """
-    print_names(names, (first, second), out)
-    configuration = configuration_changes(first, second)
-    _print_changes("Versions", changes(map(origin, first), map(origin, second)), out)
-    _print_changes("Environment", changes(map(environment, first), map(environment, second)), out)
-    _print_changes("Configuration shared by all runs", configuration, out)
-    _print_pairs(pairs(first, second, configuration), out)
+_DEVIATIONS = (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4))
 
 
 def print_names(names: tuple[str, str], sides: tuple[Sequence[Record], Sequence[Record]], out: Console) -> None:
     """Print which runs are A and which are B."""
     for side, name, records in zip("AB", names, sides, strict=True):
-        out.print(Text(sanitize(f"{side}: {name}, {pluralize(len(records), 'run')}")), soft_wrap=True)
+        _print_notes({f"{side}: {name}, {pluralize(len(records), 'run')}": True}, out, soft_wrap=True)
+
+
+def print_comparison(first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
+    """Print what differs between two folders, called A and B: versions and settings, pairs of runs, and other runs.
+
+    Args:
+        first: The records of A.
+        second: The records of B.
+        out: Where to print.
+    """
+    configuration = configuration_changes(first, second)
+    for title, part_of in (("Versions", origin), ("Environment", environment)):
+        _print_changes(title, changes([*map(part_of, first)], [*map(part_of, second)]), out)
+    _print_changes("Configuration shared by all runs", configuration, out)
+    ignored = [key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values]
+    _print_pairs(pairs(first, second, ignored), out)
 
 
 def _print_changes(title: str, differences: Changes, out: Console) -> None:
     if not differences:
         out.print(Text(f"{title}: no difference"))
         return
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    for header in (title, "A", "B"):
-        table.add_column(Text(header), overflow="fold")
-    for key, values in differences.items():
+    headers = (Column(Text(header), overflow="fold") for header in (title, "A", "B"))
+    table = Table(*headers, box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    for key, values in sorted(differences.items()):
         table.add_row(*(Text(sanitize(text)) for text in (key, *values)))
     out.print(table)
 
 
 def _print_pairs(lines: Sequence[Pair], out: Console) -> None:
-    matched = [pair for pair in lines if pair.first and pair.second]
-    notes = ["no run of A has the same configuration as a run of B"]
+    """Print the table of the pairs, its legend, notes on the pairs, and the lines without a pair."""
+    matched = [pair for pair in lines if MISSING not in (pair.first, pair.second)]
+    columns, left_out = fit_width(_columns(matched), out.width)
     if matched:
-        columns, left_out = fit_width(_columns(matched), out.width)
         out.print(rich_table(columns))
-        titles = ", ".join(column.title for column in left_out)
-        notes = [f"columns left out to fit {out.width} characters: {titles}"] if left_out else []
-        notes += [text for text in (abbreviations(columns), *_legend(matched), *_notes(matched)) if text]
-    for side, alone in (
-        ("A", [(pair.label, pair.first) for pair in lines if not pair.second]),
-        ("B", [(pair.label, pair.second) for pair in lines if not pair.first]),
-    ):
-        texts = [f"{label} {_status(line.row)}" for label, line in alone if line]
-        notes += [f"only in {side}: {', '.join(texts)}"] if texts else []
-    for note in notes:
-        out.print(Text(sanitize(note)))
+    unranked = [pair.label for pair in matched if not pair.speeds and pair.ratio(SPEED)]
+    legend = {
+        sentence("no_pairs"): not matched,
+        sentence("left_out", width=out.width, titles=[shown.title for shown in left_out]): left_out,
+        abbreviations(columns): abbreviations(columns),
+        sentence("ratio_of_sides"): matched,
+        sentence("uncertain", mark=UNSETTLED_MARK): any(pair.is_unsettled for pair in matched),
+        sentence("unranked_pairs", labels=unranked, total=len(matched)): unranked,
+    }
+    _print_notes(legend, out)
+    for pair in matched:
+        _print_notes(_notes(pair), out)
+    alone = {
+        "A": [f"{pair.label} {_status(pair.first.row)}" for pair in lines if pair.second is MISSING],
+        "B": [f"{pair.label} {_status(pair.second.row)}" for pair in lines if pair.first is MISSING],
+    }
+    _print_notes({sentence("only_in", side=side, runs=runs): runs for side, runs in alone.items()}, out)
 
 
-# The figures of the table: column, word of its header, kind, and when A's column and that of the ratio are left out.
-_FIGURES = (
-    ("tokens_per_second", "tokens", "number", 7, 0),
-    ("peak_allocated_bytes", "peak", "bytes", 5, 10),
-    ("communication_bytes", "sent", "sent", 1, 9),
-)
+def _print_notes(notes: Mapping[str, object], out: Console, soft_wrap: bool = False) -> None:
+    """Print a line for each note, if what stands under it is true."""
+    for note, is_needed in notes.items():
+        if is_needed:
+            out.print(Text(sanitize(note)), soft_wrap=soft_wrap)
 
 
-def _columns(pairs: Sequence[Pair]) -> list[ShownColumn]:
+def _columns(matched: Sequence[Pair]) -> list[ShownColumn]:
     """Return the columns of both values and of B over A, without those that are empty throughout.
 
     Where width is short, A's value is left out before B's.
     """
-    changed = [_change([_status(row) for row in pair.rows]) for pair in pairs]
-    marks = [UNSETTLED_MARK if pair.speeds and are_alike(*pair.speeds) else "" for pair in pairs]
     columns = [
-        ShownColumn("run", [sanitize(pair.label) for pair in pairs], number=False),
-        ShownColumn("status", changed, number=False),
+        ShownColumn("run", [sanitize(pair.label) for pair in matched], number=False),
+        ShownColumn("status", [_change(*map(_status, pair.rows)) for pair in matched], number=False),
     ]
     for key, word, kind, drop, drop_ratio in _FIGURES:
-        title, values = WORDS[word].short, [pair.rows[side].get(key) for side in (0, 1) for pair in pairs]
+        title, values = WORDS[word].short, [row.get(key) for pair in matched for row in pair.rows]
         (both,) = write([ShownColumn(f"{title} {{unit}}", values, kind)])
-        ratios = format_ratios([pair.ratio(key) for pair in pairs])
-        if kind == "number":
-            ratios = [ratio + mark for ratio, mark in zip(ratios, marks, strict=True)]
         columns += [
-            ShownColumn(f"{both.title}\nA", both.cells[: len(pairs)], drop=drop),
-            ShownColumn(f"{both.title}\nB", both.cells[len(pairs) :], drop=drop + 1),
-            ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
+            ShownColumn(f"{both.title}\nA", both.cells[::2], drop=drop),
+            ShownColumn(f"{both.title}\nB", both.cells[1::2], drop=drop + 1),
+            ShownColumn(f"×\n{title}", [_ratio_text(pair, key) for pair in matched], drop=drop_ratio),
         ]
-    for key, word, drop in (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4)):
-        cells = [_change(format_deviations([row.get(key) for row in pair.rows])) for pair in pairs]
+    for key, word, drop in _DEVIATIONS:
+        cells = [_change(*format_deviations([row.get(key) for row in pair.rows])) for pair in matched]
         columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", cells, drop=drop))
-    return [column for column in columns if column.is_known]
+    return [shown for shown in columns if shown.is_known]
 
 
-def _change(texts: Sequence[str]) -> str:
-    """Return two texts of A and of B, once where they are the same."""
-    before, after = texts
+def _ratio_text(pair: Pair, key: str) -> str:
+    mark = UNSETTLED_MARK if key == SPEED and pair.is_unsettled else ""
+    return format_ratios([pair.ratio(key)])[0] + mark
+
+
+def _change(before: str, after: str) -> str:
+    """Return the texts of A and of B, once where they are the same."""
     return before if before == after else f"{before or '-'} → {after or '-'}"
 
 
 def _status(row: Row) -> str:
     """Return the status, followed by how many repeats have it if not all do, as in "ok 2/3"."""
-    runs, alike = row.get("runs", 1), row.get("runs_alike", 1)
-    return str(row["status"]) if runs == alike else f"{row['status']} {alike}/{runs}"
+    status: str = row["status"]
+    return status if row["runs_alike"] == row["runs"] else f"{status} {row['runs_alike']}/{row['runs']}"
 
 
-def _legend(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield the meanings of the table's marks, and the speeds that may not be compared."""
-    yield "× is the ratio of B to A"
-    if any(pair.speeds and are_alike(*pair.speeds) for pair in pairs):
-        yield f"{UNSETTLED_MARK} marks a difference that is not certain"
-    unranked = [pair.label for pair in pairs if not pair.speeds and pair.ratio("tokens_per_second")]
-    if unranked:
-        names_text = "every run" if len(unranked) == len(pairs) else ", ".join(unranked)
-        yield f"fewer than {MINIMUM_RUNS} undisturbed runs, so that it is not certain which is faster: {names_text}"
+def _notes(pair: Pair) -> dict[str, object]:
+    """Return notes on other figures that changed, on the world size, on failures and on noise, and which are needed."""
+    figures = _other_figures(*pair.rows) if pair.is_ok else {}
+    sizes = [row.get("world_size") for row in pair.rows]
+    notes: dict[str, object] = {
+        sentence("other_figures", pair=pair, figures=figures): figures,
+        sentence("world_sizes", pair=pair, sizes=sizes): None not in sizes and sizes[0] != sizes[1],
+    }
+    for side, row, other in zip("AB", pair.rows, reversed(pair.rows), strict=True):
+        is_worse = row["status"] not in ("ok", other["status"])
+        notes[sentence("failed_side", side=side, pair=pair, row=row)] = is_worse
+        notes[sentence("noisy_side", side=side, pair=pair, row=row)] = row.get("noise_warning")
+    return notes
 
 
-def _other_changes(first: Row, second: Row) -> Iterator[str]:
-    """Yield the figures that no column shows and that differ by more than EXACT, in the form A → B."""
-    for key in sorted((first.keys() & second.keys()) - _SHOWN):
-        before, after = first[key], second[key]
-        if key.endswith(_EXACT_COLUMNS) and None not in (before, after) and abs(after - before) > EXACT * abs(before):
-            format_value = bytes_text if key.endswith("_bytes") else "{:,.0f}".format
-            yield f"{key} {format_value(before)} → {format_value(after)}"
+def _other_figures(first: Row, second: Row) -> dict[str, tuple[Any, Any]]:
+    """Return the figures of A and of B that no column shows and that differ by more than EXACT, by their columns."""
+    names = [name for name in sorted(first) if name.endswith(_EXACT_COLUMNS) and name not in _SHOWN]
+    both = {name: (first[name], second.get(name)) for name in names}
+    return {name: (a, b) for name, (a, b) in both.items() if None not in (a, b) and abs(b - a) > EXACT * abs(a)}
 
 
-def _notes(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Yield other figures that changed, changes of the world size, reasons of failures, and noise warnings."""
-    for pair in pairs:
-        if pair.is_ok and (changed := ", ".join(_other_changes(*pair.rows))):
-            yield f"{pair.label}: {changed}"
-        before, after = (row.get("world_size") for row in pair.rows)
-        if None not in (before, after) and before != after:
-            yield f"{pair.label} world size {before} → {after}"
-        for side, row, other in zip("AB", pair.rows, pair.rows[::-1], strict=True):
-            if row["status"] not in ("ok", other["status"]):
-                yield f"{side}: {pair.label} {outcome_text(row)}"
-            if row.get("noise_warning"):
-                yield f"{side}: {pair.label} noise warning: {row['noise_warning']}"
-
-
-def print_regressions(comparison: BaselineCheck, out: Console) -> None:
+def print_regressions(check: JsonObject, out: Console) -> None:
     """Print one line for each change, worst first, then what was compared, and whether the baseline is held."""
-    for key, (before, after) in comparison.configuration.items():
-        out.print(Text(sanitize(f"configuration of all runs: {key} {before} → {after}")), soft_wrap=True)
-    if comparison.changes:
-        columns, _ = fit_width(_change_columns(comparison), out.width)
-        out.print(rich_table(columns))
-    for note in _change_notes(comparison):
-        out.print(Text(sanitize(note)), soft_wrap=True)
-
-
-def _change_columns(comparison: BaselineCheck) -> list[ShownColumn]:
-    limit = _percent(comparison.limit)
-    cells = [
+    settings = check["configuration"].items()
+    _print_notes(
+        {sentence("other_setting", key=key, values=values): True for key, values in settings}, out, soft_wrap=True
+    )
+    limit = f"{100 * check['limit']:g} %"
+    rows = [
         (
-            f"within {limit}" if change.verdict == "within limit" else change.verdict,
+            change.verdict.replace("limit", limit),
             sanitize(change.run),
-            column(change.column).title if change.column in COLUMN_TYPES else change.column,
+            column(change.column).title,
             _growth_text(change),
             _figure_text(change.column, change.before),
             _figure_text(change.column, change.after),
         )
-        for change in comparison.changes
+        for change in check["changes"]
     ]
-    headers = ("verdict", "run", "figure", "change", "A", "B")
-    columns = zip(headers, zip(*cells, strict=True), strict=True)
-    return [ShownColumn(header, texts, number=header == "change") for header, texts in columns]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
-
-
-def _figure_text(name: str, figure: Figure) -> str:
-    value = figure.value
-    if value is None or isinstance(value, str):
-        return sanitize("unknown" if value is None else value)
-    if figure.range:
-        return f"{value:,.0f} [{figure.range[0]:,.0f}, {figure.range[1]:,.0f}], n = {figure.runs}"
-    if name.endswith("_bytes"):
-        return bytes_text(value)
-    unit = flop_unit([value])
-    return f"{format_numbers([value], unit)[0]} {unit.name}s"
+    if rows:
+        cells = zip(("verdict", "run", "figure", "change", "A", "B"), zip(*rows, strict=True), strict=True)
+        columns = [ShownColumn(header, texts, number=header == "change") for header, texts in cells]
+        out.print(rich_table(fit_width(columns, out.width)[0]))
+    regressed = {change.run for change in check["changes"] if change.verdict == "regressed"}
+    unjudged = {
+        sentence("unjudged_speeds", labels=labels, check=check, reason=reason): labels
+        for reason, labels in check["unjudged_speeds"].items()
+    }
+    notes = {
+        sentence("judged", check=check): True,
+        **unjudged,
+        sentence("unjudged_runs", labels=check["new"]): check["new"],
+        sentence("regressed", runs=regressed, check=check, limit=limit): regressed,
+        sentence("holds", limit=limit): check["holds"],
+    }
+    _print_notes(notes, out, soft_wrap=True)
 
 
 def _growth_text(change: Change) -> str:
     """Return the change relative to the baseline in percent, with enough decimals to show a small one."""
     if math.isinf(change.growth):
         return ""
-    share = -change.growth if change.after.range else change.growth
-    decimals = 1 if abs(share) >= 0.0005 else 4
-    return f"{100 * share:+.{decimals}f} %"
+    share = -change.growth if change.column == SPEED else change.growth
+    return f"{100 * share:+.{1 if abs(share) >= 0.0005 else 4}f} %"
 
 
-def _change_notes(comparison: BaselineCheck) -> Iterator[str]:
-    """Yield what was compared and what was not, new configurations, and whether the baseline is held."""
-    limit = _percent(comparison.limit)
-    are_ok = f"{pluralize(comparison.compared, 'configuration')} that {'is' if comparison.compared == 1 else 'are'} ok"
-    yield (
-        f"compared {are_ok} in A: memory, bytes sent and FLOPs as exact figures,"
-        f" and the speeds of {comparison.judged_speeds}"
-    )
-    for reason, labels in comparison.unjudged_speeds.items():
-        names = "all" if len(labels) == comparison.compared else ", ".join(labels)
-        yield f"speeds not judged for {names}: {reason}"
-    if comparison.new:
-        yield f"new in B and not judged: {', '.join(comparison.new)}"
-    regressed = len({change.run for change in comparison.regressed})
-    if regressed:
-        yield f"REGRESSED: {regressed} of {pluralize(comparison.compared, 'configuration')} by more than {limit}"
-    else:
-        yield f"HOLDS: no configuration regressed by more than {limit}"
-
-
-def regressions_json(comparison: BaselineCheck) -> str:
-    """Return the comparison as JSON; a growth of null has no number, as where a run is missing."""
-    values = dataclasses.asdict(comparison) | {"holds": not comparison.regressed}
-    for change in values["changes"]:
-        change["growth"] = None if math.isinf(change["growth"]) else change["growth"]
-    return json.dumps(values, indent=2)
+def _figure_text(name: str, figure: Figure) -> str:
+    value = figure.value
+    if value is None or isinstance(value, str):
+        return sanitize(value or "unknown")
+    if figure.range:
+        return f"{value:,.0f} [{figure.range[0]:,.0f}, {figure.range[1]:,.0f}], n = {figure.runs}"
+    if name.endswith("_bytes"):
+        return bytes_text(value)
+    unit = flop_unit([value])
+    return f"{format_numbers([value], unit)[0]} {unit.name}s"

@@ -1,7 +1,7 @@
 """The differences between two folders of results, and the pairs of runs with the same configuration."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,12 +11,8 @@ from harness.records.schema import Record, Row
 from harness.report.comparability import group_by
 from harness.report.labels import flattened
 from harness.report.lines import labels_of
-from harness.report.speeds import Speed, speed_of
+from harness.report.speeds import Speed, are_alike, speed_of
 from harness.report.view import merge_repeats
-
-# A run is defined by these parts of its configuration. All others may differ between two folders and leave runs to
-# compare, if they differ for all of them.
-_DEFINING = ("model.", "strategy.", "checkpointing.")
 
 # These columns identify a run whose configuration was not recorded.
 _DEFINING_COLUMNS = (
@@ -28,34 +24,41 @@ _DEFINING_COLUMNS = (
 
 _NULL = "null"
 
+MISSING = Record({"status": "missing"})  # stands for the line that a folder does not have
+
 Flat = dict[str, Any]  # under dotted keys
 
-Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B
+Changes = dict[str, tuple[str, str]]  # by key, the values of A and of B; `-` means none
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The lines of both folders with the same configuration; a folder without such a line has None."""
+    """The lines of both folders with the same configuration, of which one may be MISSING."""
 
     label: str  # unique among the pairs
-    first: Record | None
-    second: Record | None
+    first: Record
+    second: Record
 
-    @cached_property
+    @property
     def rows(self) -> tuple[Row, Row]:
-        """The rows of both lines, empty for a line that a folder does not have."""
-        return self.first.row if self.first else {}, self.second.row if self.second else {}
+        """The rows of both lines."""
+        return self.first.row, self.second.row
 
-    @cached_property
+    @property
     def is_ok(self) -> bool:
         """Whether both lines ended ok."""
-        return all(row.get("status") == "ok" for row in self.rows)
+        return self.first.status == self.second.status == "ok"
 
     @cached_property
     def speeds(self) -> tuple[Speed, Speed] | None:
         """The speeds of both lines, if they may be ranked."""
-        first, second = (speed_of(line.runs if line else ()) for line in (self.first, self.second))
+        first, second = speed_of(self.first.runs), speed_of(self.second.runs)
         return (first, second) if first.is_ranked and second.is_ranked else None
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether both speeds may be ranked and neither is certainly higher."""
+        return self.speeds is not None and are_alike(*self.speeds)
 
     def ratio(self, key: str) -> float | None:
         """Return B over A, None unless both ended ok with a value and A's is not 0."""
@@ -75,27 +78,27 @@ def environment(record: Record) -> Flat:
     return flattened(record.environment)
 
 
-def is_table(lines: Sequence[Record]) -> bool:
-    """Return whether these are the rows of a runs.csv, which have no configurations."""
-    return bool(lines) and not any(line.config for line in lines)
-
-
 def _configuration(record: Record) -> Flat:
     """Return the configuration without the repeat index. Null is a value, and not the same as a missing key."""
     flat = flattened(result_affecting_keys(record.config))
     flat |= {"data.fingerprint": record.corpus} if record.corpus else {}
-    return {key: _NULL if value is None else value for key, value in flat.items() if key != "repeat"}
+    return {key: _text(value) for key, value in flat.items() if key != "repeat"}
 
 
-def changes(first: Iterable[Flat], second: Iterable[Flat]) -> Changes:
-    """Return the keys whose values differ between the two, with all values of both sides; `-` means none."""
-    sides = _values(first), _values(second)
-    texts = {key: tuple(side.get(key, {}) for side in sides) for key in sorted({*sides[0], *sides[1]})}
-    return {
-        key: (", ".join(before) or "-", ", ".join(after) or "-")
-        for key, (before, after) in texts.items()
-        if before.keys() != after.keys()
-    }
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+
+
+def changes(first: Sequence[Flat], second: Sequence[Flat]) -> Changes:
+    """Return the keys whose values differ between the two, with all known values of both sides."""
+    found: Changes = {}
+    for key in dict.fromkeys(key for flat in (*first, *second) for key in flat):
+        before, after = (
+            dict.fromkeys(_text(flat[key]) for flat in side if flat.get(key) is not None) for side in (first, second)
+        )
+        if before.keys() != after.keys():
+            found[key] = (", ".join(before) or "-", ", ".join(after) or "-")
+    return found
 
 
 def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> Changes:
@@ -103,58 +106,47 @@ def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> 
 
     A table of runs has no configurations, so that nothing is known to have changed.
     """
-    if any(map(is_table, (first, second))):
+    if _has_table(first, second):
         return {}
     sides = [[_configuration(record) for record in records] for records in (first, second)]
-
-    def is_shared(key: str) -> bool:
-        return all(len({_text(flat.get(key)) for flat in side}) <= 1 for side in sides)
-
-    return {key: values for key, values in changes(*sides).items() if is_shared(key)}
+    differing = sorted(changes(*sides).items())
+    return {key: values for key, values in differing if _is_shared(key, sides[0]) and _is_shared(key, sides[1])}
 
 
-def _values(records: Iterable[Flat]) -> dict[str, dict[str, None]]:
-    """Return the distinct known values of each key, in order."""
-    values: dict[str, dict[str, None]] = {}
-    for flat in records:
-        for key, value in flat.items():
-            if value is not None:
-                values.setdefault(key, {})[_text(value)] = None
-    return values
+def _has_table(*sides: Sequence[Record]) -> bool:
+    """Return whether any side are the rows of a runs.csv, which have no configurations."""
+    return any(not any(record.config for record in records) for records in sides)
 
 
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+def _is_shared(key: str, side: Sequence[Flat]) -> bool:
+    return len({flat.get(key, _NULL) for flat in side}) == 1
 
 
-def pairs(first: Sequence[Record], second: Sequence[Record], configuration: Changes) -> list[Pair]:
+def pairs(first: Sequence[Record], second: Sequence[Record], ignored: Collection[str]) -> list[Pair]:
     """Return the pairs of lines with the same configuration, followed by the lines without a pair; repeats are a line.
 
-    Configuration keys that changed for all runs are ignored. A table of runs has no configurations: if either side is
-    one, the runs are compared by the columns that both sides know.
+    A table of runs has no configurations: if either side is one, the runs are compared by the columns that both sides
+    know. If a folder has several lines of a configuration, those of the same run are a pair; of others, for instance
+    made by different versions, the latest of both.
 
-    If a folder has several such lines, those of the same run are a pair; of others, for instance made by different
-    versions, the latest of both.
+    Args:
+        first: The records of A.
+        second: The records of B.
+        ignored: Keys of configurations that may differ.
     """
     sides = merge_repeats(first), merge_repeats(second)
-    ignored = {key for key, values in configuration.items() if not key.startswith(_DEFINING) or "-" in values}
-    columns = _known_columns(*sides) if any(map(is_table, sides)) else None
+    columns = _known_columns(*sides) if _has_table(*sides) else []
     groups = [group_by(lines, lambda line: _run_key(line, ignored, columns)) for lines in sides]
-    matched: list[tuple[Record | None, Record | None]] = []
-    unmatched: list[tuple[Record | None, Record | None]] = []
+    couples: list[tuple[Record, Record]] = []
     for key in dict.fromkeys((*groups[0], *groups[1])):
-        befores, afters = (group.get(key, []) for group in groups)
-        by_id = {line.run_id: line for line in afters}
-        same = [(line, by_id[line.run_id]) for line in befores if line.run_id in by_id]
-        ids = {line.run_id for line, _ in same}
-        befores, afters = ([line for line in lines if line.run_id not in ids] for lines in (befores, afters))
-        matched += [*same, *zip(befores[-1:], afters[-1:], strict=False)]
-        count = min(len(befores), len(afters), 1)
-        unmatched += [(line, None) for line in befores[: len(befores) - count]]
-        unmatched += [(None, line) for line in afters[: len(afters) - count]]
-    lines = [first or second for first, second in matched + unmatched]
-    labels, _ = labels_of([line for line in lines if line])
-    return [Pair(label, *pair) for label, pair in zip(labels, matched + unmatched, strict=True)]
+        befores, afters = ({line.run_id: line for line in group.get(key, [])} for group in groups)
+        couples += [(befores.pop(run_id), afters.pop(run_id)) for run_id in list(befores) if run_id in afters]
+        if befores and afters:
+            couples.append((befores.popitem()[1], afters.popitem()[1]))
+        couples += [(line, MISSING) for line in befores.values()] + [(MISSING, line) for line in afters.values()]
+    couples.sort(key=lambda couple: MISSING in couple)
+    labels, _ = labels_of([second if first is MISSING else first for first, second in couples])
+    return [Pair(label, *couple) for label, couple in zip(labels, couples, strict=True)]
 
 
 def _known_columns(*sides: Sequence[Record]) -> list[str]:
@@ -166,12 +158,11 @@ def _known_columns(*sides: Sequence[Record]) -> list[str]:
     ]
 
 
-def _run_key(line: Record, ignored: set[str], columns: Sequence[str] | None) -> str:
+def _run_key(line: Record, ignored: Collection[str], columns: Sequence[str]) -> frozenset[tuple[str, str]]:
     """Return a key that is equal for lines with the same configuration, or with the same values in `columns`.
 
     A key that an older version of the harness did not have counts as null.
     """
-    flat = _configuration(line) if columns is None else {}
-    flat = flat or {key: line.row.get(key) for key in columns or _DEFINING_COLUMNS}
-    defining = {key: value for key, value in flat.items() if key not in ignored and value not in (None, _NULL)}
-    return json.dumps(defining, sort_keys=True)
+    flat = {} if columns else _configuration(line)
+    flat = flat or {name: _text(line.row.get(name)) for name in columns or _DEFINING_COLUMNS}
+    return frozenset((key, text) for key, text in flat.items() if key not in ignored and text != _NULL)

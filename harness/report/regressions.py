@@ -12,9 +12,10 @@ from typing import Literal
 
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record
-from harness.report.folder_changes import Changes, Pair, configuration_changes, pairs
-from harness.report.speeds import MINIMUM_RUNS, Speed, leads
-from harness.report.text import outcome_text
+from harness.report.comparability import group_by
+from harness.report.folder_changes import MISSING, Pair, changes, configuration_changes, pairs
+from harness.report.sentences import sentence
+from harness.util.files import JsonObject
 
 # The columns that may not grow.
 EXACT_COLUMNS = (
@@ -24,18 +25,14 @@ EXACT_COLUMNS = (
 
 SPEED = "tokens_per_second"  # the column that may not fall
 
-_FEW_RUNS = f"fewer than {MINIMUM_RUNS} undisturbed runs in A or in B: repeats={MINIMUM_RUNS} makes them"
-
 Verdict = Literal["regressed", "within limit", "improved"]
-
-_ORDER: tuple[Verdict, ...] = ("regressed", "within limit", "improved")
 
 
 @dataclass(frozen=True)
 class Figure:
     """One side of a change: a number, or the status of the runs in words; speeds have the range of their repeats."""
 
-    value: float | str | None
+    value: float | str | None  # None is no longer known
     range: tuple[float, float] | None = None
     runs: int | None = None
 
@@ -56,28 +53,10 @@ class Change:
     verdict: Verdict
 
 
-@dataclass(frozen=True)
-class BaselineCheck:
-    """The outcome of a comparison with a baseline."""
-
-    limit: float  # the growth that is tolerated, relative
-    compared: int  # configurations that the baseline has as ok
-    changes: Sequence[Change]  # worst first
-    judged_speeds: int
-    unjudged_speeds: dict[str, list[str]]  # configurations whose speeds were not judged, by the reason
-    configuration: Changes  # of keys that all runs of a side share
-    new: Sequence[str]  # configurations that the baseline does not have
-
-    @property
-    def regressed(self) -> list[Change]:
-        """The changes for which the comparison fails."""
-        return [change for change in self.changes if change.verdict == "regressed"]
-
-
 def compare(
     baseline: Sequence[Record], current: Sequence[Record], limit: float, across_versions: bool = False
-) -> BaselineCheck:
-    """Return what changed from the baseline.
+) -> JsonObject:
+    """Return what changed from the baseline, as `--json` has it.
 
     Args:
         baseline: The records, or the rows of a runs.csv, that must be held.
@@ -86,110 +65,75 @@ def compare(
         across_versions: Whether speeds are compared although versions differ, as in a test of an upgrade.
     """
     configuration = configuration_changes(baseline, current)
-    only_in_one = {key: values for key, values in configuration.items() if "-" in values}  # keys of other versions
-    lines = pairs(baseline, current, only_in_one)
-    changes: list[Change] = []
-    unjudged: dict[str, list[str]] = {}
-    compared = judged = 0
-    new = [pair.label for pair in lines if pair.first is None]
-    for pair in lines:
-        label = pair.label
-        if pair.first is None or pair.first.status != "ok":
-            continue
-        compared += 1
-        changes += _failure(pair)
-        if pair.second is None or not pair.is_ok:
-            continue
-        changes += _exact_changes(label, pair.first, pair.second, limit)
-        reason = _why_incomparable(pair.first, pair.second, across_versions)
-        if not reason and pair.speeds:
-            judged += 1
-            changes += _speed_change(label, *pair.speeds, limit)
-        else:
-            unjudged.setdefault(reason or _FEW_RUNS, []).append(label)
-    changes.sort(key=lambda change: (_ORDER.index(change.verdict), -change.growth))
-    changed = {key: values for key, values in configuration.items() if key not in only_in_one}
-    return BaselineCheck(limit, compared, changes, judged, unjudged, changed, new)
+    other_keys = [key for key, values in configuration.items() if "-" in values]  # that only some versions have
+    lines = pairs(baseline, current, other_keys)
+    held = [pair for pair in lines if pair.first.status == "ok"]
+    reasons = {pair.label: _why_unjudged(pair, across_versions) for pair in held if pair.is_ok}
+    found = [
+        Change(pair.label, column, before, after, growth, _verdict(growth, limit))
+        for pair in held
+        for column, before, after, growth in _differences(pair)
+        if column != SPEED or (not reasons[pair.label] and abs(growth) > limit)
+    ]
+    labels = group_by(reasons, reasons.__getitem__)
+    return {
+        "limit": limit,
+        "compared": len(held),  # configurations that the baseline has as ok
+        "changes": sorted(found, key=lambda change: -change.growth),  # worst first
+        "judged_speeds": len(labels.pop("", [])),
+        "unjudged_speeds": labels,  # of the configurations, by the reason
+        "configuration": {key: values for key, values in configuration.items() if key not in other_keys},
+        "new": [pair.label for pair in lines if pair.first is MISSING],
+        "holds": all(change.verdict != "regressed" for change in found),
+    }
 
 
-def _failure(pair: Pair) -> Iterator[Change]:
-    """Yield the change of a configuration of which fewer runs end ok than in the baseline."""
-    label, first, second = pair.label, pair.first, pair.second
-    if first is None or (second and second.status == "ok" and _ok_share(second) >= _ok_share(first)):
-        return
-    if second is None:
-        after = "missing"
-    elif second.status == "ok":
-        after = f"ok in {second.row['runs_alike']} of {second.row['runs']} runs"
-    else:
-        after = outcome_text(second.row)
-    yield Change(label, "status", Figure("ok"), Figure(after), math.inf, "regressed")
+def _why_unjudged(pair: Pair, across_versions: bool) -> str:
+    """Return why the speeds of two lines that ended ok cannot be compared; empty if they can."""
+    first, second = pair.first, pair.second
+    devices = str(first.row.get("measured_on")), str(second.row.get("measured_on"))
+    origins = {"device": devices, "machine": (machine_text(first), machine_text(second))}
+    origins |= {} if across_versions else {"versions": (versions_text(first), versions_text(second))}
+    for part, (before, after) in origins.items():
+        if before is None or after is None:
+            return sentence("unknown_origin", part=part, before=before, after=after)
+        if before != after and part == "versions":
+            versions = ([dict(entry.rsplit(" ", 1) for entry in text.split(", "))] for text in (before, after))
+            return sentence("other_versions", changes=changes(*versions))
+        if before != after:
+            return sentence("other_origin", part=part, before=before, after=after)
+    return "" if pair.speeds else sentence("too_few_runs")
+
+
+def _differences(pair: Pair) -> Iterator[tuple[str, Figure, Figure, float]]:
+    """Yield the columns that differ, with both figures and the growth: of the status, exact figures and the speed."""
+    if _ok_share(pair.second) < _ok_share(pair.first):
+        yield "status", Figure("ok"), Figure(sentence("less_ok", row=pair.second.row)), math.inf
+    for column in EXACT_COLUMNS if pair.is_ok else ():
+        least, most = _range(pair.first, column, unknown=math.nan)  # which nothing exceeds
+        new_least, new_most = _range(pair.second, column, unknown=math.inf)
+        if new_least > most:
+            grown = Figure(new_least if math.isfinite(new_least) else None)
+            yield column, Figure(most), grown, (new_least - most) / most if most else math.inf
+        if new_most < least:
+            yield column, Figure(least), Figure(new_most), (new_most - least) / least
+    if pair.speeds and not pair.is_unsettled:
+        before, after = (Figure(speed.median, (speed.low, speed.high), speed.runs) for speed in pair.speeds)
+        yield SPEED, before, after, 1 - pair.speeds[1].median / pair.speeds[0].median
 
 
 def _ok_share(line: Record) -> float:
-    share: float = line.row["runs_alike"] / line.row["runs"]
-    return share
+    """Return the share of repeats that ended ok."""
+    return float(line.row["runs_alike"] / line.row["runs"]) if line.status == "ok" else 0.0
 
 
-def _exact_changes(label: str, first: Record, second: Record, limit: float) -> Iterator[Change]:
-    for column in EXACT_COLUMNS:
-        ranges = _range(first, column), _range(second, column)
-        if ranges[0] is None:
-            continue
-        if ranges[1] is None:
-            yield Change(label, column, Figure(ranges[0][1]), Figure(None), math.inf, "regressed")
-        elif ranges[1][0] > ranges[0][1] or ranges[1][1] < ranges[0][0]:
-            before, after = (
-                (ranges[0][1], ranges[1][0]) if ranges[1][0] > ranges[0][1] else (ranges[0][0], ranges[1][1])
-            )
-            growth = (after - before) / before if before else math.inf
-            yield Change(label, column, Figure(before), Figure(after), growth, _verdict(growth, limit))
-
-
-def _range(line: Record, column: str) -> tuple[float, float] | None:
-    """Return the least and the largest value of a column in the line's runs that ended ok; None if none has one."""
+def _range(line: Record, column: str, unknown: float) -> tuple[float, float]:
+    """Return the least and the largest value of a column in the runs that ended ok, `unknown` if none has one."""
     values = [run.row[column] for run in line.runs if run.status == "ok" and run.row.get(column) is not None]
-    return (min(values), max(values)) if values else None
+    return min(values, default=unknown), max(values, default=unknown)
 
 
 def _verdict(growth: float, limit: float) -> Verdict:
     if growth < 0:
         return "improved"
     return "within limit" if growth <= limit or math.isclose(growth, limit) else "regressed"
-
-
-def _speed_change(label: str, before: Speed, after: Speed, limit: float) -> Iterator[Change]:
-    """Yield the change of the median speed if one side certainly leads, and by more than the limit."""
-    fall = 1 - after.median / before.median
-    if abs(fall) > limit and (leads(before, [after]) or leads(after, [before])):
-        yield Change(label, SPEED, _speed_figure(before), _speed_figure(after), fall, _verdict(fall, limit))
-
-
-def _speed_figure(speed: Speed) -> Figure:
-    return Figure(speed.median, (speed.low, speed.high), speed.runs)
-
-
-def _why_incomparable(first: Record, second: Record, across_versions: bool) -> str:
-    """Return why the speeds of two lines cannot be compared; empty if they can."""
-    devices = first.row.get("measured_on"), second.row.get("measured_on")
-    if devices[0] != devices[1]:
-        return f"the device differs: {devices[0]} → {devices[1]}"
-    texts = {"machine": (machine_text(first), machine_text(second))}
-    texts |= {} if across_versions else {"versions": (versions_text(first), versions_text(second))}
-    for kind, (before, after) in texts.items():
-        if before is None or after is None:
-            unknown = [side for side, text in (("A", before), ("B", after)) if text is None]
-            verb = "does" if len(unknown) == 1 else "do"
-            return f"{' and '.join(unknown)} {verb} not say which {kind} made these rows"
-        if before != after and kind == "machine":
-            return f"the machine differs: {before} → {after}"
-        if before != after:
-            return f"versions differ: {_different_versions(before, after)}"
-    return ""
-
-
-def _different_versions(first: str, second: str) -> str:
-    """Return the versions that differ between two texts of provenance.versions_text()."""
-    before, after = (dict(entry.rsplit(" ", 1) for entry in text.split(", ")) for text in (first, second))
-    names = [name for name in dict.fromkeys((*before, *after)) if before.get(name) != after.get(name)]
-    return ", ".join(f"{name} {before.get(name, '-')} → {after.get(name, '-')}" for name in names)
