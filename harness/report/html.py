@@ -7,7 +7,8 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from itertools import chain, count
 from typing import Any
 
 from markupsafe import Markup
@@ -19,7 +20,7 @@ from harness.report.explorer import ExplorerData
 from harness.report.templates import FOLDER, template
 from harness.util.text import sanitize
 
-Config = dict[str, Any]  # of Vega-Lite, as JSON
+_OWN_ANCHORS = ("top", "main", "contents", "axes", "filter")  # of the page itself
 
 
 def page(
@@ -27,11 +28,8 @@ def page(
     sections: Sequence[Section],
     explorer: ExplorerData | None,
     library: str,
-    config: tuple[Config, Config],
     svgs: Mapping[str, str] | None = None,
-    latex: str = "",
-    derivations: Mapping[str, Any] | None = None,
-    rows: Mapping[str, Any] | None = None,
+    **more: Any,
 ) -> str:
     """Return the whole page.
 
@@ -40,14 +38,13 @@ def page(
         sections: The report.
         explorer: The data of the chart whose axes the reader chooses, if there is one.
         library: A script that sets `vegaEmbed`.
-        config: The configs of Vega-Lite for light and dark pages.
         svgs: Charts as SVG by their names, which are shown until a script has drawn them, and where scripts are off.
-        latex: The comparison as a LaTeX table, to save.
-        derivations: How the figures of the table with `keys` were worked out, see `harness.report.derivations.pack`.
-        rows: The rows of a plan by what they are, for readers of the page's data.
+        more: More data of the page: `latex`, the comparison as a LaTeX table, to save; `derivations`, how the figures
+            of the table with `keys` were worked out, see `harness.report.derivations.pack`; or the `rows` of a plan by
+            what they are, for readers of the data.
     """
     charts = list(all_charts(sections))
-    strategies = _strategies(sections, charts, explorer)
+    strategies = _strategies(sections, explorer)
     data = {
         "charts": [
             {"spec": chart.spec | {"description": chart.alt_text}, "name": chart.name, "measure": chart.measure}
@@ -56,13 +53,13 @@ def page(
         "explorer": explorer and {"rows": explorer.rows, "texts": explorer.texts, "numbers": explorer.numbers},
         "colors": style.strategy_colors(strategies),
         "name": title,
-        "latex": latex,
-        "derivations": derivations,
-        "config": config,
-    } | ({} if rows is None else {"rows": rows})
+        "latex": "",
+        "derivations": None,
+        "config": (style.config(), style.config(dark=True)),
+    } | more
     css, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     library = _script(library)
-    html = template("page.html.j2", sanitize, split_cell=_split_cell, identity=id).render(
+    html = template("page.html.j2", sanitize, identity=id).render(
         title=title,
         sections=sections,
         anchors=_anchors(sections),
@@ -70,7 +67,7 @@ def page(
         positions={id(chart): position for position, chart in enumerate(charts)},
         svgs={name: _data_url(svg) for name, svg in (svgs or {}).items()},
         strategies=strategies,
-        latex=bool(latex),
+        latex=bool(data["latex"]),
         data=Markup(_json(data)),
         style=Markup(css),
         script=Markup(script),
@@ -92,36 +89,20 @@ def _policy(css: str, script: str, library: str) -> str:
 
 def _anchors(sections: Sequence[Section]) -> dict[int, str]:
     """Return the unique ids in the page of the sections that have titles, made from these."""
-    used, anchors = {"top", "main", "contents", "axes", "filter"}, {}
+    anchors: dict[int, str] = {}
     for section in (section for section in walk(sections) if section.title):
         slug = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")[:40].strip("-") or "section"
-        names = (slug, *(f"{slug}-{count}" for count in range(2, len(used) + 2)))
-        anchors[id(section)] = next(name for name in names if name not in used)
-        used.add(anchors[id(section)])
+        names = chain([slug], (f"{slug}-{place}" for place in count(2)))
+        anchors[id(section)] = next(name for name in names if name not in {*_OWN_ANCHORS, *anchors.values()})
     return anchors
 
 
-def _strategies(sections: Sequence[Section], charts: Sequence[Chart], explorer: ExplorerData | None) -> list[str]:
-    """Return every strategy that a row or a mark belongs to, in the order of the page."""
-    parts = [part for section in walk(sections) for part in section.parts if isinstance(part, Table | Chart)]
-    tables = [part if isinstance(part, Table) else part.table for part in parts]
-    tables += [explorer.table] if explorer else []
-    strategies = [strategy for table in tables for strategy in table.strategies]
-    strategies += [strategy for chart in charts for strategy in _strategies_in(chart.spec)]
-    return list(dict.fromkeys(strategy for strategy in strategies if strategy))
-
-
-def _strategies_in(spec: Any) -> Iterator[str]:
-    """Yield the strategies in a chart's data, at any depth."""
-    if isinstance(spec, dict):
-        if isinstance(spec.get("strategy"), str):
-            yield spec["strategy"]
-        else:
-            for value in spec.values():
-                yield from _strategies_in(value)
-    elif isinstance(spec, list | tuple):
-        for value in spec:
-            yield from _strategies_in(value)
+def _strategies(sections: Sequence[Section], explorer: ExplorerData | None) -> list[str]:
+    """Return every strategy that a row belongs to, in the order of the page; marks have those of their chart's rows."""
+    parts = [*(part for section in walk(sections) for part in section.parts), explorer]
+    shown = [part for part in parts if isinstance(part, Table | Chart | ExplorerData)]
+    tables = [part if isinstance(part, Table) else part.table for part in shown]
+    return list(dict.fromkeys(strategy for table in tables for strategy in table.strategies if strategy))
 
 
 def _json(data: Any) -> str:
@@ -143,8 +124,3 @@ def _data_url(svg: str) -> str:
     """Return a picture to embed; the page describes it, so that its marks need no names of their own."""
     svg = re.sub(r' (?:aria-[a-z]+|role)="[^"]*"', "", svg)
     return f"data:image/svg+xml;base64,{base64.b64encode(svg.encode('utf-8', 'replace')).decode()}"
-
-
-def _split_cell(text: str) -> tuple[str, str]:
-    """Return a number and the mark behind it, which hangs to its right so that numbers are aligned."""
-    return (text[:-1], "~") if text.endswith("~") else (text, "")

@@ -5,10 +5,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 import pandas as pd
+from markupsafe import Markup
 
 from harness.report.charts.setting import setting
 from harness.report.columns import ShownColumn, from_lines, write
+from harness.report.document import Chart
 from harness.report.lines import baseline_name
+from harness.report.templates import template
 from harness.report.text import ONE, format_numbers
 from harness.report.view import View
 
@@ -46,6 +49,12 @@ def latex_table(view: View, statistic: Statistic = "median") -> str:
         caption=escape(caption),
     )
     return f"% Needs \\usepackage{{booktabs}}.\n{written}"
+
+
+def latex_figures(view: View, shown: Sequence[Chart]) -> str:
+    """Return the charts as LaTeX figures, whose captions have the setting."""
+    filled = template("figures.tex.j2", lambda text: Markup(escape(text)))
+    return filled.render(charts=shown, setting=setting(view))
 
 
 def csv_table(view: View, statistic: Statistic = "median") -> str:

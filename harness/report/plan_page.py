@@ -4,10 +4,10 @@ It has the look and the parts of report.html, and loads nothing; as Markdown it 
 """
 
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
@@ -28,12 +28,13 @@ from harness.planner.sentences import (
 )
 from harness.records.schema import Row
 from harness.report import html, markdown
-from harness.report.charts import render, style
+from harness.report.charts import render
 from harness.report.charts.front import GIB, front_chart, front_sentence
-from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, bullets, charts, section
+from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, bullets, section
 from harness.report.sentences import sentence
 from harness.util.files import atomic_write_text
-from harness.util.text import sanitize
+
+_WITHOUT_CHARTS = "the page has no chart"
 
 ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
 
@@ -72,26 +73,20 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
     sections = [*_sections(plan, result), _commands(plan, result, overrides)]
     page.parent.mkdir(parents=True, exist_ok=True)
     if page.suffix == ".html":
-        atomic_write_text(page, _html(result, name, sections))
-        return
-    drawn = render.drawn(charts(sections), "the page has no chart")
-    for figure, text in drawn.items():
-        folder = page.parent / markdown.FIGURES
-        folder.mkdir(exist_ok=True)
-        atomic_write_text(folder / f"{figure}.svg", text)
-    atomic_write_text(page.parent / ROWS, csv_text(_rows(result)))
-    atomic_write_text(page, markdown.page(name, sections, drawn))
-
-
-def _html(result: SearchResult, name: str, sections: Sequence[Section]) -> str:
-    rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
-    counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
-    try:
-        library = render.library()
-    except render.DrawingError as error:
-        print(f"the page has no chart: {sanitize(error)}", file=sys.stderr)
         library = ""
-    return html.page(name, sections, None, library, (style.config(), style.config(dark=True)), rows=rows | counts)
+        with render.failure_told(_WITHOUT_CHARTS):
+            library = render.library()
+        atomic_write_text(page, html.page(name, sections, None, library, rows=_data(result)))
+    else:
+        atomic_write_text(page.parent / ROWS, csv_text(_rows(result)))
+        markdown.write(page, name, sections, _WITHOUT_CHARTS)
+
+
+def _data(result: SearchResult) -> dict[str, Any]:
+    """Return the rows of the best layouts and of the front, and how many layouts the search saw."""
+    counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
+    rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
+    return rows | counts
 
 
 def _rows(result: SearchResult) -> list[Row]:

@@ -23,20 +23,6 @@ ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", *QUIET)
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "tp")
 
-LIGHT: dict[str, Any] = {"background": "#ffffff"}
-
-_INK = {"labelColor": "#e4e7ea", "titleColor": "#e4e7ea"}
-
-DARK: dict[str, Any] = {
-    "background": "#14171a",
-    "axis": {**_INK, "domainColor": "#7d8790", "tickColor": "#7d8790", "gridColor": "#343b42"},
-    "legend": _INK,
-    "header": _INK,
-    "title": {"color": "#e4e7ea"},
-    "text": {"color": "#e4e7ea"},
-    "range": {"category": {"scheme": "set2"}},
-}
-
 LONG = "x" * 5000
 
 HOSTILE = (

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -649,8 +650,11 @@ def test_equal_data_give_equal_svgs(drawn: dict[str, Chart], texts: dict[str, st
     assert render.svgs(backwards) == {name: texts[name] for name in backwards}
 
 
-def test_dark_and_light_differ_only_in_colors(drawn: dict[str, Chart], texts: dict[str, str]) -> None:
-    dark = render.svgs({"peak": drawn["peak"].spec}, dark=True)["peak"]
+def test_dark_and_light_differ_only_in_colors(
+    drawn: dict[str, Chart], texts: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(style, "config", partial(style.config, dark=True))
+    dark = render.svgs({"peak": drawn["peak"].spec})["peak"]
     color = re.compile(r'"#[0-9a-f]{6}"')
     assert dark != texts["peak"]
     assert color.sub("", dark) == color.sub("", texts["peak"])

@@ -19,18 +19,21 @@ from playwright.sync_api import Browser, Page, expect
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report import html
+from harness.report.charts import style
 from harness.report.document import Section
 from harness.report.explorer import build_explorer
 from harness.report.files import Exported, write_files
 from harness.report.view import View, view
 from tests.support import pages
-from tests.support.pages import ASCENDING, DARK, DESCENDING, HOSTILE, LIGHT, NUMBERS
+from tests.support.pages import ASCENDING, DESCENDING, HOSTILE, NUMBERS
 
 DRAWN = "[data-chart='{}'] svg"
 
 POINTS = "[aria-roledescription='point']"
 
 BARS = "[aria-roledescription='bar']"
+
+DARK_TEXT = style.config(dark=True)["axis"]["labelColor"]
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +48,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pages")
     rows = pages.measured()
     written = {
-        "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library(), (LIGHT, DARK)),
-        "hostile": html.page(HOSTILE[0], *pages.hostile(), pages.library(), (LIGHT, DARK)),
-        "tables": html.page("tables", pages.every_kind(pictures=False), None, "", (LIGHT, DARK)),
-        "plain": html.page("plain", [Section("Only words", [])], None, pages.library(), (LIGHT, DARK)),
+        "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library()),
+        "hostile": html.page(HOSTILE[0], *pages.hostile(), pages.library()),
+        "tables": html.page("tables", pages.every_kind(pictures=False), None, ""),
+        "plain": html.page("plain", [Section("Only words", [])], None, pages.library()),
     }
     for name, text in written.items():
         (folder / f"{name}.html").write_text(text, encoding="utf-8")
@@ -303,7 +306,7 @@ def test_print_shows_charts_in_light_colors_but_no_controls(opened: Opened) -> N
     expect(page.locator("[data-chart] svg")).to_have_count(3)
     for chart in ("0", "1"):
         expect(page.locator(DRAWN.format(chart))).to_be_visible()
-        expect(page.locator(f"{DRAWN.format(chart)} text").first).not_to_have_attribute("fill", "#e4e7ea")
+        expect(page.locator(f"{DRAWN.format(chart)} text").first).not_to_have_attribute("fill", DARK_TEXT)
     for control in page.locator("input, select, form, main button:not(.head), .filter button, nav, #axes").all():
         expect(control).not_to_be_visible()
     assert page.evaluate("getComputedStyle(document.querySelector('main th')).color") == "rgb(27, 31, 35)"
@@ -324,7 +327,7 @@ def test_charts_are_drawn_for_print_before_scrolling(opened: Opened, tmp_path: P
 
 def test_the_page_is_readable_without_scripts(opened: Opened, browser: Browser, folder: Path) -> None:
     svg = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
-    drawn = (pages.drawn(pages.measured()), pages.library(), (LIGHT, DARK))
+    drawn = (pages.drawn(pages.measured()), pages.library())
     text = html.page("fallback", pages.every_kind(), *drawn, svgs={"bars": svg})
     (folder / "fallback.html").write_text(text, encoding="utf-8")
     page = opened("fallback", java_script_enabled=False)
@@ -539,7 +542,7 @@ def test_a_large_report_is_quick(opened: Opened, folder: Path) -> None:
     sections, explored = pages.large()
     library = pages.library()
     start = time.process_time()
-    text = html.page("large", sections, explored, library, (LIGHT, DARK))
+    text = html.page("large", sections, explored, library)
     assert time.process_time() - start < 1
     (folder / "large.html").write_text(text, encoding="utf-8")
     page = opened("plain")
@@ -589,7 +592,7 @@ def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
 
 
 def test_data_cannot_end_a_script_element() -> None:
-    text = html.page("hostile", *pages.hostile(), pages.library(), (LIGHT, DARK))
+    text = html.page("hostile", *pages.hostile(), pages.library())
     data = text.split('id="data">', 1)[1].split("</script>", 1)[0]
     assert "<" not in data and json.loads(data)["charts"]
     assert text.count("<script") == text.count("</script>") == 3

@@ -1,28 +1,24 @@
 """Specs rendered as SVG, and Vega's library for a page, by vl_convert in a process of its own, as it may crash.
 
-The process runs this module: it reads a request as JSON from standard input and writes the answer to standard output.
+The process runs this module: it unpickles which function to call from standard input and pickles the answers.
 """
 
-from __future__ import annotations
-
-import base64
-import json
+import pickle
 import re
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from harness.report.charts import style
+from harness.report.document import VegaLite
 from harness.util.files import atomic_write_text
 from harness.util.text import one_line, sanitize
-
-if TYPE_CHECKING:
-    from harness.report.document import Chart, VegaLite
 
 _SECONDS = 120.0  # for all charts of a report
 
@@ -42,31 +38,30 @@ class DrawingError(RuntimeError):
     """Charts could not be drawn; the message is one line."""
 
 
-def svgs(specs: Mapping[str, VegaLite], dark: bool = False) -> dict[str, str]:
-    """Return every spec as a whole SVG document, the same for the same spec. Raise DrawingError if that fails."""
-    described = {}
-    for name, svg in _drawn(specs, "svg", dark=dark).items():
-        root, rest = svg.split(">", 1)
-        text = str(specs[name].get("description", ""))
-        # The attributes are those that Vega sets in a browser.
-        roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(text)}'
-        described[name] = f"{root} {roles}><desc>{escape(text)}</desc>{rest}\n"
-    return described
-
-
-def _drawn(specs: Mapping[str, VegaLite], form: str, scale: float = 1.0, dark: bool = False) -> dict[str, str]:
-    """Return every spec in a form, which is base64 but for svg."""
-    config = style.config(dark) | {"background": "white"}
-    return _request({"specs": dict(specs), "config": config, "form": form, "scale": scale}) if specs else {}
-
-
-def drawn(charts: Iterable[Chart], consequence: str) -> dict[str, str]:
-    """Return the charts as SVG by their names. If that fails there are none, and the error's output says so and why."""
+@contextmanager
+def failure_told(consequence: str) -> Iterator[None]:
+    """If charts cannot be drawn in the block, end it and say what follows, and why, on the error's output."""
     try:
-        return svgs({chart.name: chart.spec for chart in charts})
+        yield
     except DrawingError as error:
         print(f"{consequence}: {sanitize(error)}", file=sys.stderr)
-        return {}
+
+
+def svgs(specs: Mapping[str, VegaLite]) -> dict[str, str]:
+    """Return every spec as a whole SVG document, the same for the same spec. Raise DrawingError if that fails."""
+    drawn = _called("vegalite_to_svg", {name: _arguments(spec) for name, spec in specs.items()})
+    return {name: _described(svg, str(specs[name].get("description", ""))) for name, svg in drawn.items()}
+
+
+def _arguments(spec: VegaLite) -> dict[str, Any]:
+    """Return what a function of vl_convert draws: a spec on white, which fetches nothing."""
+    return {"vl_spec": spec, "config": style.config() | {"background": "white"}, "allowed_base_urls": []}
+
+
+def _described(svg: str, text: str) -> str:
+    """Return an SVG with the attributes that Vega sets in a browser, and a description."""
+    roles = f'role="graphics-document" aria-roledescription="visualization" aria-label={quoteattr(text)}'
+    return svg.replace(">", f" {roles}><desc>{escape(text)}</desc>", 1) + "\n"
 
 
 def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = None) -> dict[str, bytes]:
@@ -81,21 +76,20 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
     if width is not None:
         scale, unit, dots = _PAPER_FONT / style.FONT_SIZE, "pt", 300 / 72  # points of a pixel, and pixels of a point
         specs = {name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()}
+    if form == "png":
+        scaled = {name: _arguments(spec) | {"scale": scale * dots} for name, spec in specs.items()}
+        return _called("vegalite_to_png", scaled)
     if form == "svg":
-        return {name: _sized(text, scale, unit).encode() for name, text in svgs(specs).items()}
+        return {name: _sized(svg, scale, unit).encode() for name, svg in svgs(specs).items()}
     # A pixel of a chart is a point of a PDF.
-    drawn = _drawn(specs, form, scale * dots if form == "png" else scale)
-    return {name: base64.b64decode(content) for name, content in drawn.items()}
+    return _called("svg_to_pdf", {name: {"svg": _sized(svg, scale, "")} for name, svg in svgs(specs).items()})
 
 
 def _sized(svg: str, scale: float, unit: str) -> str:
     """Return an SVG whose size is scaled; its drawing is what it was."""
-
-    def size(match: re.Match[str]) -> str:
-        width, height = (f"{float(pixels) * scale:g}{unit}" for pixels in match.groups()[1:])
-        return f'{match[1]} width="{width}" height="{height}"'
-
-    return re.sub(r'^(<svg\b[^>]*?) width="([\d.]+)" height="([\d.]+)"', size, svg)
+    return re.sub(
+        r'\b(width|height)="([\d.]+)"', lambda size: f'{size[1]}="{float(size[2]) * scale:g}{unit}"', svg, count=2
+    )
 
 
 def fit(spec: VegaLite, width: int) -> VegaLite:
@@ -121,60 +115,48 @@ def library() -> str:
     It is stored in the user's cache, as it takes a second to make. Raise DrawingError if that fails.
     """
     path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
-    try:
+    with suppress(OSError, ValueError):
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        script = str(_request({"snippet": _SNIPPET})["library"]).replace("</script", "<\\/script")
-    try:
+    bundle: str = _called("javascript_bundle", {"library": {"snippet": _SNIPPET}})["library"]
+    script = bundle.replace("</script", "<\\/script")
+    with suppress(OSError):  # it is made again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, script)
-    except OSError:
-        pass  # it is made again next time
     return script
 
 
-def _request(request: dict[str, Any]) -> dict[str, str]:
-    command = [sys.executable, "-m", __name__]
+def _called(function: str, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a function of vl_convert makes of the arguments of each name. Raise DrawingError if that fails."""
+    if not calls:
+        return {}
+    command, request = [sys.executable, "-m", __name__], pickle.dumps((function, calls))
     try:
-        process = subprocess.run(command, input=json.dumps(request).encode(), capture_output=True, timeout=_SECONDS)
+        process = subprocess.run(command, input=request, capture_output=True, timeout=_SECONDS)
     except subprocess.TimeoutExpired:
         raise DrawingError(f"the charts were not drawn within {_SECONDS:g} s") from None
     except OSError as error:
         raise DrawingError(f"the charts were not drawn: {error.strerror}") from None
-    if process.returncode < 0:
-        raise DrawingError(f"the charts were not drawn: vl_convert was ended by signal {-process.returncode}")
     if process.returncode:
-        last = process.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise DrawingError(f"the charts were not drawn: {one_line(''.join(last)) or 'no reason recorded'}")
-    answer: dict[str, str] = json.loads(process.stdout)
-    return answer
+        signal = f"vl_convert was ended by signal {-process.returncode}" if process.returncode < 0 else ""
+        last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise DrawingError(f"the charts were not drawn: {signal or one_line(last) or 'no reason recorded'}")
+    answers: dict[str, Any] = pickle.loads(process.stdout)
+    return answers
 
 
-def _answer(request: dict[str, Any]) -> dict[str, str]:
+def _answers(function: str, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the function's answers. End the program with the reason for the first that fails."""
     import vl_convert
 
-    if "snippet" in request:
-        return {"library": vl_convert.javascript_bundle(request["snippet"])}
-    answer = {}
-    for name, spec in request["specs"].items():
+    answers = {}
+    for name, arguments in calls.items():
         try:
-            drawn = _converted(spec, request["form"], request["scale"], request["config"])
+            answers[name] = getattr(vl_convert, function)(**arguments)
         except Exception as error:
             message = " ".join(line for line in str(error).splitlines() if not line.lstrip().startswith("at "))
             sys.exit(f"{name}: {one_line(message)[:300]}")
-        answer[name] = drawn if isinstance(drawn, str) else base64.b64encode(drawn).decode()
-    return answer
-
-
-def _converted(spec: VegaLite, form: str, scale: float, config: dict[str, Any]) -> str | bytes:
-    import vl_convert
-
-    if form == "png":
-        png: bytes = vl_convert.vegalite_to_png(spec, scale=scale, config=config, allowed_base_urls=[])
-        return png
-    svg: str = vl_convert.vegalite_to_svg(spec, config=config, allowed_base_urls=[])
-    return svg if form == "svg" else vl_convert.svg_to_pdf(_sized(svg, scale, ""))
+    return answers
 
 
 if __name__ == "__main__":
-    print(json.dumps(_answer(json.load(sys.stdin))))
+    pickle.dump(_answers(*pickle.load(sys.stdin.buffer)), sys.stdout.buffer)
