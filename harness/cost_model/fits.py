@@ -7,30 +7,31 @@ knows no engine: the caller says which changed configurations could be run.
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from harness.config.byte_size import format_bytes
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.checkpointing import Checkpointing, CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackMemory
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
+from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory
 from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
 
 Fits = Literal["likely", "tight", "no"]
-Change = tuple[str, RunConfig]  # what to type, and the configuration with it
+Settings = Mapping[str, Any]  # by what to type: a dotted key, or a group for all of its values
 
 # The range of measured over predicted bytes of a stack without measurements of its own: that of the least predictable
 # one, nanotron's.
 UNMEASURED_RANGE = (0.84, 1.45)
 MIN_REPORTED_SHARE = 0.005  # of a rank's bytes: the message leaves out smaller parts
 MOST_DOUBLINGS = 12  # of the number of ranks
+RECOMPUTING: tuple[Checkpointing, ...] = ("selective", "full")  # the checkpointing that recomputes little, and most
 
 
 @dataclass(frozen=True)
@@ -108,138 +109,126 @@ class Choices:
     local_ranks: int = 0  # the ranks that this machine has devices for
     offloads: bool = False  # whether the host has memory of its own
 
-    def fitting(self, changed: RunConfig, ranks: int | None) -> str | None:
-        """Return the bytes of a rank of a changed configuration in words; None if it could not be run, or not fit."""
-        return self.size_text(self.plan(changed, ranks))
+    def variant(self, config: RunConfig, layout: Layout, settings: Settings) -> Variant | None:
+        """Return a configuration with other settings as it would be run.
 
-    def size_text(self, variant: Variant | None) -> str | None:
-        """Return the bytes of a rank in words; None if there is no such run, or if it does not fit."""
-        if variant is None or not variant.room.holds(variant.memory):
-            return None
-        return f"({format_bytes(variant.memory.peak_bytes + self.process_bytes)} a rank)"
+        Another strategy has as many ranks as the machine gives it.
+        """
+        is_same_strategy = settings.get("strategy", config.strategy).name == config.strategy.name
+        return self.plan(changed(config, settings), layout.world_size if is_same_strategy else None)
+
+    def offers(self, text: str, variant: Variant | None) -> Iterator[str]:
+        """Yield what to type for a variant with the bytes of a rank, if it could be run and fits."""
+        if variant is not None and variant.room.holds(variant.memory):
+            yield say("offer", text=text, size=variant.memory.peak_bytes + self.process_bytes)
+
+
+def changed(config: RunConfig, settings: Settings) -> RunConfig:
+    """Return the configuration with other settings."""
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        values = dataclasses.replace(getattr(config, group), **{name: value}) if name else value
+        config = dataclasses.replace(config, **{group: values})
+    return config
+
+
+def typed(settings: Settings) -> str:
+    """Return settings as they are typed: a group by the name of its values."""
+    return " ".join(f"{key}={getattr(value, 'name', value)}" for key, value in settings.items())
 
 
 def remedies(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
     """Yield what keeps the model and fits: one change, or where no single one is enough, several together."""
     single = [*more_ranks(config, layout, choices)]
-    for step in STEPS:  # of several kinds of checkpointing both are worth knowing, of others the mildest
-        sized = (
-            (text, choices.fitting(changed, _ranks(config, changed, layout)))
-            for text, changed in step(config, layout, choices)
+    for kind, changes in less_memory(config, layout, choices).items():
+        fitting = (
+            offer
+            for settings in changes
+            for offer in choices.offers(typed(settings), choices.variant(config, layout, settings))
         )
-        fitting = (f"{text} {size}" for text, size in sized if size)
-        single += itertools.islice(fitting, 2 if step is checkpointing else 1)
+        # Of several kinds of checkpointing both are worth knowing, of others the mildest.
+        single += itertools.islice(fitting, 2 if kind == "checkpointing" else 1)
     yield from single or _together(config, layout, choices)
 
 
-def _ranks(config: RunConfig, changed: RunConfig, layout: Layout) -> int | None:
-    """Return the number of ranks of a changed configuration: another strategy has as many as the machine gives it."""
-    return layout.world_size if changed.strategy.name == config.strategy.name else None
-
-
 def _together(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
-    """Yield the first changes of STEPS, each as strong as possible, with which the run fits, perhaps on more ranks."""
-    texts: list[str] = []
+    """Yield the first changes, each as strong as possible, with which the run fits, perhaps on more ranks."""
+    settings: Settings = {}
     current, current_layout = config, layout
-    for step in STEPS:
-        if step is offload:  # the last resort
-            wider = [" ".join((*texts, text)) for text in more_ranks(current, current_layout, choices)]
+    for kind in less_memory(config, layout, choices):
+        if kind == "offload":  # the last resort
+            wider = [f"{typed(settings)} {text}" for text in more_ranks(current, current_layout, choices)]
             if wider:
                 yield from wider
                 return
-        for text, changed in reversed(list(step(current, layout, choices))):
-            variant = choices.plan(changed, _ranks(config, changed, layout))
-            if variant is None:
-                continue
-            texts.append(text)
-            current, current_layout = changed, variant.layout
-            if size := choices.size_text(variant):
-                yield f"{' '.join(texts)} {size}"
+        changes = [{**settings, **change} for change in reversed(less_memory(current, layout, choices)[kind])]
+        variants = ((choices.variant(config, layout, change), change) for change in changes)
+        variant, settings = next((found for found in variants if found[0]), (None, settings))
+        if variant is not None:
+            current, current_layout = changed(config, settings), variant.layout
+            offers = [*choices.offers(typed(settings), variant)]
+            if offers:
+                yield from offers
                 return
-            break
 
 
 def more_ranks(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
     """Yield the smallest larger number of ranks that fits, by doubling, on hosts or devices like this one."""
     if layout.world_size == 1 or (layout.axes_size(("tp", "pp")) == 1 and layout.zero_stage == 0):
         return
-    for doublings in range(1, MOST_DOUBLINGS + 1):
-        world_size = layout.world_size * 2**doublings
-        per_pass = config.train.micro_batch * layout.dp * (2**doublings if layout.dp_enabled else 1)
+    offers: list[str] = []
+    for factor in (2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)):
+        world_size = layout.world_size * factor
+        per_pass = config.train.micro_batch * layout.dp * (factor if layout.dp_enabled else 1)
         batch = -(-config.train.global_batch // per_pass) * per_pass
-        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch))
-        if size := choices.fitting(changed, world_size):
-            more = "" if batch == config.train.global_batch else f" and train.global_batch={batch}"
-            where = "" if world_size <= choices.local_ranks else " on more such machines"
-            yield f"world_size={world_size}{more}{where} {size}"
-            return
+        is_here, other_batch = world_size <= choices.local_ranks, batch if batch != config.train.global_batch else 0
+        text = say("more_ranks", world_size=world_size, batch=other_batch, is_here=is_here)
+        offers += choices.offers(text, choices.plan(changed(config, {"train.global_batch": batch}), world_size))
+        if offers:
+            break
+    yield from offers
 
 
-def sharding(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield the strategies that shard all model state over ranks that do not divide matrices or layers."""
-    if layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or config.strategy.offload != "none":
-        return
+def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str, list[Settings]]:
+    """Return what keeps the model and needs less memory, by kind; in each kind the mildest change comes first.
+
+    Strategies that shard all model state are for ranks that do not divide matrices or layers.
+    """
+    kept, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
+    is_divided = layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or offload != "none"
+    sharded: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
     if layout.cp_enabled:
-        strategy = dataclasses.replace(config.strategy, data_parallel="fsdp", zero_stage=3)
-        yield "strategy.data_parallel=fsdp strategy.zero_stage=3", dataclasses.replace(config, strategy=strategy)
-        return
-    for strategy in choices.sharded:
-        yield f"strategy={strategy.name}", dataclasses.replace(config, strategy=strategy)
-
-
-def narrower(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield the precisions of fewer bits."""
-    for precision in choices.precisions:
-        if precision.compute_bytes < config.precision.compute_bytes:
-            yield f"precision={precision.name}", dataclasses.replace(config, precision=precision)
-
-
-def checkpointing(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield the checkpointing that recomputes little, or more where that is chosen, and the one that keeps least."""
-    if config.checkpointing == CheckpointingConfig("selective"):
-        changed = dataclasses.replace(config.checkpointing, saved_products="every_second")
-        yield "checkpointing.saved_products=every_second", dataclasses.replace(config, checkpointing=changed)
-    for name in ("selective", "full"):
-        if config.checkpointing.name not in (name, "full"):
-            changed = dataclasses.replace(config.checkpointing, name=name, every=1, saved_products="all")
-            yield f"checkpointing={name}", dataclasses.replace(config, checkpointing=changed)
-
-
-def smaller_micro_batch(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield half the micro-batch, and single sequences."""
-    size = config.train.micro_batch
-    for smaller in dict.fromkeys((size // 2, 1)):
-        if smaller and smaller < size and size % smaller == 0:
-            train = dataclasses.replace(config.train, micro_batch=smaller)
-            yield f"train.micro_batch={smaller}", dataclasses.replace(config, train=train)
-
-
-def offload(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[Change]:
-    """Yield the model state that the host can hold."""
-    if choices.offloads and config.strategy.offload == "none":
-        for kind in ("optimizer", "parameters"):
-            strategy = dataclasses.replace(config.strategy, offload=kind)
-            yield f"strategy.offload={kind}", dataclasses.replace(config, strategy=strategy)
-
-
-STEPS: tuple[Callable[[RunConfig, Layout, Choices], Iterator[Change]], ...] = (
-    sharding,
-    narrower,
-    checkpointing,
-    smaller_micro_batch,
-    offload,
-)
+        sharded = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
+    saved = ["every_second"] if kept == CheckpointingConfig("selective") else []
+    recomputed = [name for name in RECOMPUTING if kept.name not in (name, "full")]
+    narrower = [one for one in choices.precisions if one.compute_bytes < config.precision.compute_bytes]
+    on_host = ("optimizer", "parameters") if choices.offloads and offload == "none" else ()
+    return {
+        "sharding": [] if is_divided else sharded,
+        "precision": [{"precision": precision} for precision in narrower],
+        "checkpointing": [
+            *({"checkpointing.saved_products": products} for products in saved),
+            *(
+                {"checkpointing": dataclasses.replace(kept, name=name, every=1, saved_products="all")}
+                for name in recomputed
+            ),
+        ],
+        "micro_batch": [
+            {"train.micro_batch": smaller}
+            for smaller in dict.fromkeys((size // 2, 1))
+            if 0 < smaller < size and size % smaller == 0
+        ],
+        "offload": [{"strategy.offload": state} for state in on_host],
+    }
 
 
 def smaller_model(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
-    """Yield the largest smaller model of the family that fits with the same layout, batch and attention."""
+    """Yield the smaller models of the family that fit with the same layout, batch and attention, the largest first."""
     family = [model for model in choices.models if model.family == config.model.family]
     smaller = [model for model in family if parameter_count(model) < parameter_count(config.model)]
     for model in sorted(smaller, key=parameter_count, reverse=True):
-        changed = dataclasses.replace(config, model=dataclasses.replace(model, attention=config.model.attention))
-        if size := choices.fitting(changed, layout.world_size):
-            yield f"model={model.name} {size}"
-            return
+        settings = {"model": dataclasses.replace(model, attention=config.model.attention)}
+        yield from choices.offers(typed(settings), choices.variant(config, layout, settings))
 
 
 def memory_problem(
@@ -252,34 +241,16 @@ def memory_problem(
     if room.holds(memory):
         return None
     if not room.host_holds(memory):
-        return host_problem(config, memory, room)
-    fits_device = room.device_holds(memory)
-    offers = list(remedies(config, layout, choices))
-    offers += ["a larger cluster.memory_budget"] if fits_device else []
-    offers += ["preflight=false to try", *smaller_model(config, layout, choices)]
-    rank_bytes = memory.peak_bytes + choices.process_bytes
-    needs = f"model={config.model.name} needs {format_bytes(rank_bytes)} a rank"
-    if fits_device:
-        limit = f"cluster.memory_budget={config.cluster.memory_budget} is less"
-    else:
-        limit = f"{format_bytes(room.bytes)} are available"
-        if room.is_shared and room.ranks > 1:
-            needs += f" x {room.ranks} ranks on one host = {format_bytes(rank_bytes * room.ranks)}"
+        return say("host_problem", config=config, room=room, size=room.offload_bytes(memory))
+    size = memory.peak_bytes + choices.process_bytes
     parts = {**memory.at_peak, "process": choices.process_bytes}
-    arithmetic = ", ".join(
-        f"{name} {format_bytes(size)}" for name, size in parts.items() if size >= MIN_REPORTED_SHARE * rank_bytes
-    )
-    return f"{needs} ({arithmetic}), {limit}: choose {', or '.join(offers)}"
-
-
-def host_problem(config: RunConfig, memory: MemoryEstimate, room: Room) -> str:
-    """Return why offloaded tensors do not fit the host beside its ranks' processes."""
-    keys = [f"strategy.offload={config.strategy.offload}"] if config.strategy.offload != "none" else []
-    keys += ["checkpointing.offload_activations=true"] if config.checkpointing.offload_activations else []
-    needed = room.offload_bytes(memory)
-    return (
-        f"{' and '.join(keys)} of model={config.model.name} {'needs' if len(keys) == 1 else 'need'}"
-        f" {format_bytes(needed // room.ranks)} a rank x {room.ranks} ranks of the host ="
-        f" {format_bytes(needed)}, {format_bytes(room.host_bytes or 0)} are available:"
-        " choose less offload, preflight=false to try, or a smaller model"
+    return say(
+        "memory_problem",
+        config=config,
+        room=room,
+        size=size,
+        parts={name: part for name, part in parts.items() if part >= MIN_REPORTED_SHARE * size},
+        fits_device=room.device_holds(memory),
+        offers=list(remedies(config, layout, choices)),
+        smaller=list(itertools.islice(smaller_model(config, layout, choices), 1)),
     )

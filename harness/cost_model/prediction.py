@@ -14,6 +14,7 @@ from harness.cost_model.fits import FitVerdict, Room, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
 from harness.cost_model.nearest_decoder import predicted_memory
+from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
@@ -206,25 +207,5 @@ class Prediction:
 
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""
-        layout = self.layout
-        degrees = [f"{axis} {size}" for axis in DEGREES if (size := getattr(layout, axis)) > 1]
-        kind = layout.data_parallel if layout.data_parallel != "none" else layout.engine
-        words = [f"{kind} zero {layout.zero_stage}" if layout.zero_stage else kind, " x ".join(degrees) or "one rank"]
-        if not self.config.strategy.literature:
-            words[0] += " tuned for speed" if self.config.strategy.options else " with the library's defaults"
-        if layout.sequence_parallel:
-            words[1] += " with sequence parallelism"
-        if layout.pp_enabled:
-            virtual = f" of {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
-            words.append(f"{layout.schedule}{virtual}")
-        checkpointing = self.config.checkpointing
-        words.append(
-            f"checkpointing {checkpointing.name}"
-            + (f" {checkpointing.every}" if checkpointing.every > 1 else "")
-            + (" of every second product" if checkpointing.saved_products != "all" else "")
-        )
-        if layout.offload != "none":
-            words.append("state on the host" if layout.offload == "parameters" else "optimizer on the host")
-        if checkpointing.offload_activations:
-            words.append("activations on the host")
-        return ", ".join([*words, f"micro-batch {self.config.train.micro_batch}"])
+        degrees = [f"{axis} {size}" for axis in DEGREES if (size := getattr(self.layout, axis)) > 1]
+        return say("label", config=self.config, layout=self.layout, degrees=degrees)

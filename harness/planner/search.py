@@ -6,6 +6,8 @@ its memory, and its lower bounds say whether it could. Where state alone exceeds
 is worked out.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,13 +40,7 @@ class SearchResult:
     memory_estimates: int = 0  # exact ones; the lower bound spared all others
     best: list[Prediction] = field(default_factory=list)  # the fastest that fit, fastest first
     front: list[Prediction] = field(default_factory=list)  # the fastest in its memory, fastest first, fitting or not
-    problems: dict[str, int] = field(default_factory=dict)  # rules that candidates break, with their number
-
-    @property
-    def fastest_misfit(self) -> Prediction | None:
-        """The fastest candidate that does not fit, if it is faster than all that do."""
-        first = self.front[0] if self.front else None
-        return first if first is not None and not first.fits else None
+    problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
 
     @property
     def smallest(self) -> Prediction | None:
@@ -84,7 +80,7 @@ def search(
         if problem is None:
             valid.append((prediction, state_bytes[key]))
         else:
-            result.problems[problem] = result.problems.get(problem, 0) + 1
+            result.problems[problem] += 1
     result.valid = len(valid)
     rank(valid, result, best, bounds[1:])
     return result
@@ -100,15 +96,13 @@ def state_of(prediction: Prediction, bounds: Sequence[LowerBound]) -> int:
 
 def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bounds: Sequence[LowerBound]) -> None:
     """Fill in the best candidates and the front, from the fastest on."""
-    smallest: int | None = None
+    smallest = math.inf
 
     def is_needless(at_least: int, prediction: Prediction) -> bool:
         """Return whether a candidate of at least so many bytes is neither on the front nor among the best."""
         available = prediction.available_bytes
-        if at_least > MOST_DEVICES * available:
-            return True
-        is_worse = smallest is not None and at_least >= smallest
-        return is_worse and (len(result.best) >= best or at_least > available)
+        is_worse = at_least >= smallest and (len(result.best) >= best or at_least > available)
+        return is_worse or at_least > MOST_DEVICES * available
 
     for prediction, state_bytes in sorted(candidates, key=lambda candidate: candidate[0].step_seconds):
         if is_needless(state_bytes, prediction) or any(is_needless(bound(prediction), prediction) for bound in bounds):
@@ -118,8 +112,7 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
             continue
         if len(result.best) < best and prediction.fits:
             result.best.append(prediction)
-        if prediction.memory.peak_bytes > MOST_DEVICES * prediction.available_bytes:
-            continue
-        if smallest is None or prediction.memory.peak_bytes < smallest:
-            smallest = prediction.memory.peak_bytes
+        peak = prediction.memory.peak_bytes
+        if peak < smallest and peak <= MOST_DEVICES * prediction.available_bytes:
+            smallest = peak
             result.front.append(prediction)

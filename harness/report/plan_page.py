@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.byte_size import format_bytes
-from harness.config.strategy import AXES
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import LayoutPlan
@@ -19,11 +18,12 @@ from harness.planner.run_overrides import run_overrides
 from harness.planner.search import SearchResult
 from harness.planner.sentences import (
     basis_sentences,
-    count_sentence,
     error_sentences,
     memory_sentences,
     misfit_sentences,
+    parts_of_step,
     run_sentences,
+    say,
     separation,
 )
 from harness.records.schema import Row
@@ -115,7 +115,7 @@ def _sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
         sections += section("The fastest that fit", _best_table(best), bullets(separations))
     sections += section("With less memory", bullets(memory_sentences(result)))
     sections += section("What would make others fit", bullets(misfit_sentences(result)))
-    sections += section("How it was found", bullets([count_sentence(result), *plan.notes]))
+    sections += section("How it was found", bullets([say("counts", result=result), *plan.notes]))
     if arithmetic := bullets(line for entry in best[:1] for line in explanation(entry)):
         sections.append(Section("The arithmetic of the fastest", [arithmetic], is_folded=True))
     return sections
@@ -152,7 +152,7 @@ def _table(columns: dict[str, Cell], entries: Sequence[Prediction], caption: str
 
 def _best_table(best: Sequence[Prediction]) -> Table:
     """Return the fastest layouts that fit, with what their steps and their memory consist of."""
-    seconds = {id(entry): _seconds_of_parts(entry) for entry in best}
+    seconds = {id(entry): parts_of_step(entry) for entry in best}
     parts: dict[str, Cell] = {
         f"{part} s": lambda entry, part=part: f"{seconds[id(entry)][part]:.4g}"  # type: ignore[misc]
         for part in seconds[id(best[0])]
@@ -160,14 +160,6 @@ def _best_table(best: Sequence[Prediction]) -> Table:
     }
     columns = {name: _FRONT[name] for name in ("layout", "step s")} | parts | _SPEEDS | _MEMORY
     return _table(columns, best, "Their steps and their memory; the parts add up to the step")
-
-
-def _seconds_of_parts(entry: Prediction) -> dict[str, float]:
-    """Return the seconds of a step by the parts that the table of the best layouts has, in its order."""
-    time = entry.time
-    exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
-    parts = {"compute": time.compute_seconds} | exposed | {"copies": entry.copy_seconds}
-    return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}
 
 
 def _commands(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Section:

@@ -1,11 +1,7 @@
 """The report's sentences: `sentences.j2` says each kind of fact, in a macro that gets the values of the fact."""
 
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
-from typing import Any
-
-from jinja2 import Environment, StrictUndefined, Template
 
 from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.report.text import (
@@ -21,14 +17,9 @@ from harness.report.text import (
     rounded_up,
     span_text,
 )
+from harness.util.sentences import Sentences
 
 MOST_LABELS = 6  # that a note lists
-
-
-def sentence(kind: str, **values: Any) -> str:
-    """Return the sentence, or the sentences, on a fact of a kind: what the macro of that name says of the values."""
-    text: str = getattr(_template().module, kind)(**values)
-    return text
 
 
 def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> str:
@@ -38,11 +29,9 @@ def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> s
     return f"all {total} configurations" if len(labels) == total else f"{len(labels)} of {total} configurations"
 
 
-@cache
-def _template() -> Template:
-    """Return the macros. A line break in their source is a space, so that sentences may be of several lines."""
-    environment = Environment(autoescape=False, undefined=StrictUndefined)
-    environment.filters |= {
+sentence = Sentences(
+    Path(__file__).with_name("sentences.j2"),
+    {
         "at_most": at_most,
         "bytes": bytes_text,
         "capitalized": lambda text: text[:1].upper() + text[1:],
@@ -56,7 +45,6 @@ def _template() -> Template:
         "rounded_up": lambda size: rounded_up(size, byte_unit([size])),
         "span": span_text,
         "words": join_words,
-    }
-    environment.globals |= {"crowded": CROWDED, "minimum_runs": MINIMUM_RUNS}
-    source = Path(__file__).with_name("sentences.j2").read_text(encoding="utf-8")
-    return environment.from_string(" ".join(source.split()))
+    },
+    {"crowded": CROWDED, "minimum_runs": MINIMUM_RUNS},
+)
