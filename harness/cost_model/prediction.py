@@ -18,7 +18,7 @@ from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
-from harness.cost_model.timing.offloaded_step import step_copy_seconds, with_host_update
+from harness.cost_model.timing.offload_time import step_copy_seconds, with_host_update
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
@@ -92,7 +92,7 @@ class Prediction:
             self.widths,
             self.cluster.gpus_per_node,
         )
-        return with_host_update(self.config, self.layout, hardware, device, time)
+        return with_host_update(self.layout, hardware, device, time)
 
     @cached_property
     def copy_seconds(self) -> float:

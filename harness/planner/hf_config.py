@@ -17,14 +17,24 @@ from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
 from harness.util.text import one_line
 
-LLAMA_TYPES = ("llama", "mistral")  # whose layers are the family llama's; Mistral's sliding window is left out
-
 # The keys by which configurations of the transformers library count the experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 TRACE_SECONDS = 600  # the limit of a trace
 
-_COMMON = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+# The keys of a config.json for the values of a model of the family llama; Mistral's sliding window is left out.
+_LLAMA = {
+    **{key: key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")},
+    **{"intermediate_size": "intermediate_size", "context_length": "max_position_embeddings"},
+}
+_GPT = {
+    **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
+    **{"vocab_size": "vocab_size", "context_length": "n_positions"},
+}
+_DECODERS = {"llama": ("llama", _LLAMA), "mistral": ("llama", _LLAMA), "gpt2": ("gpt", _GPT)}  # by model_type
+
+# The settings of model=hf that count before its config.json.
+_CHANGED = ("context_length", "dropout", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
 
 
 def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
@@ -60,20 +70,18 @@ def config_path(model: GroupValues) -> Path:
         raise UserError("model.path=null: name the config.json of model=hf, the folder that has it, or a cached model")
     text = str(model["path"])
     path = Path(text).expanduser()
-    for candidate in (path, path / "config.json"):
-        if candidate.is_file():
-            return candidate
-    snapshots = hub_folder() / f"models--{text.replace('/', '--')}" / "snapshots"
-    main = snapshots.parent / "refs" / "main"
+    cached = hub_folder() / f"models--{text.replace('/', '--')}"
+    main = cached / "refs" / "main"
     names = [main.read_text().strip()] if main.is_file() else []
-    names += sorted(entry.name for entry in snapshots.iterdir()) if snapshots.is_dir() else []
-    for name in names:
-        if (snapshots / name / "config.json").is_file():
-            return snapshots / name / "config.json"
-    raise UserError(
-        f"model.path={text} is no config.json, no folder with one, and no model in the hub's local cache: nothing is"
-        " downloaded; name one of these"
-    )
+    snapshots = [cached / "snapshots" / name for name in names] + sorted((cached / "snapshots").glob("*"))
+    candidates = (path, path / "config.json", *(snapshot / "config.json" for snapshot in snapshots))
+    found = next(filter(Path.is_file, candidates), None)
+    if found is None:
+        raise UserError(
+            f"model.path={text} is no config.json, no folder with one, and no model in the hub's local cache: nothing"
+            " is downloaded; name one of these"
+        )
+    return found
 
 
 def hub_folder() -> Path:
@@ -89,28 +97,32 @@ def model_name(path: Path, text: str) -> str:
 
 def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
     """Return a model as the project's own decoder; None where its architecture is another one."""
-    kind = config.get("model_type")
-    if kind in LLAMA_TYPES:
-        heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        has_biases = config.get("attention_bias") or config.get("mlp_bias")
-        if has_biases or head_dim * heads != config["hidden_size"] or config.get("hidden_act", "silu") != "silu":
-            return None
-        values = {key: config[key] for key in (*_COMMON, "intermediate_size")}
-        values |= {"family": "llama", "num_key_value_heads": config.get("num_key_value_heads") or heads}
-        values |= {"context_length": config["max_position_embeddings"], "dropout": 0.0}
-    elif kind == "gpt2":
-        width, heads = config["n_embd"], config["n_head"]
-        values = {"family": "gpt", "hidden_size": width, "num_hidden_layers": config["n_layer"]}
-        values |= {"num_attention_heads": heads, "num_key_value_heads": heads, "vocab_size": config["vocab_size"]}
-        values |= {"intermediate_size": config.get("n_inner") or 4 * width, "context_length": config["n_positions"]}
-        values |= {"dropout": config.get("resid_pdrop", 0.1)}
-    else:
+    family, keys = _DECODERS.get(str(config.get("model_type")), ("", {}))
+    if not family or (family == "llama" and has_other_layers(config)):
         return None
-    values |= {"tie_word_embeddings": config.get("tie_word_embeddings", kind == "gpt2"), "parameters": 0}
-    values |= {"name": name, "source": "its config.json", "attention": model.get("attention") or "flash"}
-    changed = ("context_length", "dropout", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
-    return values | {key: model[key] for key in changed if model.get(key) is not None}
+    values: GroupValues = {value: config[key] for value, key in keys.items()}
+    width, heads, is_gpt = values["hidden_size"], values["num_attention_heads"], family == "gpt"
+    values |= {
+        "intermediate_size": values.get("intermediate_size") or config.get("n_inner") or 4 * width,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+        "dropout": config.get("resid_pdrop", 0.1) if is_gpt else 0.0,
+        "tie_word_embeddings": config.get("tie_word_embeddings", is_gpt),
+        "parameters": 0,
+        "name": name,
+        "family": family,
+        "source": "its config.json",
+        "attention": model.get("attention") or "flash",
+    }
+    return values | {key: model[key] for key in _CHANGED if model.get(key) is not None}
+
+
+def has_other_layers(config: dict[str, Any]) -> bool:
+    """Return whether layers of the type llama have biases, heads or an activation that the family's have not."""
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    has_biases = config.get("attention_bias") or config.get("mlp_bias")
+    is_other_head = head_dim * heads != config["hidden_size"]
+    return bool(has_biases or is_other_head or config.get("hidden_act", "silu") != "silu")
 
 
 def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
@@ -146,10 +158,6 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
 
 def versions() -> list[str]:
     """Return the versions of what a trace depends on; none for a package that is not installed."""
-    installed = []
-    for package in ("training-harness", "transformers", "torch"):
-        try:
-            installed.append(importlib.metadata.version(package))
-        except importlib.metadata.PackageNotFoundError:
-            installed.append("none")
-    return installed
+    packages = ("training-harness", "transformers", "torch")
+    found = (next(iter(importlib.metadata.distributions(name=package)), None) for package in packages)
+    return [distribution.version if distribution else "none" for distribution in found]

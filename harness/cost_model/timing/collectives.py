@@ -6,7 +6,6 @@ group in a node uses a network card of its own. Left out are trees, reductions i
 choice of protocol by size.
 """
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,26 +23,15 @@ class RankGroup:
 
 
 @lru_cache(maxsize=4096)
-def group_along(mesh_shape: tuple[int, ...], axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
-    """Return the group of a rank along axes of the mesh, whose ranks fill one node after another, innermost first.
+def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
+    """Return the group of a rank along axes of a layout, whose ranks fill one node after another, innermost first.
 
     Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
     """
-    sizes = dict(zip(AXES, mesh_shape, strict=True))
-    axes = tuple(axis for axis in axes if sizes[axis] > 1)
-    if not axes:
-        return RankGroup(1, 1)
-    ranks = math.prod(sizes[axis] for axis in axes)
-    stride, innermost = 1, max(AXES.index(axis) for axis in axes)
-    for axis in AXES[innermost + 1 :]:
-        stride *= sizes[axis]
+    wide = [AXES.index(axis) for axis in axes if layout.axis_sizes[axis] > 1]
+    ranks, stride = layout.axes_size(axes), layout.axes_size(AXES[max(wide, default=0) + 1 :])
     in_node = max(1, min(ranks, gpus_per_node // stride))
     return RankGroup(ranks, -(-ranks // in_node))
-
-
-def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
-    """Return the group of a rank along these axes of a layout."""
-    return group_along(layout.mesh_shape, axes, gpus_per_node)
 
 
 @lru_cache(maxsize=4096)
