@@ -1,5 +1,6 @@
 """The bytes that one rank must send in a step under ring algorithms: as the papers count them, and exactly."""
 
+import itertools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -31,13 +32,32 @@ LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parall
 FLAT_ALIGNMENT = 2  # elements a rank, to which DeepSpeed's stages 1 and 2 pad a group (nccl_start_alignment_factor)
 
 
-def expected_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
+def expected_bytes(
+    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, *, is_padded: bool = False
+) -> dict[str, float]:
     """Return the bytes that this rank must send in a step by the papers, in which every share is even.
 
     The keys are an axis, or several joined by '+', and a kind: gather or reduce along the axes of data and sequences
-    (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out.
+    (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out. With
+    `is_padded` shares are uneven, and padded as the library does it.
     """
-    return _bytes_by_axis(config, layout, widths, rank, None)
+    expected: defaultdict[str, float] = defaultdict(float)
+    shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
+    for stage in stages_of_rank(config.model, layout, rank):
+        elements = sent_elements(config, layout, widths, stage, rank if is_padded else None)
+        # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
+        # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
+        neighbors = (not stage.holds_head) + (not stage.holds_embedding)
+        transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
+        by_purpose: tuple[dict[str, float], ...] = (
+            dp_bytes(config, layout, widths, elements),
+            tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
+            cp_bytes(config, layout, stage),
+            {"pp send": transfers},
+        )
+        for name, size in itertools.chain.from_iterable(sent.items() for sent in by_purpose):
+            expected[name] += size  # shards of fully_shard may lie along cp, too
+    return dict(expected)
 
 
 def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
@@ -50,31 +70,8 @@ def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
 
 
 def padded_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
-    """Return the bytes that this rank sends in a step exactly: the papers' with uneven shares and their padding.
-
-    The keys are those of expected_bytes().
-    """
-    return _bytes_by_axis(config, layout, widths, rank, rank)
-
-
-def _bytes_by_axis(
-    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, padded_for: int | None
-) -> dict[str, float]:
-    expected: defaultdict[str, float] = defaultdict(float)
-    shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
-    for stage in stages_of_rank(config.model, layout, rank):
-        elements = sent_elements(config, layout, widths, stage, padded_for)
-        for (axes, kind), sent in dp_bytes(config, layout, widths, elements).items():
-            expected[f"{axes} {kind}"] += sent
-        for operation, sent in tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer).items():
-            expected[f"tp {operation}"] += sent
-        for kind, sent in cp_bytes(config, layout, stage).items():
-            expected[f"cp {kind}"] += sent
-        # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
-        # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
-        neighbors = (not stage.holds_head) + (not stage.holds_embedding)
-        expected["pp send"] += neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
-    return dict(expected)
+    """Return the bytes that this rank sends in a step exactly: the papers' with uneven shares and their padding."""
+    return expected_bytes(config, layout, widths, rank, is_padded=True)
 
 
 def tp_bytes(
@@ -103,25 +100,21 @@ def tp_bytes(
     branches = len(layer_branches(model))  # of a layer, each with a sum
     recomputed_sums = recomputed * (branches - (model.dropout == 0 and not train.compile))
     hidden, tokens = micro_batches * shape.whole_hidden_bytes, shape.tokens
-    loss_bytes = LOSS_SUMS * micro_batches * tokens * 4 if vocabulary_is_cut and stage.holds_head else 0
-    if train.loss_chunks > 1:  # each part runs a second time
-        loss_bytes *= 2
-    if tokens // train.loss_chunks <= SCALARS:  # such small sums count as scalars
-        loss_bytes = 0
+    has_loss = vocabulary_is_cut and stage.holds_head and tokens // train.loss_chunks > SCALARS
+    loss_runs = 1 + (train.loss_chunks > 1)  # each part runs a second time
+    loss_bytes = has_loss * loss_runs * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
     if not layout.sequence_parallel:
-        return {"all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
+        return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
     gradients = (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
     if stage.holds_embedding and model.architecture.learned_positions:
         gradients += model.context_length * model.hidden_size
-    if layout.data_parallel == "fsdp":
-        gradient_bytes = gradients * (micro_batches * config.precision.compute_bytes)
-    else:
-        gradient_bytes = gradients * config.precision.reduce_bytes
+    in_every_micro_batch = micro_batches * config.precision.compute_bytes
+    width = in_every_micro_batch if layout.data_parallel == "fsdp" else config.precision.reduce_bytes
     return {
-        "all_reduce": 2 * ring * (loss_bytes + gradient_bytes),
-        "all_gather": ring * (sums + branches * recomputed) * hidden,
-        "reduce_scatter": ring * (sums + recomputed_sums) * hidden,
+        "tp all_reduce": 2 * ring * (loss_bytes + gradients * width),
+        "tp all_gather": ring * (sums + branches * recomputed) * hidden,
+        "tp reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
 
 
@@ -138,7 +131,7 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     one_pass = ring_fraction(layout.cp) * tokens * keys_and_values * config.precision.compute_bytes
     forwards = stage.layers + recomputed_layers(config, layout, stage)
-    return {"gather": forwards * one_pass, "reduce": stage.layers * one_pass}
+    return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
 
 
 def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
@@ -166,7 +159,8 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
             summed += outputs * forwards
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     bytes_per_feature = tokens * config.precision.compute_bytes
-    return {"all_reduce": 2 * ring * bytes_per_feature * summed, "all_gather": ring * bytes_per_feature * gathered}
+    sent = ring * bytes_per_feature
+    return {"tp all_reduce": 2 * sent * summed, "tp all_gather": sent * gathered}
 
 
 def ring_fraction(ranks: int) -> float:
@@ -225,9 +219,7 @@ def _sent_elements_once(
     return SentElements(gathered, sum(sizes.values()))
 
 
-def dp_bytes(
-    config: RunConfig, layout: Layout, widths: StateWidths, elements: SentElements
-) -> dict[tuple[str, str], float]:
+def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, elements: SentElements) -> dict[str, float]:
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
@@ -243,7 +235,7 @@ def dp_bytes(
         (along_shards, "reduce"): ring_fraction(shards) * elements.reduced * reduce_bytes if layout.zero_stage else 0.0,
         (along_replicas, "reduce"): 2 * ring_fraction(replicas) * elements.reduced / reductions * reduce_bytes / shards,
     }
-    return {key: volume for key, volume in sent.items() if key[0]}
+    return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
 
 
 def reductions_per_step(config: RunConfig, layout: Layout) -> int:

@@ -73,13 +73,23 @@ def executed_flops_with(
 def executed_flops_parts(
     config: RunConfig, layout: Layout, fused: bool, recomputes_last_projection: bool
 ) -> dict[str, int]:
-    """Return the operations of executed_flops_with() by what they are of."""
+    """Return the operations of executed_flops_with() by what they are of.
+
+    Where the head goes through the tokens in parts, it keeps no part's logits, and runs again in backward. A fused
+    kernel keeps no scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Tensor-parallel
+    ranks repeat a head that is not cut.
+    """
+    model, train = config.model, config.train
+    head, skipped = head_flops(config), model.num_hidden_layers * causal_skipped_flops(config, layout)
+    logits = head if train.loss_chunks > 1 else 0
+    scores = model_profile(model).recomputed_score_flops(train.global_batch, train.seq_len) - skipped
     return {
-        "the model": model_flops_under_layout(config, layout),
-        "logits computed again": recomputed_logits_flops(config),
-        "attention scores computed again": recomputed_scores_flops(config, layout) if fused else 0,
+        "the model": model_flops(config) - (1 + BACKWARD) * 2 * skipped,
+        "logits computed again": logits,
+        "attention scores computed again": scores if fused else 0,
         "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
-        "a head that every tensor-parallel rank computes": replicated_head_flops(config, layout),
+        "a head that every tensor-parallel rank computes": (layout.tp // layout.vocabulary_tp - 1)
+        * ((1 + BACKWARD) * head + logits),
     }
 
 
@@ -94,21 +104,6 @@ def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     if model.attention != "flash":
         return False
     return device == "cuda" or model_profile(model).has_fused_attention_on_cpu
-
-
-def replicated_head_flops(config: RunConfig, layout: Layout) -> int:
-    """Return the operations that tensor-parallel ranks repeat: those of the head, where it is not cut."""
-    times = 1 + BACKWARD + (config.train.loss_chunks > 1)
-    return (layout.tp // layout.vocabulary_tp - 1) * times * head_flops(config)
-
-
-def model_flops_under_layout(config: RunConfig, layout: Layout) -> int:
-    """Return the operations of forward and backward under the layout.
-
-    Context parallelism skips scores that the causal mask hides.
-    """
-    skipped = 2 * causal_skipped_flops(config, layout)
-    return model_flops(config) - (1 + BACKWARD) * config.model.num_hidden_layers * skipped
 
 
 def causal_skipped_flops(config: RunConfig, layout: Layout) -> int:
@@ -182,21 +177,3 @@ def attention_recompute_flops(config: RunConfig, layout: Layout, fused: bool) ->
         return 2 * product
     c = layout.cp
     return product + (product * (c + 1) // (4 * c + 2) if c > 1 else 0)
-
-
-def recomputed_logits_flops(config: RunConfig) -> int:
-    """Return the operations of the head that run again in backward.
-
-    They do where the head goes through the tokens in parts, and so keeps no part's logits.
-    """
-    return head_flops(config) if config.train.loss_chunks > 1 else 0
-
-
-def recomputed_scores_flops(config: RunConfig, layout: Layout) -> int:
-    """Return the operations of queries with keys that run again in backward.
-
-    A fused kernel keeps no scores (arXiv 2205.14135, algorithm 4).
-    """
-    model, train = config.model, config.train
-    flops = model_profile(model).recomputed_score_flops(train.global_batch, train.seq_len)
-    return flops - model.num_hidden_layers * causal_skipped_flops(config, layout)

@@ -166,14 +166,9 @@ class Prediction:
         return self.room.host_holds(self.memory)
 
     @property
-    def tokens_per_step(self) -> int:
-        """The tokens that the whole world trains on in a step."""
-        return self.config.train.global_batch * self.config.train.seq_len
-
-    @property
     def tokens_per_second(self) -> float:
         """The tokens that the whole world trains on per second."""
-        return self.tokens_per_step / self.step_seconds
+        return self.config.train.global_batch * self.config.train.seq_len / self.step_seconds
 
     @property
     def device_peak_flops(self) -> float | None:

@@ -24,13 +24,22 @@ TRACE_SECONDS = 600  # the limit of a trace
 
 # The keys of a config.json for the values of a model of the family llama; Mistral's sliding window is left out.
 _LLAMA = {
-    **{key: key for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")},
-    **{"intermediate_size": "intermediate_size", "context_length": "max_position_embeddings"},
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+    "intermediate_size": "intermediate_size",
+    "context_length": "max_position_embeddings",
 }
+
 _GPT = {
-    **{"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"},
-    **{"vocab_size": "vocab_size", "context_length": "n_positions"},
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "vocab_size": "vocab_size",
+    "context_length": "n_positions",
 }
+
 _DECODERS = {"llama": ("llama", _LLAMA), "mistral": ("llama", _LLAMA), "gpt2": ("gpt", _GPT)}  # by model_type
 
 # The settings of model=hf that count before its config.json.

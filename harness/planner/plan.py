@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 
 from harness.config.arguments import find_mistake, normalize_arguments
 from harness.config.from_dict import ConfigValues, from_dict
@@ -21,6 +22,7 @@ from harness.planner.hf_config import hf_values
 from harness.planner.problems import plan_problems, predict
 from harness.planner.run_overrides import SEARCH
 from harness.planner.search import SearchResult, search
+from harness.planner.sentences import say
 from harness.planner.space import Restrictions
 from harness.runner.resolve import AUTO, TRAIN_DEFAULTS, resolve_auto, resolve_run_config
 from harness.util.errors import UserError
@@ -110,12 +112,9 @@ def with_global_batch(
     if values["train"].get("global_batch") != AUTO:
         return values, ()
     of_runs = TRAIN_DEFAULTS[cluster.device]["global_batch"]
-    batch, reason = of_runs, "as in a run"
-    if world_size > of_runs:
-        batch, reason = world_size, f"one sequence for each device, where a run has {of_runs} in all"
-    train = values["train"] | {"global_batch": batch}
-    note = f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."
-    return values | {"train": train}, (note,)
+    batch = max(of_runs, world_size)
+    note = say("global_batch", batch=batch, of_runs=of_runs)
+    return values | {"train": values["train"] | {"global_batch": batch}}, (note,)
 
 
 def search_plan(
@@ -134,7 +133,7 @@ def search_plan(
     result = search(config, cluster, stack, world_size, restrictions, offloads=restrictions.wants_offload)
     if not result.best and not restrictions.wants_offload:
         result = search(config, cluster, stack, world_size, restrictions)
-        notes = [*notes, "No layout is predicted to fit without the host's memory, so that offload was searched, too."]
+        notes = [*notes, say("searched_offload")]
     if not result.valid:
         most = max(result.problems, key=lambda problem: result.problems[problem], default="")
         batch = f"train.global_batch={config.train.global_batch}"
@@ -162,10 +161,9 @@ def combinations(arguments: Sequence[str]) -> list[Combination]:
 
     A key on the command line replaces the list that the sweep file has for it, as in a run.
     """
-    words = [word for word in normalize_arguments(arguments) if word not in ("-m", "--multirun")]
-    is_sweep = len(words) < len(arguments)
-    mistake = find_mistake([*(["-m"] if is_sweep else []), *words])
-    if mistake is not None:
+    normalized = normalize_arguments(arguments)
+    words = [word for word in normalized if word not in ("-m", "--multirun")]
+    if mistake := find_mistake(normalized):
         raise UserError(mistake)
     parser = OverridesParser.create()
     overrides = parser.parse_overrides(words)
@@ -174,13 +172,7 @@ def combinations(arguments: Sequence[str]) -> list[Combination]:
         single = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
         of_file = sweeper_params(*single, primary="plan")
         overrides += parser.parse_overrides([f"{key}={value}" for key, value in of_file.items() if key not in keys])
-    choices = []
-    for override in overrides:
-        if override.is_sweep_override():
-            name = override.get_key_element()
-            choices.append([(override.key_or_group, f"{name}={value}") for value in override.sweep_string_iterator()])
-        else:
-            choices.append([(override.key_or_group, str(override.input_line))])
+    choices = [[(override.key_or_group, text) for text in _typed(override)] for override in overrides]
     several = [len(entries) > 1 for entries in choices]
     return [
         Combination(
@@ -190,3 +182,10 @@ def combinations(arguments: Sequence[str]) -> list[Combination]:
         )
         for chosen in itertools.product(*choices)
     ]
+
+
+def _typed(override: Override) -> list[str]:
+    """Return an override for each of its values, as it is typed."""
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]

@@ -19,7 +19,7 @@ SEARCH = "search"  # the strategy that stands for all of them
 _OF_LIBRARY = ("engine", "options", "literature")
 
 # The settings that a search chooses, which a run's command line has from its answer; a stack is a plan's alone.
-_CHOSEN = ("strategy", "checkpointing", "train.micro_batch", "stack")
+_CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.")
 
 
 def run_overrides(config: RunConfig) -> list[str]:
@@ -29,9 +29,12 @@ def run_overrides(config: RunConfig) -> list[str]:
     """
     wanted = vars(config.strategy)
     same_library = [preset for preset in strategy_presets() if all(preset[key] == wanted[key] for key in _OF_LIBRARY)]
-    strategy = min(([f"strategy={preset['name']}", *_changes(preset, wanted)] for preset in same_library), key=len)
-    checkpointing = [f"checkpointing={config.checkpointing.name}", *_checkpointing_overrides(config.checkpointing)]
-    return [*strategy, *checkpointing, f"train.micro_batch={config.train.micro_batch}"]
+    strategies = ([f"strategy={preset['name']}", *_changes("strategy", preset, wanted)] for preset in same_library)
+    kind = config.checkpointing.name
+    defaults = CheckpointingConfig(kind, every=2 if kind == "every_n" else 1)
+    checkpointing = _changes("checkpointing", vars(defaults), vars(config.checkpointing))
+    words = [*min(strategies, key=len), f"checkpointing={kind}", *checkpointing]
+    return [*words, f"train.micro_batch={config.train.micro_batch}"]
 
 
 def preset_of(overrides: Sequence[str]) -> str:
@@ -41,7 +44,8 @@ def preset_of(overrides: Sequence[str]) -> str:
 
 def run_command(planned: Sequence[str], config: RunConfig) -> str:
     """Return the command that runs a layout which was found by these overrides of `harness plan`."""
-    others = [word for word in planned if not _is_chosen(word.lstrip("+").partition("=")[0])]
+    keys = {word: word.lstrip("+").partition("=")[0] for word in planned}
+    others = [word for word in planned if not f"{keys[word]}.".startswith(_CHOSEN)]
     return shlex.join(["harness", *others, *run_overrides(config)])
 
 
@@ -56,24 +60,13 @@ def strategy_presets() -> list[GroupValues]:
     return [defaults | yaml.safe_load(path.read_text()) for name, path in paths.items() if name != SEARCH]
 
 
-def _is_chosen(key: str) -> bool:
-    return any(key == chosen or key.startswith(f"{chosen}.") for chosen in _CHOSEN)
-
-
-def _changes(preset: GroupValues, wanted: GroupValues) -> list[str]:
-    """Return the overrides in which a strategy differs from a preset of the same library.
+def _changes(group: str, preset: GroupValues, wanted: GroupValues) -> list[str]:
+    """Return the overrides in which the values of a group differ from a preset of the same name or library.
 
     A degree that the preset leaves to the world (-1) follows from the others.
     """
     keys = [key for key in preset if key not in ("name", *_OF_LIBRARY) and preset[key] not in (-1, wanted[key])]
-    return [f"strategy.{key}={_text(wanted[key])}" for key in keys]
-
-
-def _checkpointing_overrides(checkpointing: CheckpointingConfig) -> list[str]:
-    """Return what a kind of checkpointing has beside its name where that is not its default."""
-    defaults = CheckpointingConfig(checkpointing.name, every=2 if checkpointing.name == "every_n" else 1)
-    changed = [key for key, value in vars(checkpointing).items() if value != getattr(defaults, key)]
-    return [f"checkpointing.{key}={_text(getattr(checkpointing, key))}" for key in changed]
+    return [f"{group}.{key}={_text(wanted[key])}" for key in keys]
 
 
 def _text(value: Any) -> str:
