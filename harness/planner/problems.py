@@ -9,12 +9,15 @@ from harness.config.stack import StackConfig
 from harness.cost_model.fits import Choices, Variant, remedies
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.stack_memory import require_expressible
-from harness.engines.base import EngineModule, load_engine, unsupported_elsewhere
+from harness.engines.base import load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import DescribedCluster, described_machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.errors import UserError
+
+
+engine_module = cache(load_engine)  # a search asks for few of them often
 
 
 def plan_problems(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack: StackConfig) -> Iterator[str]:
@@ -35,12 +38,6 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: DescribedCluster, 
             yield str(error)
         return
     yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
-
-
-@cache
-def engine_module(name: str) -> EngineModule:
-    """Return an engine's module, which is looked for once."""
-    return load_engine(name)
 
 
 def predict(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack: StackConfig) -> Prediction:

@@ -43,8 +43,7 @@ class PassSeconds:
 @lru_cache(maxsize=8192)
 def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
     """Return the seconds of one decoder layer."""
-    rates = kernel_rates(hardware, shape.compute_dtype)
-    tokens = shape.tokens
+    rates, tokens = kernel_rates(hardware, shape.compute_dtype), shape.tokens
     products = input_gradients = weight_gradients = last = 0.0
     for matrix in model_profile(shape.model).layer_matrices:
         rows, columns = matrix.cut(shape.tp)
@@ -75,16 +74,14 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
     A fused kernel computes 2.5 times as many products in backward, with the scores' own (arXiv 2205.14135). Plain
     operators write and read all scores in device memory, and compute those that the mask hides.
     """
-    model, heads = shape.model, shape.model.num_attention_heads / shape.tp
-    tokens = shape.tokens
-    flops = 4 * tokens * shape.seq_len * heads * model.head_dim
+    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
         forward = work / rates.attention_flops + rates.kernel_seconds
         return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
-    products = flops / rates.matmul_flops
+    products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
     forward = products + rates.elementwise_seconds(scores * SCORE_BYTES_FORWARD)
     return forward, 2 * products + rates.elementwise_seconds(scores * SCORE_BYTES_BACKWARD)
 
@@ -92,14 +89,11 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 def _elementwise_bytes(shape: MicroBatchShape) -> float:
     """Return the bytes that a layer's norms, rotations, sums and activation functions move in forward."""
     model = shape.model
-    tokens = shape.tokens
     residual_parts = shape.tp if shape.sequence_parallel else 1
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
-    elements = model.hidden_size * residual / residual_parts
     head_tensors, inner_tensors = model_profile(model).elementwise_tensors
-    elements += model.hidden_size * head_tensors / shape.tp
-    elements += model.intermediate_size * inner_tensors / shape.tp
-    return tokens * elements * shape.width
+    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
+    return shape.tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
 
 
 @lru_cache(maxsize=8192)
@@ -122,8 +116,7 @@ def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stack
 def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> PassSeconds:
     """Return the seconds of the embedding, whose gradient is as large as the table."""
     rates, model = kernel_rates(hardware, shape.compute_dtype), shape.model
-    tokens = shape.tokens
-    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * tokens * model.hidden_size * shape.width)
+    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * model.hidden_size * shape.width)
     table = model.vocab_size / shape.vocabulary_tp * model.hidden_size
     return PassSeconds(rows, rows + rates.elementwise_seconds(table * accumulated_bytes(shape)))
 
@@ -211,15 +204,10 @@ def _tp_seconds(
     if group.ranks == 1:
         return 0.0, 0
     branches = len(layer_branches(shape.model))  # of a layer, before or after each of which there is a collective
-    hidden = shape.whole_hidden_bytes
-    if shape.sequence_parallel:
-        collective_seconds, forward_count = gather_seconds(hidden, group, hardware), 2 * branches
-    else:
-        collective_seconds, forward_count = all_reduce_seconds(hidden, group, hardware), branches
-    backward_count = float(forward_count)
-    if shape.sequence_parallel and timing.gathers_inputs_again:
-        backward_count += branches
-    backward_count += recomputed * forward_count
+    one_way = gather_seconds(shape.whole_hidden_bytes, group, hardware)
+    collective_seconds, forward_count = (one_way, 2 * branches) if shape.sequence_parallel else (2 * one_way, branches)
+    gathered_again = branches * (shape.sequence_parallel and timing.gathers_inputs_again)
+    backward_count = forward_count + gathered_again + recomputed * forward_count
     exposed_backward = backward_count * collective_seconds
     if timing.overlaps_input_gradient:
         exposed_backward -= min(branches * collective_seconds, passes.weight_gradient)
@@ -246,18 +234,13 @@ def stage_time(
     holds_head: bool,
 ) -> MicroBatchTime:
     """Return the seconds of a stage of so many layers, which may have the embedding and the head."""
-    layer = layer_time(context, hardware, timing)
-    shape, group = context.shape, context.tp_group
+    shape, layer = context.shape, layer_time(context, hardware, timing)
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
-    hidden = shape.whole_hidden_bytes
-    vocabulary_group = group if shape.vocabulary_tp > 1 else RankGroup(1, 1)
-    if holds_embedding:
-        passes = embedding_seconds(shape, hardware)
+    vocabulary_group = context.tp_group if shape.vocabulary_tp > 1 else RankGroup(1, 1)
+    ends = [embedding_seconds(shape, hardware)] if holds_embedding else []
+    ends += [head_seconds(shape, hardware, timing)] if holds_head else []
+    for passes in ends:
         forward, backward = forward + passes.forward, backward + passes.backward
-        tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
-    if holds_head:
-        passes = head_seconds(shape, hardware, timing)
-        forward, backward = forward + passes.forward, backward + passes.backward
-        tp += all_reduce_seconds(hidden, vocabulary_group, hardware)
+        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, hardware)
     forward, backward = forward + timing.micro_batch_seconds / 3, backward + timing.micro_batch_seconds * 2 / 3
     return MicroBatchTime(forward, backward, tp, layers * layer.cp)

@@ -1,6 +1,7 @@
 """The seconds of one training step: compute, exposed communication by axis, bubble and optimizer."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,15 +61,15 @@ class RankStages(NamedTuple):
 def pipeline_stages(model: ModelConfig, layout: Layout) -> tuple[tuple[RankStages, int], ...]:
     """Return the different kinds of pipeline ranks, each with how many ranks are of it."""
     stages = split_into_stages(model, layout)
-    kinds: dict[RankStages, int] = {}
-    for place in range(layout.pp):
-        own = stages[place :: layout.pp]
-        kind = RankStages(
+    ranks = (stages[place :: layout.pp] for place in range(layout.pp))
+    kinds = Counter(
+        RankStages(
             sum(stage.layers for stage in own),
             any(stage.holds_embedding for stage in own),
             any(stage.holds_head for stage in own),
         )
-        kinds[kind] = kinds.get(kind, 0) + 1
+        for own in ranks
+    )
     return tuple(kinds.items())
 
 
@@ -96,8 +97,7 @@ def estimate_step_time(
     `widths` are those of an engine; without them parameters are gathered in the dtype of compute. Raises UserError if
     the device's peak FLOP/s in the dtype of compute are unknown.
     """
-    hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
-    hardware, timing = _with_stack(hardware, timing)
+    hardware, timing = _with_stack(rank_hardware(hardware, min(gpus_per_node, layout.world_size)), timing)
     compute_bytes = config.precision.compute_bytes
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
@@ -159,9 +159,8 @@ def _with_stack(hardware: HardwareConfig, timing: StackTiming) -> tuple[Hardware
     """
     if hardware.is_cpu:
         timing = dataclasses.replace(timing, prefetches_parameters=False)
-    fitted = hardware.fitted
-    latency = fitted.inter_node_latency + timing.inter_node_step_seconds
-    fitted = dataclasses.replace(fitted, inter_node_latency=latency)
+    latency = hardware.fitted.inter_node_latency + timing.inter_node_step_seconds
+    fitted = dataclasses.replace(hardware.fitted, inter_node_latency=latency)
     return dataclasses.replace(hardware, fitted=fitted), timing
 
 
