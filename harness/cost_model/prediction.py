@@ -54,19 +54,17 @@ class Prediction:
         return self.stack.memory.kind == "harness"
 
     @cached_property
-    def memory(self) -> MemoryEstimate:
-        """The memory of the rank with the highest peak."""
-        if self.is_runnable:
-            return predicted_memory(self.config, self.layout, self.widths, self.cluster.device)
-        return self.peak.estimate
-
-    @cached_property
     def peak(self) -> RankMemory:
-        """The memory of that rank, and what torch's allocator reserves for it."""
+        """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
+        config, layout, device = self.config, self.layout, self.cluster.device
         if self.is_runnable:
-            return own_memory(self.stack.memory, self.memory, self.cluster.device)
-        capability = self.cluster.hardware.compute_capability
-        return predict_highest_rank(self.config, self.layout, self.stack, None, capability)
+            return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), device)
+        return predict_highest_rank(config, layout, self.stack, None, self.cluster.hardware.compute_capability)
+
+    @property
+    def memory(self) -> MemoryEstimate:
+        """The memory of that rank."""
+        return self.peak.estimate
 
     @cached_property
     def verdict(self) -> FitVerdict:

@@ -3,6 +3,7 @@
 This process imports no torch. Nothing is downloaded.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -139,12 +140,9 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
     settings = {key: value for key, value in model.items() if key != "path"}
     depends_on = json.dumps([config, settings, seq_len, versions()], sort_keys=True)
     file = cache / "traces" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
-    if file.is_file():
-        try:
-            values: GroupValues = json.loads(file.read_text())
-            return values | {"path": model["path"]}
-        except ValueError:  # half a file, of a machine that stopped
-            pass
+    with contextlib.suppress(FileNotFoundError, ValueError):  # a ValueError: half a file, of a machine that stopped
+        values: GroupValues = json.loads(file.read_text())
+        return values | {"path": model["path"]}
     request = json.dumps({"model": dict(model), "seq_len": seq_len})
     command = [sys.executable, "-m", "harness.models.hf"]
     print(f"Tracing model.path={model['path']} once, in a process of its own …", file=sys.stderr)

@@ -16,7 +16,6 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.errors import UserError
 
-
 engine_module = cache(load_engine)  # a search asks for few of them often
 
 
