@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.report.text import (
@@ -22,6 +23,11 @@ from harness.util.sentences import Sentences
 MOST_LABELS = 6  # that a note lists
 
 
+def sentence(kind: str, /, **values: Any) -> str:
+    """Return the sentence, or the sentences, on a fact of a kind: what the macro of that name says of the values."""
+    return _MACROS(kind, **values)
+
+
 def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> str:
     """Return the labels of the rows that a note is about, or their number if there are many."""
     if len(labels) <= most:
@@ -29,7 +35,7 @@ def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> s
     return f"all {total} configurations" if len(labels) == total else f"{len(labels)} of {total} configurations"
 
 
-sentence = Sentences(
+_MACROS = Sentences(
     Path(__file__).with_name("sentences.j2"),
     {
         "at_most": at_most,
