@@ -1,14 +1,14 @@
 """Claims and peers: the figures that papers give for runs, and the run that a run is compared with."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.records.schema import Record
 from harness.report.comparability import PARTITION_COLUMNS, claim_key
 from harness.report.formulas import Quantities, quantities
+from harness.report.lines import Line
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("claims.toml").read_text("utf-8"))
 
@@ -29,10 +29,13 @@ class Claim:
     required: bool  # proven by every row that is ok: a run that does not agree is an error
 
 
-def ok_runs(records: Sequence[Record]) -> list[Quantities]:
-    """Return the quantities of the records that are ok, with a `setting` that is equal where they may be compared."""
-    ok = (record for record in records if record.status == "ok")
-    return [quantities(record, TABLE["quantities"]) | {"setting": claim_key(record)} for record in ok]
+def ok_runs(lines: Iterable[Line]) -> list[Quantities]:
+    """Return the quantities of the lines that are ok, the `line`, and `setting`, equal where they may be compared."""
+    return [
+        quantities(line.record, TABLE["quantities"]) | {"line": line, "setting": claim_key(line.record)}
+        for line in lines
+        if line.ok
+    ]
 
 
 def peer(

@@ -3,26 +3,25 @@
 What the papers say is in claims.toml, and `claims` applies it to records.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
-from harness.records.schema import Record
 from harness.report.charts.expected import measured_against_papers
 from harness.report.claim_peers import TABLE, Claim, ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.formulas import ENVIRONMENT, EXACT, Quantities, text_of, value_of
+from harness.report.lines import Line
 from harness.report.sentences import sentence
 from harness.report.view import View
 
 TIMED = 0.20  # the relative tolerance of seconds
 
 
-def claims(records: Sequence[Record], labels: Sequence[str]) -> list[Claim]:
-    """Return the claims on every record that is ok that apply to it and have a peer among the records."""
-    ok_labels = [label for label, record in zip(labels, records, strict=True) if record.status == "ok"]
-    runs = [run | {"label": label} for label, run in zip(ok_labels, ok_runs(records), strict=True)]
+def claims(lines: Iterable[Line]) -> list[Claim]:
+    """Return the claims on every line that is ok that apply to it and have a peer among the lines."""
+    runs = ok_runs(lines)
     by_setting = group_by(runs, itemgetter("setting"))
     rules = [(rule, run) for run in runs for rule in TABLE["claims"] if value_of(rule["if"], run)]
     found = (_claim(rule, run, by_setting[run["setting"]]) for rule, run in rules)
@@ -43,7 +42,7 @@ def _claim(rule: dict[str, Any], run: Quantities, runs: Sequence[Quantities]) ->
     notes = [*entry["remarks"], *(() if agrees else entry["reasons"])]
     texts = [text_of(text, known) for text in _holding(notes, known)]
     return Claim(
-        run["label"],
+        run["line"].label,
         entry["subject"],
         text_of(entry["claim"], known),
         entry["source"],
@@ -85,7 +84,7 @@ ENVIRONMENT.globals |= {"state_widths": state_widths, "layer_ratio": layer_ratio
 
 def literature(view: View) -> list[Section]:
     """Return the section with a table of one row per claim."""
-    view_claims = claims([line.record for line in view.lines], [line.label for line in view.lines])
+    view_claims = claims(view.lines)
     if not view_claims:
         return []
     header = ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]

@@ -64,8 +64,7 @@ def _against_baseline(group: Group) -> Iterator[str]:
     kind = base.row.get("checkpointing")
     compared = [line for line in group.members if line is not base and line.row.get("checkpointing") == kind]
     is_ddp = base.row.get("strategy") == "ddp"  # which the papers' figures are relative to
-    labels = [line.label for line in group.members]
-    group_claims = claims([line.record for line in group.members], labels) if is_ddp else []
+    group_claims = claims(group.members) if is_ddp else []
     for line in compared[:MOST_SENTENCES]:
         if text := beside(line, base, [claim for claim in group_claims if claim.label == line.label]):
             yield text

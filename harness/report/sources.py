@@ -41,26 +41,25 @@ _PARTS = {
 def sources(view: View) -> list[Section]:
     """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
     ok = [line for line in view.lines if line.ok]
-    by_configuration = {_configuration(line.record): line for line in ok if is_measured(line.row)}
+    measured = {_configuration(line.record): line for line in ok if is_measured(line.row)}
     simulated = [line for line in ok if line.get("launch") == "simulated"]
-    if not simulated:
+    pairs = [(line, measured.get(_configuration(line.record))) for line in simulated]
+    timed = [pair for pair in pairs if pair[0].get("step_seconds")]
+    if not pairs:
         return []
-    records = [line.record for line in simulated]
-    measured = [by_configuration.get(_configuration(record)) for record in records]
-    is_any_measured = any(measured)
+    has_measurement = any(other for _, other in pairs)
     words = sentence(
         "sources",
-        is_measured=is_any_measured,
-        is_on_gpu=any(record.row.get("measured_on") != "cpu" for record in records),
-        has_interval=any(record.predicted_step and record.row.get("step_seconds") for record in records),
+        is_measured=has_measurement,
+        is_on_gpu=any(line.get("measured_on") != "cpu" for line in simulated),
+        has_interval=any(line.record.predicted_step for line, _ in timed),
     )
     texts = [(line.label, (peak_difference(line.record), step_difference(line.record))) for line in simulated]
     differences = [(label, text) for label, own in texts for text in own if text]
-    pairs = [pair for pair in zip(simulated, measured, strict=True) if pair[0].get("step_seconds")]
     return section(
-        "Formula, simulation and measurement" if is_any_measured else "Formula and simulation",
-        line_table(simulated, _memory_columns(simulated, measured), "Peak memory"),
-        line_table([line for line, _ in pairs], _time_columns(pairs), "Step time"),
+        "Formula, simulation and measurement" if has_measurement else "Formula and simulation",
+        line_table(simulated, _memory_columns(pairs), "Peak memory"),
+        line_table([line for line, _ in timed], _time_columns(timed), "Step time"),
         Paragraph(words),
         BulletList(differences) if differences else None,
     )
@@ -74,36 +73,35 @@ def _configuration(record: Record) -> str:
     return key_text([shared, nodes, record.row.get("world_size"), record.row.get("measured_on")])
 
 
-def _memory_columns(simulated: Sequence[Line], measured: Sequence[Line | None]) -> list[ShownColumn]:
+def _memory_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn]:
+    simulated = [line for line, _ in pairs]
     formula = from_lines(simulated, "predicted_peak_bytes", "formula {unit}")
     peak = from_lines(simulated, "peak_allocated_bytes", "simulated {unit}")
-    measured_peak = _measured(measured, "peak_allocated_bytes", "measured {unit}", "bytes")
+    sizes = [other and other.get("peak_allocated_bytes") for _, other in pairs]
+    measured = ShownColumn("measured {unit}", sizes, "bytes")
     return [
         *(formula, peak, _change("simulation to formula %", peak, formula)),
         from_lines(simulated, "peak_reserved_bytes", "reserved, simulated {unit}"),
-        *(measured_peak, _change("simulation to measurement %", peak, measured_peak)),
+        *(measured, _change("simulation to measurement %", peak, measured)),
     ]
 
 
 def _time_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn]:
-    simulated, measured = [line for line, _ in pairs], [line for _, line in pairs]
-    steps = [line.record.predicted_step for line in simulated]
-    lows, highs = ([step[end] if step else None for step in steps] for end in ("low_seconds", "high_seconds"))
-    texts = format_numbers([*lows, *highs], MILLISECONDS)  # together, with as many decimals
-    intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[: len(steps)], texts[len(steps) :], strict=True)]
+    """Return the columns of times; a measured time that something disturbed is to be ignored."""
+    simulated = [line for line, _ in pairs]
+    steps = [line.record.predicted_step or {} for line in simulated]
+    ends = [step.get(end) for step in steps for end in ("low_seconds", "high_seconds")]
+    texts = format_numbers(ends, MILLISECONDS)  # together, with as many decimals
+    intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[::2], texts[1::2], strict=True)]
     formula = from_lines(simulated, "predicted_step_seconds", "formula ms")
     step = from_lines(simulated, "step_seconds", "simulated ms")
+    ignored = [other is not None and other.speed.is_disturbed for _, other in pairs]
+    times = [other and other.get("step_seconds") for _, other in pairs]
     return [
         *(formula, ShownColumn("interval of the formula ms", intervals), step),
         _change("simulation to formula %", step, formula),
-        _measured(measured, "step_seconds", "measured ms", "ms"),
+        ShownColumn("measured ms", times, "ms", ignored=ignored),
     ]
-
-
-def _measured(lines: Sequence[Line | None], name: str, header: str, kind: str) -> ShownColumn:
-    """Return a column of the lines that were measured; a time that was disturbed is to be ignored."""
-    ignored = [bool(kind == "ms" and line and line.speed.is_disturbed) for line in lines]
-    return ShownColumn(header, [line and line.get(name) for line in lines], kind, ignored=ignored)
 
 
 def _change(header: str, column: ShownColumn, other: ShownColumn) -> ShownColumn:

@@ -31,6 +31,7 @@ from harness.proof.step import flops_problems
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.report.claims import claims
+from harness.report.lines import lines_of
 from harness.runner.config_columns import config_columns
 from harness.runner.resolve import resolve_run_config
 from harness.simulator.process import StepRequest
@@ -179,8 +180,11 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
             )
             for config_, layout_, size in sizes
         ]
-        found = claims(records, [record.run_id for record in records])
-        return [claim.agrees for claim in found if claim.required and claim.claim.startswith("parameters")]
+        return [
+            claim.agrees
+            for claim in claims(lines_of(records))
+            if claim.required and claim.claim.startswith("parameters")
+        ]
 
     assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
 

@@ -13,6 +13,7 @@ from harness.layout.state_widths import STATE_KINDS
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.report.claims import claims
+from harness.report.lines import lines_of
 from tests.support import row_invariants
 from tests.support.combinations import CHECKPOINTING, DATA_PARALLEL, DEFAULTS
 from tests.support.commands import run_folder
@@ -119,7 +120,7 @@ def test_operations_are_the_models_and_the_recomputed(rows: pd.DataFrame) -> Non
 
 def test_claims_of_the_literature_hold_or_say_why_not(records: list[Record]) -> None:
     """Reasons are DeepSpeed's masters, its defaults, its second gathers, and fully_shard's shards at rest."""
-    checked = claims(records, [record.run_id for record in records])
+    checked = claims(lines_of(records))
     kinds = {claim.claim.split(",")[0].split(":")[0] for claim in checked}
     assert {"model state", "activations", "operations that ran"} <= kinds and len(checked) > 40
     differing = [claim for claim in checked if not claim.agrees]

@@ -120,8 +120,8 @@ def test_a_pipeline_of_which_a_stage_was_not_simulated_has_no_claims() -> None:
     degrees = {"pp": 2, "schedule": "1f1b", "virtual_stages": 1, "grad_accumulation": 8, "world_size": 2}
     whole = simulated(1, "pp_1f1b", max_in_flight_micro_batches=2, **degrees)
     part = dataclasses.replace(whole, rank_entries=whole.rank_entries[1:])
-    assert [claim.measured for claim in claims([whole], ["a"]) if "in flight" in claim.claim] == [2]
-    assert not claims([part.with_row(max_in_flight_micro_batches=1)], ["a"])
+    assert [claim.measured for claim in claims(View("demo", [whole]).lines) if "in flight" in claim.claim] == [2]
+    assert not claims(View("demo", [part.with_row(max_in_flight_micro_batches=1)]).lines)
 
 
 def test_the_texts_on_time_and_operations_are_those_of_the_rows() -> None:

@@ -24,7 +24,7 @@ from harness.report.claims import claims, literature
 from harness.report.derivations import DERIVATIONS
 from harness.report.document import Section
 from harness.report.formulas import ENVIRONMENT
-from harness.report.lines import labels_of
+from harness.report.lines import lines_of
 from harness.report.view import View
 from harness.runner.config_columns import config_columns
 from tests.support.commands import compose, compose_config
@@ -93,7 +93,7 @@ def sweep() -> list[Record]:
 
 
 def claims_on(records: list[Record]) -> list[Claim]:
-    return claims(records, labels_of(records)[0])
+    return claims(lines_of(records))
 
 
 def claim_of(claims: list[Claim], label: str, words: str) -> Claim:
@@ -141,7 +141,7 @@ def test_claims_agree_and_differ_where_their_ratio_is_inverted(
     claim = claim_of(claims_on(records), label, words)
     assert claim.agrees and claim.expected == pytest.approx(expected, rel=2e-3)
     assert limit in claim.limit and claim.source
-    rows = dict(zip(labels_of(records)[0], (record.row for record in records), strict=True))
+    rows = {line.label: line.row for line in lines_of(records)}
     rows[label][column], rows[peer][column] = rows[peer][column], rows[label][column]
     if column == "optimizer_bytes":
         for name in ("parameter_bytes", "gradient_bytes"):
@@ -323,7 +323,7 @@ def test_a_missing_column_removes_only_its_own_claims() -> None:
     records = sweep()
     for record in records:
         record.config["model"]["a_key_of_another_version"] = 1
-    assert claims_on(records) and claims([], []) == []
+    assert claims_on(records) and claims([]) == []
 
 
 def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:

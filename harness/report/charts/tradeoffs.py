@@ -9,7 +9,7 @@ from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column,
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import ok_runs, peer
-from harness.report.comparability import PARTITION_COLUMNS, group_by
+from harness.report.comparability import group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Datum, Line
@@ -181,14 +181,12 @@ def checkpointing(view: View) -> Chart | None:
 
 def _pairs(view: View) -> Iterator[tuple[Line, Line]]:
     """Yield the lines that checkpoint, each with its peer that does not, of which both peaks are known."""
-    lines = {line.row["run_id"]: line for line in view.lines}
-    runs = ok_runs([line.record for line in view.lines])
+    runs = ok_runs(view.lines)
     for run in runs:
         if run.get("checkpointing") not in (None, "none"):
-            plain = peer(run, runs, PARTITION_COLUMNS, checkpointing="none")
-            pair = (lines[run["run_id"]], lines[plain["run_id"]]) if plain else None
-            if pair and _change(*pair, "peak_allocated_bytes") is not None:
-                yield pair
+            plain = peer(run, runs, checkpointing="none")
+            if plain and _change(run["line"], plain["line"], "peak_allocated_bytes") is not None:
+                yield run["line"], plain["line"]
 
 
 def _change(line: Line, plain: Line, name: str) -> float | None:
