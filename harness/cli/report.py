@@ -10,7 +10,9 @@ from rich.text import Text
 from harness.cli.command import argument, command
 from harness.config.byte_size import parse_bytes
 from harness.records.store import LoadedRecords, read_all
-from harness.report.files import FOLDER, FORMATS, Exported, parse_formats, parse_width, write_files
+from harness.report.document import charts
+from harness.report.files import FOLDER, FORMATS, export, parse_formats, parse_width, write_files
+from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import merge_folders
 from harness.util.errors import UserError
@@ -45,12 +47,11 @@ def main(options: Namespace) -> None:
     no column.
     """
     prepare_output()
-    folders, exported = options.folders, None
-    if options.export is not None:
-        width = None if options.width is None else parse_width(options.width)
-        exported = Exported(parse_formats(options.export), width, options.statistic)
-    elif options.width is not None:
+    folders = options.folders
+    formats = () if options.export is None else parse_formats(options.export)
+    if options.width is not None and not formats:
         raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
+    width = None if options.width is None else parse_width(options.width)
     limit = None if options.fits_in is None else parse_bytes(options.fits_in, "--fits-in")
     view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
     if options.pivot is not None and all(options.pivot not in line.values for line in view.runs):
@@ -63,7 +64,11 @@ def main(options: Namespace) -> None:
     joined = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     target = options.to or (folders[0] if len(folders) == 1 else joined)
     target.mkdir(parents=True, exist_ok=True)
-    for path in write_files(target, view, options.pivot, limit, exported):
+    report = sections(view, options.pivot, limit)
+    paths = write_files(target, view, report)
+    if formats:
+        paths += export(target / FOLDER, view, list(charts(report)), formats, width, options.statistic)
+    for path in paths:
         console.print(Text(str(path)), soft_wrap=True)
 
 

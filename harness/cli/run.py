@@ -136,8 +136,9 @@ class RunCommand:
             if self.is_sweep:
                 print_answers(shown, terminal())
                 from harness.report.files import write_files  # its figures take seconds to draw
+                from harness.report.sections import sections
 
-                paths = write_files(self.comparison.path, shown)
+                paths = write_files(self.comparison.path, shown, sections(shown))
             else:
                 paths = [write_runs_csv(self.comparison.path, rows_of(shown.records))]
             for path in paths:

@@ -14,13 +14,9 @@ VegaLite = dict[str, Any]  # a specification, as JSON
 class Best(str):
     """A cell with the best figure of its column."""
 
-    __slots__ = ()
-
 
 class Disturbed(str):
     """A cell with a figure that is not to be compared: something disturbed its run, or too few steps were timed."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,50 +17,28 @@ from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render
 from harness.report.derivations import derive_line, pack
-from harness.report.document import Chart, Section, Table, charts
+from harness.report.document import Chart, Section, Table
 from harness.report.explorer import build_explorer
 from harness.report.latex import Statistic, csv_table, latex_figures, latex_table
-from harness.report.sections import sections
 from harness.report.view import MOST, View, truncate
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_bytes, atomic_write_text
 from harness.util.text import sanitize
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What to export, and in which form."""
-
-    formats: tuple[str, ...]  # of FORMATS
-    width: float | None = None  # of pictures in millimetres; by default they are as wide as in the report
-    statistic: Statistic = "median"  # how speeds are summarized
-
-
-def write_files(
-    results_dir: Path,
-    view: View,
-    pivot: str | None = None,
-    fits_in: int | None = None,
-    exported: Exported | None = None,
-) -> list[Path]:
-    """Write runs.csv, runs.parquet, report.md with its charts and report.html, and return their paths.
-
-    Args:
-        results_dir: The folder to write to.
-        view: The runs to report.
-        pivot: A column of runs.csv to tabulate strategies against.
-        fits_in: The memory in bytes that a recommendation has to fit in.
-        exported: What to export beside the report, if anything.
-    """
-    rows = rows_of(view.records)
-    written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows), results_dir / "report.md"]
-    report = sections(view, pivot, fits_in)
-    drawn = markdown.write(results_dir / "report.md", view.name, report, "report.md has no charts")
-    _remove_other_charts(results_dir / markdown.FIGURES, drawn)
+def write_files(results_dir: Path, view: View, report: Sequence[Section]) -> list[Path]:
+    """Write runs.csv, runs.parquet, report.md with its charts and report.html, and return their paths."""
+    rows, page, figures = rows_of(view.records), results_dir / "report.md", results_dir / markdown.FIGURES
+    written = [write_runs_csv(results_dir, rows), write_runs_parquet(results_dir, rows), page]
+    drawn = markdown.write(page, view.name, report, "report.md has no charts")
+    for former in {*figures.glob("*.svg")} - {figures / f"{name}.svg" for name in drawn}:
+        former.unlink(missing_ok=True)
+    if not drawn:
+        shutil.rmtree(figures, ignore_errors=True)
     with render.failure_told("report.html is not written"):
         atomic_write_text(results_dir / "report.html", _html(view, report, drawn))
         written.append(results_dir / "report.html")
-    return written + (_export(results_dir / FOLDER, view, list(charts(report)), exported) if exported else [])
+    return written
 
 
 def _html(view: View, report: Sequence[Section], drawn: Mapping[str, str]) -> str:
@@ -77,15 +54,6 @@ def _derivations(view: View, report: Sequence[Section]) -> dict[str, Any]:
     return pack(
         [{name: entry for name, entry in derive_line(line.record).items() if name in keys} for line in view.lines]
     )
-
-
-def _remove_other_charts(folder: Path, drawn: Collection[str]) -> None:
-    """Remove the charts of former reports; the folder belongs to the report."""
-    for path in folder.glob("*.svg"):
-        if path.stem not in drawn:
-            path.unlink(missing_ok=True)
-    if not drawn:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 _TYPES = {str: pa.string(), bool: pa.bool_(), int: pa.int64(), float: pa.float64()}
@@ -144,29 +112,34 @@ def parse_width(text: str) -> float:
     return millimetres
 
 
-def _export(folder: Path, view: View, shown: Sequence[Chart], exported: Exported) -> list[Path]:
-    """Write the comparison and the charts of the report into a folder of their own, and return the paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, content in _exported(view, shown, exported):
-        is_text = isinstance(content, str)
-        atomic_write_bytes(folder / name, content.encode("utf-8", "backslashreplace") if is_text else content)
-        written.append(folder / name)
-    return written
+def export(
+    folder: Path, view: View, shown: Sequence[Chart], formats: Sequence[str], width: float | None, statistic: Statistic
+) -> list[Path]:
+    """Write the comparison and the charts of its report into a folder of their own, and return the paths.
 
-
-def _exported(view: View, shown: Sequence[Chart], exported: Exported) -> Iterator[tuple[str, Any]]:
-    """Yield the name and the content of each file to export."""
-    formats, statistic = exported.formats, exported.statistic
+    Args:
+        folder: The folder.
+        view: The runs to compare.
+        shown: The charts.
+        formats: What to write, of FORMATS.
+        width: The width of pictures in millimetres; by default they are as wide as in the report.
+        statistic: How speeds are summarized.
+    """
+    contents: dict[str, Any] = {}
     if "csv" in formats:
-        yield "table.csv", csv_table(view, statistic)
+        contents["table.csv"] = csv_table(view, statistic)
     if "latex" in formats:
-        yield "table.tex", latex_table(view, statistic)
+        contents["table.tex"] = latex_table(view, statistic)
     for form in (form for form in PICTURES if form in formats):
         try:
-            pictures = render.pictures({chart.name: chart.spec for chart in shown}, form, exported.width)
+            pictures = render.pictures({chart.name: chart.spec for chart in shown}, form, width)
         except render.DrawingError as error:
             raise UserError(f"--export={form}: {error}") from None
-        yield from ((f"{name}.{form}", content) for name, content in pictures.items())
+        contents |= {f"{name}.{form}": content for name, content in pictures.items()}
     if {"latex", "pdf"} <= {*formats}:
-        yield "figures.tex", latex_figures(view, shown)
+        contents["figures.tex"] = latex_figures(view, shown)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        is_text = isinstance(content, str)
+        atomic_write_bytes(folder / name, content.encode("utf-8", "backslashreplace") if is_text else content)
+    return [folder / name for name in contents]

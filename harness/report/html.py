@@ -68,7 +68,8 @@ def page(
         svgs={name: _data_url(svg) for name, svg in (svgs or {}).items()},
         strategies=strategies,
         latex=bool(data["latex"]),
-        data=Markup(_json(data)),
+        # None of the data's text ends the script element or begins a comment.
+        data=Markup(json.dumps(data, allow_nan=False, default=str).replace("<", "\\u003c")),
         style=Markup(css),
         script=Markup(script),
         library=Markup(library),
@@ -103,11 +104,6 @@ def _strategies(sections: Sequence[Section], explorer: ExplorerData | None) -> l
     shown = [part for part in parts if isinstance(part, Table | Chart | ExplorerData)]
     tables = [part if isinstance(part, Table) else part.table for part in shown]
     return list(dict.fromkeys(strategy for table in tables for strategy in table.strategies if strategy))
-
-
-def _json(data: Any) -> str:
-    """Return JSON for a script element: none of its text ends the element or begins a comment."""
-    return json.dumps(data, allow_nan=False, default=str).replace("<", "\\u003c")
 
 
 def _script(text: str) -> str:

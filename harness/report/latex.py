@@ -11,6 +11,7 @@ from harness.report.charts.setting import setting
 from harness.report.columns import ShownColumn, from_lines, write
 from harness.report.document import Chart
 from harness.report.lines import baseline_name
+from harness.report.sentences import sentence
 from harness.report.templates import template
 from harness.report.text import ONE, format_numbers
 from harness.report.view import View
@@ -35,18 +36,13 @@ _SPECIAL: dict[int, str] = str.maketrans(
 
 def latex_table(view: View, statistic: Statistic = "median") -> str:
     """Return the comparison as a LaTeX table in the style of booktabs, whose caption has the setting."""
-    words = {"median": "medians [minimum, maximum]", "mean": "means ± standard deviations"}
-    caption = (
-        f"Tokens per second are {words[statistic]} of n undisturbed runs; a speed of fewer than three runs has no"
-        f" spread and ranks nothing, and disturbed ones are left out. Setting: {setting(view)}."
-    )
     table = paper_table(view, statistic).map(escape).rename(columns=escape)
     written = table.style.hide(axis="index").to_latex(
         column_format=f"l{'r' * (len(table.columns) - 1)}",
         position_float="centering",
         hrules=True,
         label=f"tab:{''.join(c if c.isalnum() else '-' for c in view.name)}",
-        caption=escape(caption),
+        caption=escape(sentence("paper_caption", statistic=statistic, setting=setting(view))),
     )
     return f"% Needs \\usepackage{{booktabs}}.\n{written}"
 
@@ -59,8 +55,7 @@ def latex_figures(view: View, shown: Sequence[Chart]) -> str:
 
 def csv_table(view: View, statistic: Statistic = "median") -> str:
     """Return the comparison as CSV."""
-    written: str = paper_table(view, statistic).to_csv(index=False, lineterminator="\n")
-    return written
+    return str(paper_table(view, statistic).to_csv(index=False, lineterminator="\n"))
 
 
 def paper_table(view: View, statistic: Statistic) -> pd.DataFrame:

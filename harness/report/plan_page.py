@@ -4,7 +4,7 @@ It has the look and the parts of report.html, and loads nothing; as Markdown it 
 """
 
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -38,39 +38,14 @@ _WITHOUT_CHARTS = "the page has no chart"
 
 ROWS = "plans.csv"  # the rows of the best layouts and of the front, beside a page of Markdown
 
-Cell = Callable[[Prediction], str]  # of a table of plans
-
-_FRONT: dict[str, Cell] = {
-    "layout": Prediction.label,
-    "GiB of a device": lambda entry: f"{entry.needed_bytes / GIB:.1f}",
-    "fits": lambda entry: entry.verdict.fits,
-    "step s": lambda entry: f"{entry.step_seconds:.4g}",
-    "tokens/s": lambda entry: f"{entry.tokens_per_second:,.0f}",
-}
-_OF_RUNS: dict[str, Cell] = {"overrides of its run": lambda entry: shlex.join(run_overrides(entry.config))}
-_SPEEDS: dict[str, Cell] = {
-    "tokens/s": _FRONT["tokens/s"],
-    "tokens/s of a device": lambda entry: f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
-    "MFU %": lambda entry: "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
-}
-_MEMORY: dict[str, Cell] = {
-    "peak GiB": lambda entry: f"{entry.memory.peak_bytes / GIB:.1f}",
-    "reserved GiB": lambda entry: f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
-    "fits": _FRONT["fits"],
-    "fullest rank": lambda entry: str(entry.memory.rank),
-    "phase of its peak": lambda entry: entry.memory.phase,
-}
-
 
 def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> None:
     """Write the page of a search by these overrides, as HTML or as Markdown by its suffix.
 
     Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
     """
-    entries = result.best or result.front
-    device = f"{entries[0].layout.world_size} devices of {entries[0].cluster.name}" if entries else ""
-    name = f"Plan: {entries[0].config.model.name} on {device}" if entries else "Plan"
-    sections = [*_sections(plan, result), _commands(plan, result, overrides)]
+    name = sentence("plan_title", entry=next(iter(result.best or result.front), None))
+    sections = [*_sections(plan, result, overrides)]
     page.parent.mkdir(parents=True, exist_ok=True)
     if page.suffix == ".html":
         library = ""
@@ -99,72 +74,85 @@ def _rows(result: SearchResult) -> list[Row]:
     ]
 
 
-def _sections(plan: LayoutPlan, result: SearchResult) -> list[Section]:
-    """Return the sections of the page; only those that have something to say."""
+def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Iterator[Section]:
+    """Yield the sections of the page; only those that have something to say."""
     best, front = result.best, result.front
-    (answer,) = section("Answer", *map(Paragraph, _answer(result)), front_chart(front))
-    sections = [replace(answer, is_first=True)]
-    if front:
-        size = format_bytes(front[0].memory.process_bytes)
-        shown = _FRONT | (_OF_RUNS if front[0].is_runnable else {})
-        outside = Paragraph(sentence("outside_the_peak", size=size))
-        table = _table(shown, front, "The front, the fastest first")
-        sections += section("Which layouts fit", outside, _slider(front), table)
-    if best:
-        separations = [separation(entry, best[0]) for entry in best[1:]]
-        sections += section("The fastest that fit", _best_table(best), bullets(separations))
-    sections += section("With less memory", bullets(memory_sentences(result)))
-    sections += section("What would make others fit", bullets(misfit_sentences(result)))
-    sections += section("How it was found", bullets([say("counts", result=result), *plan.notes]))
-    if arithmetic := bullets(line for entry in best[:1] for line in explanation(entry)):
-        sections.append(Section("The arithmetic of the fastest", [arithmetic], is_folded=True))
-    return sections
+    for answer in section("Answer", *map(Paragraph, _answer(result)), front_chart(front)):
+        yield replace(answer, is_first=True)
+    yield from section("Which layouts fit", *(_front(front) if front else ()))
+    yield from section("The fastest that fit", *(_fastest(best) if best else ()))
+    yield from section("With less memory", bullets(memory_sentences(result)))
+    yield from section("What would make others fit", bullets(misfit_sentences(result)))
+    yield from section("How it was found", bullets([say("counts", result=result), *plan.notes]))
+    for arithmetic in section("The arithmetic of the fastest", bullets(explanation(best[0]) if best else ())):
+        yield replace(arithmetic, is_folded=True)
+    swept = [("This search of it", plan.swept)] if plan.swept else []
+    commands = [("The command of this plan", shlex.join(["harness", "plan", *overrides])), *swept]
+    runs = [("", line) for line in run_sentences(plan.overrides, result)]
+    yield Section("How to plan it again, and to run it", [BulletList([*commands, *runs])])
 
 
 def _answer(result: SearchResult) -> Iterator[str]:
     """Yield what was planned, the fastest that fits and the front, and what the predictions are worth."""
-    for entry in (result.best or result.front)[:1]:
-        device, ranks = entry.cluster.hardware.device_name, entry.layout.world_size
-        yield sentence("planned_settings", config=entry.config, device=device, ranks=ranks, stack=entry.stack.name)
-    if result.best:
-        first = result.best[0]
-        yield sentence("fastest_plan", entry=first, interval=first.step_interval, share=first.mfu, gib=GIB)
-    else:
-        yield sentence("no_plan")
+    shown = (result.best or result.front)[:1]
+    yield from (sentence("planned_settings", entry=entry) for entry in shown)
+    yield sentence("fastest_plan", entry=result.best[0], gib=GIB) if result.best else sentence("no_plan")
     yield front_sentence(result.front)
-    for entry in (result.best or result.front)[:1]:
+    for entry in shown:
         yield from (*error_sentences(entry), *basis_sentences(entry))
-        if entry.stack.memory.kind == "harness" and entry.cluster.device == "cuda":
+        if entry.is_runnable and entry.cluster.device == "cuda":
             yield sentence("unmeasured_plan")
 
 
-def _slider(front: Sequence[Prediction]) -> MemorySlider:
-    """Return the slider over the front, which starts at the memory of the devices."""
+def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]:
+    """Return what is outside the peak, the slider, which starts at the memory of the devices, and the layouts."""
+    outside = Paragraph(sentence("outside_the_peak", size=format_bytes(front[0].memory.process_bytes)))
     entries = [(entry.needed_bytes / GIB, entry.label(), entry.tokens_per_second) for entry in front]
     device = front[0].available_bytes / GIB
     fitting = [entry for entry in entries if entry[0] <= device]
-    return MemorySlider(device, entries, sentence("slider_start", device_gib=device, fitting=fitting, entries=entries))
+    start = sentence("slider_start", device_gib=device, fitting=fitting, entries=entries)
+    table = _table([_front_row(entry) for entry in front], "The front, the fastest first")
+    return outside, MemorySlider(device, entries, start), table
 
 
-def _table(columns: dict[str, Cell], entries: Sequence[Prediction], caption: str) -> Table:
-    return Table(list(columns), [[cell(entry) for cell in columns.values()] for entry in entries], caption=caption)
+def _fastest(best: Sequence[Prediction]) -> tuple[Table, BulletList | None]:
+    """Return the fastest layouts, without parts of a step that none of them has, and what separates them."""
+    parts = [name for name in parts_of_step(best[0]) if any(parts_of_step(entry)[name] for entry in best)]
+    rows = [_best_row(entry, parts) for entry in best]
+    table = _table(rows, "Their steps and their memory; the parts add up to the step")
+    return table, bullets(separation(entry, best[0]) for entry in best[1:])
 
 
-def _best_table(best: Sequence[Prediction]) -> Table:
-    """Return the fastest layouts that fit, with what their steps and their memory consist of."""
-    seconds = {id(entry): parts_of_step(entry) for entry in best}
-    parts: dict[str, Cell] = {
-        f"{part} s": lambda entry, part=part: f"{seconds[id(entry)][part]:.4g}"  # type: ignore[misc]
-        for part in seconds[id(best[0])]
-        if any(of_entry[part] for of_entry in seconds.values())
+def _table(rows: Sequence[Mapping[str, str]], caption: str) -> Table:
+    return Table(list(rows[0]), [list(row.values()) for row in rows], caption=caption)
+
+
+def _front_row(entry: Prediction) -> dict[str, str]:
+    """Return the cells of a layout on the front, with its run's overrides if it can be run."""
+    row = {
+        "layout": entry.label(),
+        "GiB of a device": f"{entry.needed_bytes / GIB:.1f}",
+        "fits": entry.verdict.fits,
+        "step s": f"{entry.step_seconds:.4g}",
+        "tokens/s": f"{entry.tokens_per_second:,.0f}",
     }
-    columns = {name: _FRONT[name] for name in ("layout", "step s")} | parts | _SPEEDS | _MEMORY
-    return _table(columns, best, "Their steps and their memory; the parts add up to the step")
+    return row | ({"overrides of its run": shlex.join(run_overrides(entry.config))} if entry.is_runnable else {})
 
 
-def _commands(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Section:
-    """Return the commands that plan this again and that run the fastest; of a sweep, the page has one search."""
-    lines = [("The command of this plan", shlex.join(["harness", "plan", *overrides]))]
-    lines += [("This search of it", plan.swept)] if plan.swept else []
-    lines += [("", line) for line in run_sentences(plan.overrides, result)]
-    return Section("How to plan it again, and to run it", [BulletList(lines)])
+def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
+    """Return the cells of one of the fastest layouts: what its step, by parts, and its memory consist of."""
+    front, seconds = _front_row(entry), parts_of_step(entry)
+    reserved = f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
+    return {
+        "layout": front["layout"],
+        "step s": front["step s"],
+        **{f"{part} s": f"{seconds[part]:.4g}" for part in parts},
+        "tokens/s": front["tokens/s"],
+        "tokens/s of a device": f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
+        "MFU %": "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
+        "peak GiB": f"{entry.memory.peak_bytes / GIB:.1f}",
+        "reserved GiB": reserved,
+        "fits": front["fits"],
+        "fullest rank": str(entry.memory.rank),
+        "phase of its peak": entry.memory.phase,
+    }

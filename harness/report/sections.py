@@ -1,6 +1,5 @@
 """The report's table of contents. Measured and predicted values never share a column."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.config.locations import files_in, first_sentence
@@ -17,6 +16,7 @@ from harness.report.first_screen import first_screen
 from harness.report.memory_sections import memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.resources import operations, pipeline_section, time, traffic_section
+from harness.report.sentences import sentence
 from harness.report.sources import sources
 from harness.report.view import MOST, View, truncate
 
@@ -30,6 +30,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         fits_in: The memory in bytes that a recommendation has to fit in.
     """
     part = truncate(view, MOST)
+    truncation = sentence("truncation", shown=len(part.records), total=len(view.records))
     details = [
         *operations(part),
         *traffic_section(part),
@@ -46,7 +47,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     return [
         *_first(view, part, fits_in),
         *caveats(view),
-        *section("", _truncation(view, part)),
+        *section("", Paragraph(truncation) if len(part.records) < len(view.records) else None),
         *comparison(part),
         *failures(part),
         *pivots(part, pivot),
@@ -80,15 +81,6 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
     return [replace(first, is_first=True)]
 
 
-def _truncation(view: View, part: View) -> Paragraph | None:
-    if len(part.records) == len(view.records):
-        return None
-    return Paragraph(
-        f"The tables show {len(part.records)} of {len(view.records)} runs: the fastest of every strategy, the front of"
-        " memory and speed, then the others in the order of their start. All runs are in runs.csv and runs.parquet."
-    )
-
-
 _TERMS = {
     "rank": "one process of a training, which has one device",
     "micro-batch": "the sequences that a rank computes at once; the gradients of several add up to those of a step",
@@ -102,13 +94,9 @@ _TERMS = {
 
 
 def words(view: View) -> list[Section]:
-    """Return the section with a line for each strategy of the report and for each term."""
-    return section("Words", BulletList([*_strategies(view), *_TERMS.items()])) if view.lines else []
-
-
-def _strategies(view: View) -> Iterator[tuple[str, str]]:
-    """Yield what the file of each strategy says of it; those of other folders than are at hand have no line."""
-    files = files_in("strategy")
-    for name in dict.fromkeys(str(line.row.get("strategy")) for line in view.lines):
-        if name in files and (about := first_sentence(files[name].read_text(encoding="utf-8"))):
-            yield name, about
+    """Return the section with what the file of each strategy of the report says of it, and with each term."""
+    files = files_in("strategy")  # those of other folders than are at hand have no line
+    names = dict.fromkeys(str(line.row.get("strategy")) for line in view.lines)
+    about = {name: first_sentence(files[name].read_text(encoding="utf-8")) for name in names if name in files}
+    known = [(name, text) for name, text in about.items() if text]
+    return section("Words", BulletList([*known, *_TERMS.items()])) if view.lines else []

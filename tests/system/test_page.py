@@ -20,9 +20,10 @@ from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report import html
 from harness.report.charts import style
-from harness.report.document import Section
+from harness.report.document import Section, charts
 from harness.report.explorer import build_explorer
-from harness.report.files import Exported, write_files
+from harness.report.files import FOLDER, FORMATS, export, write_files
+from harness.report.sections import sections
 from harness.report.view import View, view
 from tests.support import pages
 from tests.support.pages import ASCENDING, DESCENDING, HOSTILE, NUMBERS
@@ -384,8 +385,10 @@ def written(folder: Path) -> Path:
     """Return the folder of a report that the harness wrote, whose page is `report` among those of the tests."""
     target = folder.parent / "report"
     target.mkdir(exist_ok=True)
-    exported = Exported(("csv", "svg", "png", "pdf", "latex"), 84.0)
-    write_files(target, pages.compared(), exported=exported)
+    compared = pages.compared()
+    report = sections(compared)
+    write_files(target, compared, report)
+    export(target / FOLDER, compared, list(charts(report)), FORMATS, 84.0, "median")
     shutil.copy(target / "report.html", folder / "report.html")
     return target
 
@@ -488,7 +491,8 @@ def test_more_columns_are_shown_on_demand(opened: Opened, written: Path) -> None
 def test_a_figure_opens_its_arithmetic(opened: Opened, folder: Path, tmp_path: Path) -> None:
     """The fault was that columns without a derivation were not counted, so that figures opened those of others."""
     recorded = Path(__file__).parents[1] / "data" / "schema_1" / "all"
-    write_files(tmp_path, view(recorded, read_all(recorded)))
+    read = view(recorded, read_all(recorded))
+    write_files(tmp_path, read, sections(read))
     shutil.copy(tmp_path / "report.html", folder / "derived.html")
     page = opened("derived")
     script = "document.querySelector('#comparison table').dataset.keys.split(',').indexOf('peak_allocated_bytes')"

@@ -117,8 +117,8 @@ def library() -> str:
     path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
     with suppress(OSError, ValueError):
         return path.read_text(encoding="utf-8")
-    bundle: str = _called("javascript_bundle", {"library": {"snippet": _SNIPPET}})["library"]
-    script = bundle.replace("</script", "<\\/script")
+    bundle = _called("javascript_bundle", {"library": {"snippet": _SNIPPET}})["library"]
+    script = str(bundle).replace("</script", "<\\/script")
     with suppress(OSError):  # it is made again next time
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, script)
@@ -140,8 +140,7 @@ def _called(function: str, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, 
         signal = f"vl_convert was ended by signal {-process.returncode}" if process.returncode < 0 else ""
         last = process.stderr.decode(errors="replace").strip().rpartition("\n")[2]
         raise DrawingError(f"the charts were not drawn: {signal or one_line(last) or 'no reason recorded'}")
-    answers: dict[str, Any] = pickle.loads(process.stdout)
-    return answers
+    return dict(pickle.loads(process.stdout))
 
 
 def _answers(function: str, calls: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

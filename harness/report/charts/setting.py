@@ -17,11 +17,10 @@ LINE = 98  # characters of one line under a chart's title
 def setting(view: View) -> str:
     """Return what was trained, in which precision, on how many ranks of which device, and when."""
     rows = [record.row for record in view.lines]
-    models = list(dict.fromkeys(_model(line.record) for line in view.lines))
     ranks = sorted({row["world_size"] for row in rows if row.get("world_size")})
     days = sorted({str(run.row["started_at"])[:10] for run in view.records if run.row.get("started_at")})
     parts = [
-        _some(models, "models"),
+        _some((_model(line.record) for line in view.lines), "models"),
         _some((row.get("precision") for row in rows), "precisions"),
         f"{join_words([str(count) for count in ranks])} rank{'s' * (ranks != [1])}" if ranks else "",
         _some((_device(line.record) for line in view.lines), "devices"),

@@ -62,12 +62,8 @@ def strategy_colors(strategies: Iterable[str]) -> dict[str, str]:
     return {name: PALETTE[places[name]] for name in names}
 
 
+@cache
 def config(dark: bool = False) -> dict[str, Any]:
     """Return the config of Vega-Lite for these charts: everything that depends on the background."""
-    values: dict[str, Any] = json.loads(_theme().substitute(_DARK if dark else _LIGHT, font=FONT))
-    return values
-
-
-@cache
-def _theme() -> Template:
-    return Template(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
+    theme = Template(Path(__file__).with_name("theme.json").read_text(encoding="utf-8"))
+    return dict(json.loads(theme.substitute(_DARK if dark else _LIGHT, font=FONT)))
