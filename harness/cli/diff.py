@@ -61,9 +61,10 @@ def main(options: Namespace) -> int:
     if options.fail_above is None and (options.across_versions or options.json):
         options.fail("--across-versions and --json are for a comparison with a baseline: add --fail-above 5%")
     prepare_output()
-    names, before, after, out = (str(options.A), str(options.B)), read_runs(options.A), read_runs(options.B), terminal()
+    before, after, out = read_runs(options.A), read_runs(options.B), terminal()
+    sides = {f"A: {options.A}": before, f"B: {options.B}": after}
     if options.fail_above is None:
-        print_names(names, (before, after), out)
+        print_names(sides, out)
         print_comparison(before, after, out)
         return 0
     check = compare(before, after, options.fail_above, options.across_versions)
@@ -72,6 +73,6 @@ def main(options: Namespace) -> int:
     if options.json:
         print(json.dumps(orjson.loads(orjson.dumps(check)), indent=2))  # orjson writes infinity as null
     else:
-        print_names(names, (before, after), out)
+        print_names(sides, out)
         print_regressions(check, out)
     return 0 if check["holds"] else REGRESSED

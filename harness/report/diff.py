@@ -22,14 +22,11 @@ from harness.report.folder_changes import (
     origin,
     pairs,
 )
-from harness.report.regressions import SPEED, Change, Figure
+from harness.report.regressions import SPEED, Change
 from harness.report.sentences import sentence
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
-    bytes_text,
-    flop_unit,
     format_deviations,
-    format_numbers,
     format_ratios,
     pluralize,
 )
@@ -57,10 +54,10 @@ _FIGURES = (
 _DEVIATIONS = (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4))
 
 
-def print_names(names: tuple[str, str], sides: tuple[Sequence[Record], Sequence[Record]], out: Console) -> None:
-    """Print which runs are A and which are B."""
-    for side, name, records in zip("AB", names, sides, strict=True):
-        _print_notes({f"{side}: {name}, {pluralize(len(records), 'run')}": True}, out, soft_wrap=True)
+def print_names(sides: Mapping[str, Sequence[Record]], out: Console) -> None:
+    """Print the names of both sides, which say what is A and what is B, with the number of their runs."""
+    names = {f"{name}, {pluralize(len(records), 'run')}": True for name, records in sides.items()}
+    _print_notes(names, out, soft_wrap=True)
 
 
 def print_comparison(first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
@@ -134,20 +131,17 @@ def _columns(matched: Sequence[Pair]) -> list[ShownColumn]:
     for key, word, kind, drop, drop_ratio in _FIGURES:
         title, values = WORDS[word].short, [row.get(key) for pair in matched for row in pair.rows]
         (both,) = write([ShownColumn(f"{title} {{unit}}", values, kind)])
+        mark = UNSETTLED_MARK if key == SPEED else ""
+        ratios = [format_ratios([pair.ratio(key)])[0] + mark * pair.is_unsettled for pair in matched]
         columns += [
             ShownColumn(f"{both.title}\nA", both.cells[::2], drop=drop),
             ShownColumn(f"{both.title}\nB", both.cells[1::2], drop=drop + 1),
-            ShownColumn(f"×\n{title}", [_ratio_text(pair, key) for pair in matched], drop=drop_ratio),
+            ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
         ]
     for key, word, drop in _DEVIATIONS:
         cells = [_change(*format_deviations([row.get(key) for row in pair.rows])) for pair in matched]
         columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", cells, drop=drop))
     return [shown for shown in columns if shown.is_known]
-
-
-def _ratio_text(pair: Pair, key: str) -> str:
-    mark = UNSETTLED_MARK if key == SPEED and pair.is_unsettled else ""
-    return format_ratios([pair.ratio(key)])[0] + mark
 
 
 def _change(before: str, after: str) -> str:
@@ -196,8 +190,8 @@ def print_regressions(check: JsonObject, out: Console) -> None:
             sanitize(change.run),
             column(change.column).title,
             _growth_text(change),
-            _figure_text(change.column, change.before),
-            _figure_text(change.column, change.after),
+            sanitize(sentence("figure", name=change.column, figure=change.before)),
+            sanitize(sentence("figure", name=change.column, figure=change.after)),
         )
         for change in check["changes"]
     ]
@@ -226,15 +220,3 @@ def _growth_text(change: Change) -> str:
         return ""
     share = -change.growth if change.column == SPEED else change.growth
     return f"{100 * share:+.{1 if abs(share) >= 0.0005 else 4}f} %"
-
-
-def _figure_text(name: str, figure: Figure) -> str:
-    value = figure.value
-    if value is None or isinstance(value, str):
-        return sanitize(value or "unknown")
-    if figure.range:
-        return f"{value:,.0f} [{figure.range[0]:,.0f}, {figure.range[1]:,.0f}], n = {figure.runs}"
-    if name.endswith("_bytes"):
-        return bytes_text(value)
-    unit = flop_unit([value])
-    return f"{format_numbers([value], unit)[0]} {unit.name}s"

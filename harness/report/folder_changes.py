@@ -109,8 +109,8 @@ def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> 
     if _has_table(first, second):
         return {}
     sides = [[_configuration(record) for record in records] for records in (first, second)]
-    differing = sorted(changes(*sides).items())
-    return {key: values for key, values in differing if _is_shared(key, sides[0]) and _is_shared(key, sides[1])}
+    differing = changes(*sides)
+    return {key: differing[key] for key in sorted(differing) if all(_is_shared(key, side) for side in sides)}
 
 
 def _has_table(*sides: Sequence[Record]) -> bool:

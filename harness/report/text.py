@@ -44,6 +44,12 @@ def bytes_text(size: float) -> str:
     return f"{format_numbers([size], unit)[0]} {unit.name}"
 
 
+def flops_text(count: float) -> str:
+    """Return one number of FLOPs as text, in the unit that suits it."""
+    unit = flop_unit([count])
+    return f"{format_numbers([count], unit)[0]} {unit.name}s"
+
+
 def format_numbers(numbers: Sequence[float | None], unit: Unit) -> list[str]:
     """Return a column of numbers with as many decimals as its largest needs for three significant figures.
 
