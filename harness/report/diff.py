@@ -134,8 +134,7 @@ def _columns(matched: Sequence[Pair]) -> list[ShownColumn]:
         mark = UNSETTLED_MARK if key == SPEED else ""
         ratios = [format_ratios([pair.ratio(key)])[0] + mark * pair.is_unsettled for pair in matched]
         columns += [
-            ShownColumn(f"{both.title}\nA", both.cells[::2], drop=drop),
-            ShownColumn(f"{both.title}\nB", both.cells[1::2], drop=drop + 1),
+            *(ShownColumn(f"{both.title}\n{side}", both.cells[n::2], drop=drop + n) for n, side in enumerate("AB")),
             ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
         ]
     for key, word, drop in _DEVIATIONS:
