@@ -60,15 +60,13 @@ def _holding(entries: Sequence[tuple[str, str]], known: Quantities) -> Iterator[
     return (text for condition, text in entries if value_of(condition, known))
 
 
-def state_widths(run: Quantities, whose: str = "") -> str:
-    """Return a phrase for each kind of state whose bytes differ from the paper's, with the cause if it is known."""
-    phrases = []
+def state_widths(run: Quantities, whose: str = "") -> Iterator[str]:
+    """Yield a phrase for each kind of state whose bytes differ from the paper's, with the cause if it is known."""
     for kind, entry in TABLE["state"].items():
         size, paper = (value_of(entry[name], run) for name in ("size", "paper"))
         if size and abs(size - paper) > EXACT * paper:
             cause = next(_holding(entry["causes"], run | {"size": size}), "")
-            phrases.append(sentence("state_width", whose=whose, state=kind, size=size, paper=paper, cause=cause))
-    return "; ".join(phrases)
+            yield sentence("state_width", whose=whose, state=kind, size=size, paper=paper, cause=cause)
 
 
 def layer_ratio(run: Quantities, other: Quantities) -> str:

@@ -152,14 +152,16 @@ def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
     """
     moved = [sent_elements(config, layout, widths, stage, rank) for stage in stages_of_rank(config.model, layout, rank)]
     group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)
-    ring, volumes = Fraction(shards - 1, shards), padded_bytes(config, layout, widths, rank)
-    sent = {kind: size for kind, size in volumes.items() if size}
+    ring, sent = Fraction(shards - 1, shards), padded_bytes(config, layout, widths, rank)
     factors = {
         f"{group} gather": (sum(each.gathered for each in moved), widths.gathered),
         f"{group} reduce": (sum(each.reduced for each in moved), config.precision.reduce_bytes),
     }
-    products = {kind: float(ring) * width * elements for kind, (elements, width) in factors.items()}
-    shares = {kind: factors[kind] for kind, size in sent.items() if round(products.get(kind, 0)) == round(size)}
+    shares = {
+        kind: (elements, width)
+        for kind, (elements, width) in factors.items()
+        if round(float(ring) * width * elements) == round(sent.get(kind, 0))
+    }
     return sentence("bytes_formula", ring=ring, shares=shares, sent=sent)
 
 

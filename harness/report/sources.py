@@ -54,8 +54,12 @@ def sources(view: View) -> list[Section]:
         is_on_gpu=any(line.get("measured_on") != "cpu" for line in simulated),
         has_interval=any(line.record.predicted_step for line, _ in timed),
     )
-    texts = [(line.label, (peak_difference(line.record), step_difference(line.record))) for line in simulated]
-    differences = [(label, text) for label, own in texts for text in own if text]
+    differences = [
+        (line.label, text)
+        for line in simulated
+        for text in (peak_difference(line.record), step_difference(line.record))
+        if text
+    ]
     return section(
         "Formula, simulation and measurement" if has_measurement else "Formula and simulation",
         line_table(simulated, _memory_columns(pairs), "Peak memory"),
@@ -89,8 +93,9 @@ def _memory_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColu
 def _time_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn]:
     """Return the columns of times; a measured time that something disturbed is to be ignored."""
     simulated = [line for line, _ in pairs]
-    steps = [line.record.predicted_step or {} for line in simulated]
-    ends = [step.get(end) for step in steps for end in ("low_seconds", "high_seconds")]
+    ends = [
+        (line.record.predicted_step or {}).get(end) for line in simulated for end in ("low_seconds", "high_seconds")
+    ]
     texts = format_numbers(ends, MILLISECONDS)  # together, with as many decimals
     intervals = [f"{low}–{high}".strip("–") for low, high in zip(texts[::2], texts[1::2], strict=True)]
     formula = from_lines(simulated, "predicted_step_seconds", "formula ms")
@@ -105,8 +110,8 @@ def _time_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn
 
 
 def _change(header: str, column: ShownColumn, other: ShownColumn) -> ShownColumn:
-    pairs = zip(column.cells, other.cells, strict=True)
-    return ShownColumn(header, [own / base - 1 if own and base else None for own, base in pairs], "change")
+    cells = [a / b - 1 if a and b else None for a, b in zip(column.cells, other.cells, strict=True)]
+    return ShownColumn(header, cells, "change")
 
 
 def peak_difference(record: Record) -> str:
@@ -119,8 +124,14 @@ def peak_difference(record: Record) -> str:
     largest = nlargest(_MOST_BLOCKS, at_peak.parts if at_peak else (), attrgetter("bytes"))
     unit = byte_unit([part.bytes for part in largest])
     blocks = [f"{part.what} {format_numbers([part.bytes], unit)[0]} {unit.name}" for part in largest]
-    phase = record.row.get("peak_phase")
-    return sentence("simulated_peak", ratio=simulated / formula, low=low, high=high, phase=phase, blocks=blocks)
+    return sentence(
+        "simulated_peak",
+        ratio=simulated / formula,
+        low=low,
+        high=high,
+        phase=record.row.get("peak_phase"),
+        blocks=blocks,
+    )
 
 
 def step_difference(record: Record) -> str:
@@ -129,9 +140,11 @@ def step_difference(record: Record) -> str:
     Nothing is returned either where the step has no time, or the record has no plan of it.
     """
     planned, simulated = record.predicted_step, slowest_simulated_time(record.ranks)
-    if planned is None or simulated is None:
-        return ""
-    if planned["low_seconds"] <= simulated.step_seconds <= planned["high_seconds"]:
+    if (
+        planned is None
+        or simulated is None
+        or planned["low_seconds"] <= simulated.step_seconds <= planned["high_seconds"]
+    ):
         return ""
     # Planned waits for the host are in forward, backward and the optimizer.
     parts = largest_differences(_parts(planned.items(), planned["exposed_seconds"]), simulated_parts(simulated))
@@ -187,5 +200,8 @@ def longest_operators(simulated: SimulatedTime) -> dict[str, list[tuple[str, flo
     ran = [operator for operator in simulated.operator_seconds.items() if operator[1]]
     sent = simulated.communication_operators
     by_verb = group_by(ran, lambda operator: "communicate" if operator[0] in sent else "compute")
-    verbs = [verb for verb in ("compute", "communicate") if verb in by_verb]
-    return {verb: nlargest(_MOST_OPERATORS, by_verb[verb], itemgetter(1)) for verb in verbs}
+    return {
+        verb: nlargest(_MOST_OPERATORS, by_verb[verb], itemgetter(1))
+        for verb in ("compute", "communicate")
+        if verb in by_verb
+    }

@@ -341,7 +341,7 @@ def strings(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 NAMES = {"record", "config", "layout", "widths", "device", *COLUMN_TYPES}
 CLAIM_NAMES = {"run", "peer", "size", "expected", "measured", "predicted_activation_bytes", *TABLE["quantities"]}
-DERIVATION_NAMES = {"each", "position", "of", "peak_phase", "runs", "column", "unit"}
+DERIVATION_NAMES = {"each", "position", "of", "runs", "column", "unit"}
 
 FORMULAS = ("if", "expected", "measured", "required", "size", "paper", "value", "each")
 
