@@ -20,7 +20,7 @@ def setting(view: View) -> str:
     ranks = sorted({row["world_size"] for row in rows if row.get("world_size")})
     days = sorted({str(run.row["started_at"])[:10] for run in view.records if run.row.get("started_at")})
     parts = [
-        _some((_model(line.record) for line in view.lines), "models"),
+        _some((model_name(line.record) for line in view.lines), "models"),
         _some((row.get("precision") for row in rows), "precisions"),
         f"{join_words([str(count) for count in ranks])} rank{'s' * (ranks != [1])}" if ranks else "",
         _some((_device(line.record) for line in view.lines), "devices"),
@@ -34,7 +34,8 @@ def setting_lines(view: View, width: int = LINE) -> list[str]:
     return textwrap.wrap(setting(view), width, break_long_words=True)
 
 
-def _model(record: Record) -> str:
+def model_name(record: Record) -> str:
+    """Return the name of the model that a run trained, with its size."""
     name, parameters = record.row.get("model"), record.row.get("parameters")
     size = f" ({value_text('parameters', parameters)})" if parameters else ""
     return f"{name}{size}" if name else ""
