@@ -19,8 +19,9 @@ from harness.report.labels import (
     other_differences,
     value_text,
 )
+from harness.report.sentences import sentence
 from harness.report.speeds import CROWDED, Speed, are_alike, speed_of, timed_runs
-from harness.report.text import bytes_text, pluralize
+from harness.report.text import bytes_text
 from harness.util.text import sanitize
 
 STATE_COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -291,27 +292,12 @@ def compared_layers(record: Record) -> str:
     return f"{layers} of {all_layers}" if layers and all_layers and layers < all_layers else ""
 
 
-def shared_settings(lines: Sequence[Line]) -> list[str]:
-    """Return a phrase for each setting that all lines share; settings that vary are left to the columns."""
+def shared_settings(lines: Sequence[Line]) -> str:
+    """Return the settings that all lines share; settings that vary are left to the columns."""
     rows = rows_of(lines)
     distinct = {name: _settings(rows, name) for name in (*VARYING, "parameters", "checkpointing")}
     shared = {name: values[0] for name, values in distinct.items() if len(values) == 1}
-    size = f" ({shared['parameters']:,} parameters)" if "parameters" in shared else ""
-    has_tokens = {"global_batch", "seq_len"} <= shared.keys()
-    tokens = shared["global_batch"] * shared["seq_len"] if has_tokens else 0
-    phrases = [
-        f"{shared['model']}{size}" if "model" in shared else "",
-        f"{shared['precision']}" if "precision" in shared else "",
-        f"checkpointing {shared['checkpointing']}" if "checkpointing" in shared else "",
-        pluralize(shared["world_size"], "rank") if "world_size" in shared else "",
-        f"{shared['global_batch']} × {shared['seq_len']} = {tokens:,} tokens per step" if has_tokens else "",
-        f"micro-batch {shared['micro_batch']}" if "micro_batch" in shared else "",
-        f"on {shared['measured_on']}" if "measured_on" in shared else "",
-        f"ranks launched as {shared['launch']}" if "launch" in shared else "",
-    ]
-    phrases += [
-        f"{'checkpointing ' * (name == 'checkpointing_every')}{value_text(name, shared[name])}"
-        for name, default in DEFAULTS.items()
-        if shared.get(name, default) != default
-    ]
-    return [phrase for phrase in phrases if phrase]
+    special = [name for name, default in DEFAULTS.items() if shared.get(name, default) != default]
+    return sentence(
+        "shared_settings", shared=shared, special={name: value_text(name, shared[name]) for name in special}
+    )

@@ -44,7 +44,7 @@ def comparison(view: View) -> list[Section]:
         for column in columns
     ]
     main = replace(
-        table_of(columns, caption="; ".join(shared_settings(lines))),
+        table_of(columns, caption=shared_settings(lines)),
         strategies=[line.strategy for line in lines],
         extra=[position for position, column in enumerate(columns) if column.is_extra],
         keys=[column.key for column in columns],

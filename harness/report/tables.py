@@ -57,10 +57,9 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         return
     if text := warning(whole):
         console.print(Text(text, style="bold red"))
-    caption = sanitized_texts(shared_settings(lines))
-    if baseline := baseline_name(lines):
-        caption.append(f"× is the ratio to {sanitize(baseline)}")
-    console.print(Text("; ".join(caption)))
+    baseline = baseline_name(lines)
+    caption = (shared_settings(lines), f"× is the ratio to {baseline}" if baseline else "")
+    console.print(Text(sanitize("; ".join(filter(None, caption)))))
     columns = comparison_columns(lines, short=True)
     fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
     console.print(rich_table(fitted), soft_wrap=False)
