@@ -97,10 +97,10 @@ class Section:
     is_folded: bool = False  # whether a page and its print show the heading alone, until the reader opens it
 
 
-def section(title: str, *parts: Part | None, inner: Sequence[Section] = ()) -> list[Section]:
-    """Return the section in a list, which is empty if the section would be."""
+def section(title: str, *parts: Part | None, inner: Sequence[Section] = (), **looks: bool) -> list[Section]:
+    """Return the section in a list, which is empty if the section would be; it may be `is_first` or `is_folded`."""
     known = [part for part in parts if part is not None]
-    return [Section(title, known, inner)] if known or inner else []
+    return [Section(title, known, inner, **looks)] if known or inner else []
 
 
 def bullets(sentences: Iterable[str]) -> BulletList | None:

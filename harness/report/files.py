@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,15 +36,12 @@ def write_files(results_dir: Path, view: View, report: Sequence[Section]) -> lis
     if not drawn:
         shutil.rmtree(figures, ignore_errors=True)
     with render.failure_told("report.html is not written"):
-        atomic_write_text(results_dir / "report.html", _html(view, report, drawn))
+        library, part = render.library(), truncate(view, MOST)
+        data = {"latex": latex_table(part), "derivations": _derivations(part, report)}
+        text = html.page(view.name, report, build_explorer(part), library, drawn, **data)
+        atomic_write_text(results_dir / "report.html", text)
         written.append(results_dir / "report.html")
     return written
-
-
-def _html(view: View, report: Sequence[Section], drawn: Mapping[str, str]) -> str:
-    library, part = render.library(), truncate(view, MOST)
-    data = {"latex": latex_table(part), "derivations": _derivations(part, report)}
-    return html.page(view.name, report, build_explorer(part), library, drawn, **data)
 
 
 def _derivations(view: View, report: Sequence[Section]) -> dict[str, Any]:

@@ -49,8 +49,8 @@ def latex_table(view: View, statistic: Statistic = "median") -> str:
 
 def latex_figures(view: View, shown: Sequence[Chart]) -> str:
     """Return the charts as LaTeX figures, whose captions have the setting."""
-    filled = template("figures.tex.j2", lambda text: Markup(escape(text)))
-    return filled.render(charts=shown, setting=setting(view))
+    figures = template("figures.tex.j2", lambda text: Markup(escape(text)))
+    return figures.render(charts=shown, setting=setting(view))
 
 
 def csv_table(view: View, statistic: Statistic = "median") -> str:

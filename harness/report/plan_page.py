@@ -5,7 +5,6 @@ It has the look and the parts of report.html, and loads nothing; as Markdown it 
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +59,7 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
 def _data(result: SearchResult) -> dict[str, Any]:
     """Return the rows of the best layouts and of the front, and how many layouts the search saw."""
     counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
-    rows = {"best": [planned_row(entry) for entry in result.best], "front": [planned_row(e) for e in result.front]}
-    return rows | counts
+    return {"best": list(map(planned_row, result.best)), "front": list(map(planned_row, result.front))} | counts
 
 
 def _rows(result: SearchResult) -> list[Row]:
@@ -77,15 +75,14 @@ def _rows(result: SearchResult) -> list[Row]:
 def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Iterator[Section]:
     """Yield the sections of the page; only those that have something to say."""
     best, front = result.best, result.front
-    for answer in section("Answer", *map(Paragraph, _answer(result)), front_chart(front)):
-        yield replace(answer, is_first=True)
+    yield from section("Answer", *map(Paragraph, _answer(result)), front_chart(front), is_first=True)
     yield from section("Which layouts fit", *(_front(front) if front else ()))
     yield from section("The fastest that fit", *(_fastest(best) if best else ()))
     yield from section("With less memory", bullets(memory_sentences(result)))
     yield from section("What would make others fit", bullets(misfit_sentences(result)))
     yield from section("How it was found", bullets([say("counts", result=result), *plan.notes]))
-    for arithmetic in section("The arithmetic of the fastest", bullets(explanation(best[0]) if best else ())):
-        yield replace(arithmetic, is_folded=True)
+    arithmetic = bullets(explanation(best[0])) if best else None
+    yield from section("The arithmetic of the fastest", arithmetic, is_folded=True)
     swept = [("This search of it", plan.swept)] if plan.swept else []
     commands = [("The command of this plan", shlex.join(["harness", "plan", *overrides])), *swept]
     runs = [("", line) for line in run_sentences(plan.overrides, result)]

@@ -69,7 +69,7 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
     if not view.lines:
         return section("", Paragraph("No runs are recorded."))
     screen = first_screen(view, fits_in)
-    (first,) = section(
+    return section(
         "Summary",
         Banner(screen.warning) if screen.warning else None,
         Paragraph(screen.compared),
@@ -77,8 +77,8 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
         BulletList(screen.answers) if screen.answers else None,
         first_picture(part),
         screen.fits,
+        is_first=True,
     )
-    return [replace(first, is_first=True)]
 
 
 _TERMS = {

@@ -14,8 +14,6 @@ FOLDER = Path(__file__).parent / "page"
 
 _KINDS = (Banner, Paragraph, BulletList, Table, Chart, MemorySlider, Best, Disturbed)
 
-_LONG = 36  # characters; a longer cell may wrap
-
 
 def template(name: str, escape: Callable[[Any], str], **filters: Callable[..., Any]) -> jinja2.Template:
     """Return a template of a page, which may ask for the kind of a part or of a cell.
@@ -35,5 +33,4 @@ def template(name: str, escape: Callable[[Any], str], **filters: Callable[..., A
     )
     environment.filters |= {"json": lambda value: json.dumps(value, allow_nan=False)} | filters
     environment.tests |= {kind.__name__.lower(): lambda value, kind=kind: isinstance(value, kind) for kind in _KINDS}
-    environment.tests["long"] = lambda text: len(text) > _LONG
     return environment.get_template(name)
