@@ -24,8 +24,8 @@ def claims(lines: Iterable[Line]) -> list[Claim]:
     runs = ok_runs(lines)
     by_setting = group_by(runs, itemgetter("setting"))
     rules = [(rule, run) for run in runs for rule in TABLE["claims"] if value_of(rule["if"], run)]
-    found = (_claim(rule, run, by_setting[run["setting"]]) for rule, run in rules)
-    return [claim for claim in found if claim is not None]
+    candidates = (_claim(rule, run, by_setting[run["setting"]]) for rule, run in rules)
+    return [claim for claim in candidates if claim is not None]
 
 
 def _claim(rule: dict[str, Any], run: Quantities, runs: Sequence[Quantities]) -> Claim | None:

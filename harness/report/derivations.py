@@ -68,8 +68,8 @@ class Derivation:
             return False
         values = [term.value for term in self.terms]
         total = reduce(lambda total, term: _OPERATIONS[term.operator](total, term.value), self.terms, 0.0)
-        made = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}[self.rule]
-        return math.isclose(made, self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
+        results = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}
+        return math.isclose(results[self.rule], self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
 
 
 def derive_line(line: Record) -> dict[str, Derivation]:
