@@ -151,12 +151,8 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
         outputs, inputs = shape
         is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
         forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
-        if style in ("column", "gathered", "vocabulary"):
-            summed += inputs
-        if style == "gathered":
-            gathered += outputs * forwards
-        if style == "row":
-            summed += outputs * forwards
+        summed += outputs * forwards if style == "row" else inputs
+        gathered += outputs * forwards * (style == "gathered")
     tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
     bytes_per_feature = tokens * config.precision.compute_bytes
     sent = ring * bytes_per_feature

@@ -82,8 +82,8 @@ def fit_verdict(memory: RankMemory, capacity_bytes: float, stack: StackMemory) -
     low_bytes = max(memory.estimate.peak_bytes * low, float(memory.resting_bytes))
     high_bytes = memory.reserved_bytes * high
     available = capacity_bytes - memory.estimate.process_bytes
-    fits: Fits = "no" if low_bytes > available else "likely" if high_bytes <= available else "tight"
-    return FitVerdict(fits, low_bytes, high_bytes)
+    possible: Fits = "likely" if high_bytes <= available else "tight"
+    return FitVerdict("no" if low_bytes > available else possible, low_bytes, high_bytes)
 
 
 @dataclass(frozen=True)

@@ -193,8 +193,7 @@ class Prediction:
     @cached_property
     def sent_bytes(self) -> dict[str, float]:
         """The bytes that the rank with most of them sends in a step, by axes and operation."""
-        per_stage = self.layout.world_size // self.layout.pp
-        ranks = (pp_rank * per_stage for pp_rank in range(self.layout.pp))
+        ranks = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)
         sent = (planned_bytes(self.config, self.layout, self.widths, rank) for rank in ranks)
         return max(sent, key=lambda volumes: sum(volumes.values()))
 

@@ -109,9 +109,8 @@ class LayerSeconds(NamedTuple):
 def _layer_seconds(parameters: float, state: ShardedState, hardware: HardwareConfig) -> LayerSeconds:
     """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with the replicas'."""
     reduced, latency = parameters * state.reduced_bytes, ring_latency(state.shards, hardware)
-    gathers = (
-        0 if state.widths.prefetches_parameters else state.layer_tensors - 1
-    )  # beyond one for the layer as a whole
+    # Messages beyond one for the layer as a whole.
+    gathers = 0 if state.widths.prefetches_parameters else state.layer_tensors - 1
     further = state.further_messages(parameters, state.layer_tensors)
     return LayerSeconds(
         gather_seconds(parameters * state.widths.gathered, state.shards, hardware) + gathers * latency,
@@ -133,11 +132,10 @@ def _expose_lower_stages(
     Stages 0 and 1 reduce once, beside the backward of the last micro-batch, stage 2 in every micro-batch; stages 1 and
     2 gather the updated parameters.
     """
-    gradient_bytes = state.parameters * state.reduced_bytes
+    gradient_bytes, has_replicas = state.parameters * state.reduced_bytes, state.replicas.ranks > 1
     if state.zero_stage == 0:
-        group = state.replicas if state.replicas.ranks > 1 else state.shards
-        reduction = all_reduce_seconds(gradient_bytes, group, hardware)
-        replica, gather = (reduction if state.replicas.ranks > 1 else 0.0), 0.0
+        reduction = all_reduce_seconds(gradient_bytes, state.replicas if has_replicas else state.shards, hardware)
+        replica, gather = reduction * has_replicas, 0.0
     else:
         reduce_seconds = all_reduce_seconds if state.widths.all_reduces_gradients else gather_seconds
         reduction = reduce_seconds(gradient_bytes, state.shards, hardware)
@@ -146,13 +144,16 @@ def _expose_lower_stages(
         gather = gather_seconds(state.parameters * state.widths.gathered, state.shards, hardware)
         reduction += replica
     overlaps = timing.overlaps_gradient_reduction and state.widths.overlaps_reduction
-    window = backward if overlaps else 0.0
-    exposed = max(reduction - window, LAST_BUCKET * reduction)
-    hidden = reduction - exposed
-    exposed_gather = max(gather - forward, LAST_BUCKET * gather) if timing.overlaps_parameter_gather else gather
-    hidden_gather = gather - exposed_gather
+    exposed = _after(reduction, backward if overlaps else 0.0)
+    exposed_gather = _after(gather, forward if timing.overlaps_parameter_gather else 0.0)
+    hidden, hidden_gather = reduction - exposed, gather - exposed_gather
     exposed_gather += timing.shard_slice_seconds * state.shards.ranks * state.tensors if state.zero_stage else 0.0
     replica_share = replica / (reduction + gather) if reduction + gather else 0.0
     if state.zero_stage == 2:
         return Exposed(exposed, exposed_gather, hidden, hidden_gather, replica_share)
     return Exposed(0.0, exposed + exposed_gather, 0.0, hidden + hidden_gather, replica_share)
+
+
+def _after(sent: float, compute: float) -> float:
+    """Return the exposed seconds of buckets beside compute, the last of which is sent when that has ended."""
+    return max(sent - compute, LAST_BUCKET * sent)
