@@ -199,26 +199,32 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
     sharded: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
     if layout.cp_enabled:
         sharded = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
-    saved = ["every_second"] if kept == CheckpointingConfig("selective") else []
-    recomputed = [name for name in RECOMPUTING if kept.name not in (name, "full")]
-    narrower = [one for one in choices.precisions if one.compute_bytes < config.precision.compute_bytes]
-    on_host = ("optimizer", "parameters") if choices.offloads and offload == "none" else ()
+    saved: list[Settings] = []
+    if kept == CheckpointingConfig("selective"):
+        saved = [{"checkpointing.saved_products": "every_second"}]
     return {
         "sharding": [] if is_divided else sharded,
-        "precision": [{"precision": precision} for precision in narrower],
-        "checkpointing": [
-            *({"checkpointing.saved_products": products} for products in saved),
-            *(
-                {"checkpointing": dataclasses.replace(kept, name=name, every=1, saved_products="all")}
-                for name in recomputed
-            ),
+        "precision": [
+            {"precision": precision}
+            for precision in choices.precisions
+            if precision.compute_bytes < config.precision.compute_bytes
+        ],
+        "checkpointing": saved
+        + [
+            {"checkpointing": dataclasses.replace(kept, name=name, every=1, saved_products="all")}
+            for name in RECOMPUTING
+            if kept.name not in (name, "full")
         ],
         "micro_batch": [
             {"train.micro_batch": smaller}
             for smaller in dict.fromkeys((size // 2, 1))
             if 0 < smaller < size and size % smaller == 0
         ],
-        "offload": [{"strategy.offload": state} for state in on_host],
+        "offload": [
+            {"strategy.offload": state}
+            for state in ("optimizer", "parameters")
+            if choices.offloads and offload == "none"
+        ],
     }
 
 

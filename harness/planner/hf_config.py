@@ -144,11 +144,15 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
         values: GroupValues = json.loads(file.read_text())
         return values | {"path": model["path"]}
     request = json.dumps({"model": dict(model), "seq_len": seq_len})
-    command = [sys.executable, "-m", "harness.models.hf"]
     print(f"Tracing model.path={model['path']} once, in a process of its own …", file=sys.stderr)
     try:
         ended = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=TRACE_SECONDS, check=False
+            [sys.executable, "-m", "harness.models.hf"],
+            input=request,
+            capture_output=True,
+            text=True,
+            timeout=TRACE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise UserError(

@@ -111,11 +111,9 @@ def memory_columns(prediction: Prediction) -> Cells:
 def communication_columns(prediction: Prediction) -> Cells:
     """Return the bytes that the rank with most of them sends in a step: all, and by axis and operation."""
     sent = prediction.sent_bytes
-    cells: Cells = {"communication_bytes": round(sum(sent.values()))}
-    for name, size in sent.items():
-        if size:
-            cells[f"communication_{name.replace('+', '_').replace(' ', '_')}_bytes"] = round(size)
-    return cells
+    parts = {name.replace("+", "_").replace(" ", "_"): round(size) for name, size in sent.items() if size}
+    total = {"communication_bytes": round(sum(sent.values()))}
+    return {**total, **{f"communication_{name}_bytes": size for name, size in parts.items()}}
 
 
 def refused_row(reason: str, values: Mapping[str, str]) -> Row:

@@ -41,8 +41,7 @@ def ring_bandwidth(group: RankGroup, hardware: HardwareConfig) -> float:
     in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
     if group.nodes == 1:
         return in_node
-    cards = group.ranks / group.nodes
-    between = cards * hardware.inter_node_bandwidth * fitted.inter_node_efficiency
+    between = group.ranks / group.nodes * hardware.inter_node_bandwidth * fitted.inter_node_efficiency  # by all cards
     contention: float = (2 / group.nodes) ** fitted.node_contention
     return min(in_node, between * contention)
 

@@ -44,8 +44,7 @@ class StepTime:
     @property
     def step_seconds(self) -> float:
         """The seconds of the step."""
-        exposed = sum(self.exposed_communication_seconds.values())
-        parts = self.compute_seconds + exposed + self.bubble_seconds
+        parts = self.compute_seconds + sum(self.exposed_communication_seconds.values()) + self.bubble_seconds
         return parts + self.optimizer_seconds + self.other_seconds
 
 
@@ -112,11 +111,9 @@ def estimate_step_time(
     )
     kinds = pipeline_stages(config.model, layout)
     times = [stage_time(context, hardware, timing, *kind) for kind, _ in kinds]
+    states = [_state(config, layout, widths, kind, gpus_per_node, micro_batches) for kind, _ in kinds]
     exposures = [
-        expose(
-            _state(config, layout, widths, kind, gpus_per_node, micro_batches), hardware, timing, t.forward, t.backward
-        )
-        for (kind, _), t in zip(kinds, times, strict=True)
+        expose(state, hardware, timing, time.forward, time.backward) for state, time in zip(states, times, strict=True)
     ]
     slowdown = hardware.fitted.overlap_slowdown
     per_micro = [
@@ -141,7 +138,7 @@ def estimate_step_time(
         compute_seconds=compute,
         exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
         bubble_seconds=bubble,
-        optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, kinds),
+        optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, max(s.parameters for s in states)),
         other_seconds=_other_seconds(hardware, timing, micro_batches, layout.world_size / gpus_per_node),
         micro_batches=micro_batches,
         forward_seconds=time.forward,
@@ -239,21 +236,13 @@ def _bubble_seconds(
     pass in shorter parts, and zero bubble fills a part of the wait.
     """
     others = sum(seconds * number for (_, number), seconds in zip(kinds, per_micro, strict=True)) - per_micro[slowest]
-    ideal = (layout.pp - 1) / micro_batches
-    return others * bubble_ratio(layout, micro_batches) / ideal
+    return others * bubble_ratio(layout, micro_batches) / ((layout.pp - 1) / micro_batches)
 
 
 def _optimizer_seconds(
-    config: RunConfig,
-    layout: Layout,
-    hardware: HardwareConfig,
-    timing: StackTiming,
-    kinds: tuple[tuple[RankStages, int], ...],
+    config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, parameters: float
 ) -> float:
     """Return the seconds of gradient norm and update, by the bytes of a rank's part of the optimizer state."""
-    layer, embedding, head = _parameters(config.model, layout.tp, layout.vocabulary_tp)
-    largest = max(k.layers * layer + embedding * k.holds_embedding + head * k.holds_head for k, _ in kinds)
-    rates = kernel_rates(hardware, config.precision.compute)
-    norm = GRADIENT_NORM_BYTES * largest / layout.shard_count("gradients")
-    update = timing.optimizer_bytes * largest / layout.shard_count("optimizer")
-    return rates.elementwise_seconds(norm + update)
+    norm = GRADIENT_NORM_BYTES * parameters / layout.shard_count("gradients")
+    update = timing.optimizer_bytes * parameters / layout.shard_count("optimizer")
+    return kernel_rates(hardware, config.precision.compute).elementwise_seconds(norm + update)
