@@ -21,7 +21,8 @@ from harness.records.schema import Record
 from harness.report.charts import expected, first, losses, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
 from harness.report.charts.marks import Rows, numbers
-from harness.report.charts.points import SIDES, place_labels
+from harness.report.charts.marks import axis as scale
+from harness.report.charts.points import Points
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.lines import Item
@@ -559,23 +560,23 @@ def test_a_strategy_and_a_part_have_one_color_in_all_charts(trees: dict[str, Ele
 
 
 def test_labels_of_crowded_points_cover_neither_points_nor_each_other() -> None:
-    chance, (width, height) = random.Random(7), (620.0, 340.0)
+    chance, (width, height) = random.Random(7), (620, 340)
     for count in (8, 40, 150):
-        points = [(chance.random(), chance.random()) for _ in range(count)]
-        texts = [f"strategy{place}" for place in range(count)]
-        sides = place_labels(points, texts, [False] * count, [], (width, height))
-        boxes = {}
-        for place, side in enumerate(sides):
-            if side:
-                align, right, down = SIDES[side]
-                length, (x, y) = 5.9 * len(texts[place]), points[place]
-                left = x * width + right - {"left": 0.0, "center": length / 2, "right": length}[align]
-                boxes[place] = (left, y * height + down - 6, left + length, y * height + down + 6)
+        points = [{"x": chance.random(), "y": chance.random(), "name": f"strategy{place}"} for place in range(count)]
+        plot = Points(View("demo", []), Rows([], {}), scale("", (0, 1)), scale("", (0, 1)))
+        boxes = []
+        for label in plot.placed(points, [], (width, height)):
+            length = 5.9 * len(label["short"])
+            left = (
+                label["x"] * width + label["dx"] - {"left": 0.0, "center": length / 2, "right": length}[label["align"]]
+            )
+            middle = (1 - label["y"]) * height + label["dy"]
+            boxes.append((left, middle - 6, left + length, middle + 6))
         assert min(count, 20) // 2 <= len(boxes) <= count
-        for (left, top, right_end, bottom), other in itertools.permutations(boxes.values(), 2):
+        for (left, top, right_end, bottom), other in itertools.permutations(boxes, 2):
             assert not (left < other[2] and other[0] < right_end and top < other[3] and other[1] < bottom)
-        for (left, top, right_end, bottom), (x, y) in itertools.product(boxes.values(), points):
-            assert not (left < x * width < right_end and top < y * height < bottom)
+        for (left, top, right_end, bottom), point in itertools.product(boxes, points):
+            assert not (left < point["x"] * width < right_end and top < (1 - point["y"]) * height < bottom)
 
 
 def test_hidden_strategies_are_not_drawn(trees: dict[str, ElementTree.Element]) -> None:

@@ -2,15 +2,14 @@
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from harness.report.charts import marks, style
-from harness.report.charts.marks import Field, Plot, Rows, Scale, unseen
+from harness.report.charts import style
+from harness.report.charts.marks import Field, Plot, Rows, draw, palette, scaled, single, tooltip, unseen
 from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, VegaLite
-from harness.report.lines import Datum, Item, Line
-from harness.report.sentences import sentence
+from harness.report.lines import Item, Line
 from harness.report.text import Unit, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -24,24 +23,17 @@ _MARGIN = 48  # pixels at the right of bars for their values
 LINES = "split(datum.label, '\\n')"  # of the label of a bar
 
 
-@dataclass(frozen=True)
-class Labels(Scale):
-    """An axis of the labels of bars, from the top."""
-
-    text: str = LINES  # the expression of a label
-
-    def channel(self, field: str) -> VegaLite:
-        """Return the channel of a field."""
-        axis = {
-            "grid": False,
-            "ticks": False,
-            "domain": False,
-            "labelExpr": self.text,
-            "labelLineHeight": style.LINE,
-            "labelOffset": {"expr": f"{-style.LINE / 2} * (length({LINES}) - 1)"},
-        }
-        sort = {"field": "position", "op": "min"}
-        return {"field": field, "type": "nominal", "title": None, "sort": sort, "axis": axis}
+def labels(text: str = LINES) -> VegaLite:
+    """Return an axis of the labels of bars, from the top, each as an expression says it."""
+    axis = {
+        "grid": False,
+        "ticks": False,
+        "domain": False,
+        "labelExpr": text,
+        "labelLineHeight": style.LINE,
+        "labelOffset": {"expr": f"{-style.LINE / 2} * (length({LINES}) - 1)"},
+    }
+    return {"type": "nominal", "title": None, "sort": {"field": "position", "op": "min"}, "axis": axis}
 
 
 class Bars(Plot):
@@ -74,64 +66,40 @@ class Bars(Plot):
             "value",
             "bar",
             "datum.value != 0",
-            color=marks.palette("part", colors, {"orient": "top", "offset": 24}),
+            color=palette("part", colors, {"orient": "top", "offset": 24}),
             order={"field": "rank", "type": "quantitative"},
-            tooltip=marks.tooltip(("label", "run", ""), ("part", "part", ""), *exact),
+            tooltip=tooltip(("label", "run", ""), ("part", "part", ""), *exact),
         )
-        fold = {"fold": list(colors), "as": ["part", "value"]}
-        values = {"exact": f"datum.value * {unit.size}", "rank": f"indexof({list(colors)}, datum.part)"}
-        calculated = [{"calculate": expression, "as": name} for name, expression in values.items()]
-        return stacked | {"transform": [fold, *calculated, *stacked["transform"]]}
+        unfolded = [
+            {"fold": list(colors), "as": ["part", "value"]},
+            {"calculate": f"datum.value * {unit.size}", "as": "exact"},
+            {"calculate": f"indexof({list(colors)}, datum.part)", "as": "rank"},
+        ]
+        return stacked | {"transform": [*unfolded, *stacked["transform"]]}
 
     def chart(
-        self,
-        name: str,
-        title: str,
-        measure: str,
-        layers: Sequence[VegaLite],
-        margin: int = _MARGIN,
-        data: Mapping[str, Sequence[Datum]] | None = None,
-        facts: Mapping[str, Any] | None = None,
+        self, name: str, title: str, measure: str, layers: Sequence[VegaLite], margin: int = _MARGIN, **more: Any
     ) -> Chart:
-        """Return the chart of these layers and the texts, as `marks.draw` does.
+        """Return the chart of these layers, from the back to the front, and of the texts.
 
-        Args:
-            name: The name of the chart's file.
-            title: The title of the chart.
-            measure: The field whose range the page states.
-            layers: The marks, from the back to the front.
-            margin: Pixels at the right of bars for their values.
-            data: More data by their names.
-            facts: What the sentence of this chart says beside what its rows show.
+        The margin is in pixels, at the right of bars for their values. All else is as `draw` has it.
         """
-        total = len(self.rows.items)
-        noun = "configuration" if self.rows.noun == "run" else self.rows.noun
-        omitted = sentence("chart_omitted", drawn=min(MOST, total), total=total, rule=_RULE, noun=noun)
-        plot = marks.single([*layers, *self.texts()], self.height) | {"usermeta": self.order()}
-        return marks.draw(
-            name, title, setting_lines(self.view), self.rows, measure, plot, facts, data, margin, MOST, omitted
-        )
-
-    def order(self, most: int = MOST) -> VegaLite:
-        """Return the strategies of all bars if not all are drawn at once: the page draws the first visible ones."""
-        strategies = self.rows.strategies
-        return {"order": strategies, "most": most} if len(strategies) > most else {}
+        plot, setting = single([*layers, *self.texts()], self.height), setting_lines(self.view)
+        return draw(name, title, setting, self.rows, measure, plot, right=margin, rule=_RULE, most=MOST, **more)
 
 
-def bars(view: View, items: Sequence[Item], fields: Mapping[str, Field], scale: Scale, noun: str = "run") -> Bars:
+def bars(view: View, items: Sequence[Item], fields: Mapping[str, Field], scale: VegaLite, noun: str = "run") -> Bars:
     """Return bars under the labels of their items, or under the field `bar`."""
     names = fields["bar"].values if "bar" in fields else [item.label for item in items]
     lines = unseen([textwrap.fill(name, style.LONG, break_long_words=False, break_on_hyphens=False) for name in names])
-    return Bars(view, Rows(items, {**fields, "bar": lines}, noun, names), scale, Labels(""))
+    return Bars(view, Rows(items, {**fields, "bar": lines}, noun, names), scale, labels())
 
 
 def row_fields(rows: Sequence[Mapping[str, float | None]], unit: Unit) -> dict[str, Field]:
     """Return the fields of parts and their sums, which have as many decimals as the largest of a row needs."""
     cells = [format_numbers(list(row.values()), unit) for row in rows]
     return {
-        name: Field(
-            f"{name} ({unit.name})", [marks.scaled(row[name], unit) for row in rows], [row[place] for row in cells]
-        )
+        name: Field(f"{name} ({unit.name})", [scaled(row[name], unit) for row in rows], [row[place] for row in cells])
         for place, name in enumerate(rows[0])
     }
 
@@ -139,16 +107,15 @@ def row_fields(rows: Sequence[Mapping[str, float | None]], unit: Unit) -> dict[s
 def endings(lines: Sequence[Line], is_timed: bool) -> dict[str, Field]:
     """Return the texts in place of the bars of lines that are not ok, and in a chart of times of untimed ones."""
     ended = [(is_timed and line.untimed and line.state) or (None if line.ok else line.end) for line in lines]
-    reasons = [sanitize(line.row.get("noise_warning" if line.ok else "reason") or "") for line in lines]
-    shown = [text and reason for text, reason in zip(ended, reasons, strict=True)]
-    return {"ended": Field("status", ended), "reason": Field("reason", shown)}
+    reasons = [
+        text and sanitize(line.row.get("noise_warning" if line.ok else "reason") or "")
+        for line, text in zip(lines, ended, strict=True)
+    ]
+    return {"ended": Field("status", ended), "reason": Field("reason", reasons)}
 
 
 def ordered(lines: Sequence[Line], key: Callable[[Line], float | None]) -> list[Line]:
     """Return the lines in ascending order, numbered from 0: those without a key come late, those that failed last."""
-
-    def rank(line: Line) -> tuple[bool, bool, float]:
-        value = key(line)
-        return not line.ok, value is None, value or 0.0
-
-    return [replace(line, position=position) for position, line in enumerate(sorted(lines, key=rank))]
+    keys = {line: key(line) for line in lines}
+    ranked = sorted(lines, key=lambda line: (not line.ok, keys[line] is None, keys[line] or 0.0))
+    return [replace(line, position=position) for position, line in enumerate(ranked)]

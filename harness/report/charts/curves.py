@@ -1,20 +1,19 @@
 """Curves with their names at their ends, and where there are many, a small chart for each strategy."""
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, cycle
 from typing import Any, TypeVar
 
-from harness.report.charts import marks, style
+from harness.report.charts import style
 from harness.report.charts.bars import MOST
-from harness.report.charts.marks import Plot, unseen
+from harness.report.charts.marks import Plot, draw, palette, share, single, unseen
 from harness.report.charts.points import shortened
 from harness.report.charts.series import Series
 from harness.report.charts.setting import setting_lines
 from harness.report.comparability import group_by
 from harness.report.document import Chart, VegaLite
-from harness.report.lines import Datum, Item, Line
-from harness.report.sentences import sentence
+from harness.report.lines import Item, Line
 
 ONE_OF_EACH = "one of every strategy, then the others in the order of the report"  # what `select` returns
 
@@ -48,42 +47,29 @@ class Curves(Plot):
         total: int,
         behind: Sequence[VegaLite] = (),
         above: Sequence[VegaLite] = (),
-        data: Mapping[str, Sequence[Datum]] | None = None,
-        facts: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> Chart:
-        """Return the chart of the curves, as `marks.draw` does.
+        """Return the chart of the curves, with layers behind them and above them.
 
-        Args:
-            name: The name of the chart's file.
-            title: The title of the chart.
-            measure: The field whose range the page states.
-            total: How many curves there are.
-            behind: Layers behind the curves.
-            above: Layers in front of the curves.
-            data: More data by their names.
-            facts: What the sentence of this chart says beside what its rows show.
+        All else is as `draw` has it.
         """
-        curves = {item.label: item for item in self.rows.items}
-        omitted = sentence("chart_omitted", drawn=len(curves), total=total, rule=ONE_OF_EACH)
-        groups = group_by(curves.values(), lambda curve: curve.strategy)
-        variants = {curve.label: rank for group in groups.values() for rank, curve in enumerate(group)}
-        if len(curves) <= _FEW:
-            names = {label: shortened(label) for label in curves}
-            ends = self._ends(list(curves), style.HEIGHT)
-        else:
-            names = {label: _variant(curve) for label, curve in curves.items()}
-            ends = {}
-            for group in groups.values():
-                ends |= self._ends([curve.label for curve in group if names[curve.label]], _CELL_HEIGHT)
         labels = [item.label for item in self.rows.items]
+        curves = {item.label: item for item in self.rows.items}
+        groups = list(group_by(curves, lambda label: curves[label].strategy).values())
+        variants = {label: rank for group in groups for rank, label in enumerate(group)}
+        names, panels, height = {label: shortened(label) for label in curves}, [list(curves)], style.HEIGHT
+        if len(curves) > _FEW:
+            names, panels, height = {label: _variant(curve) for label, curve in curves.items()}, groups, _CELL_HEIGHT
+        ends: dict[int, float] = {}
+        for panel in panels:
+            ends |= self._ends([label for label in panel if names[label]], height)
         fields = {
             "variant": unseen([variants[label] for label in labels]),
             "end": unseen([ends.get(place) for place in range(len(labels))]),
             "short": unseen([names[label] or None for label in labels]),
         }
-        rows = replace(self.rows, fields={**self.rows.fields, **fields})
-        ranks = sorted(set(variants.values()))
-        dash, shape = (_by_variant(ranks, choices) for choices in (style.DASHES, style.SHAPES))
+        ranks = range(max(map(len, groups)))
+        dash, shape = (palette("variant", dict(zip(ranks, cycle(looks)))) for looks in (style.DASHES, style.SHAPES))
         end = {"field": "end", "type": "quantitative", "scale": None}
         layers = [
             *behind,
@@ -93,25 +79,23 @@ class Curves(Plot):
             self.mark("text value", y=end, test="isValid(datum.end)", text="short"),
         ]
         room = round(_LETTER * max(map(len, names.values())))
-        plot = marks.single(layers)
+        plot = single(layers)
         if len(curves) > _FEW:
             room = min(_MOST_ROOM, room)
             plot = _small_charts(layers, room)
-        setting = setting_lines(self.view)
-        return marks.draw(name, title, setting, rows, measure, plot, facts, data, room + 4, omitted=omitted)
+        rows, setting = replace(self.rows, fields={**self.rows.fields, **fields}), setting_lines(self.view)
+        return draw(name, title, setting, rows, measure, plot, right=room + 4, rule=ONE_OF_EACH, total=total, **more)
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""
         heights = enumerate(self.rows.fields["y"].values)
         last = {
-            self.rows.items[row].label: (height * (1 - self.y.share(y)), row) for row, y in heights if y is not None
+            self.rows.items[row].label: (height * (1 - share(self.y, y)), row) for row, y in heights if y is not None
         }
-        placed: dict[int, float] = {}
-        lowest = -math.inf
-        for top, row in sorted(last[label] for label in labels if label in last):
-            lowest = placed[row] = max(top, lowest + style.LINE)
-        overflow = max(0.0, lowest - height)
-        return {row: top - overflow for row, top in placed.items()}
+        ordered = sorted(last[label] for label in labels if label in last)
+        tops = list(accumulate((top for top, _ in ordered), lambda above, top: max(top, above + style.LINE)))
+        overflow = max(0.0, max(tops, default=0.0) - height)
+        return {row: top - overflow for (_, row), top in zip(ordered, tops, strict=True)}
 
 
 def _small_charts(layers: Sequence[VegaLite], room: int) -> VegaLite:
@@ -124,12 +108,6 @@ def _small_charts(layers: Sequence[VegaLite], room: int) -> VegaLite:
         "spec": {"layer": list(layers), "width": width, "height": _CELL_HEIGHT},
         "usermeta": {"beside": room + _BESIDE},
     }
-
-
-def _by_variant(ranks: Sequence[int], looks: Sequence[Any]) -> VegaLite:
-    """Return the channel by which curves of one strategy differ."""
-    scale = {"domain": list(ranks), "range": [looks[rank % len(looks)] for rank in ranks]}
-    return {"field": "variant", "type": "nominal", "scale": scale, "legend": None}
 
 
 def _variant(curve: Item) -> str:

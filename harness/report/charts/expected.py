@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, ordered
-from harness.report.charts.marks import Field, Rows, Scale, numbers, spanning, unseen, words
+from harness.report.charts.marks import Field, Rows, axis, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import Claim
@@ -35,12 +35,11 @@ def predicted(view: View) -> Chart | None:
         "name": unseen([line.label if place in named else "" for place, line in enumerate(lines)]),
     }
     rows = Rows(lines, fields)
-    both = spanning("", [*fields["x"].values, *fields["y"].values]).domain
-    plot = Points(view, rows, Scale(fields["x"].title, both), Scale(fields["y"].title, both))
-    ends = [{"strategy": "", "x": end, "y": end} for end in both or ()]
+    both = [*fields["x"].values, *fields["y"].values]
+    plot = Points(view, rows, spanning(fields["x"].title, both), spanning(fields["y"].title, both))
+    ends = [{"strategy": "", "x": end, "y": end} for end in plot.x["scale"]["domain"]]
     labels = plot.placed(rows.data, [ends])
-    diagonal = marks.layer("line reference", "ends", x=plot.x.channel("x"), y=plot.y.channel("y"))
-    layers = marks.single([diagonal, plot.mark("point"), plot.labels("labels")])
+    layers = marks.single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
     name, setting = "Predicted and measured peak memory", setting_lines(view)
     return marks.draw("predicted", name, setting, rows, "error", layers, None, {"ends": ends, "labels": labels})
 
@@ -72,7 +71,7 @@ def traffic(view: View) -> Chart | None:
         "shown": unseen(format_numbers(sizes, unit)),
         "bar": unseen([f"{line.label} · {axis}" if len(set(axes)) > 1 else line.label for line, axis, *_ in entries]),
     }
-    scale = Scale(f"sent per step ({unit.name}{'; | = formula' * any(differs)})")
+    scale = axis(f"sent per step ({unit.name}{'; | = formula' * any(differs)})")
     plot = bars(view, [replace(line, position=rank) for rank, (line, *_) in enumerate(entries)], fields, scale)
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "formula", "bar", "datum.differs")]
     facts = {"axes": dict.fromkeys(axes), "differs": any(differs)}
@@ -106,7 +105,7 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         "apart": Field("difference (%)", apart, [f"{part:+.1f}" for part in apart], "+.1f"),
     }
     ends = [*expected, *measured]
-    scale = Scale("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
+    scale = axis("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
     plot = bars(view, items, fields, scale, noun="claim")
     layers = [
         plot.mark("rule quiet", "expected", "bar", x2="measured"),

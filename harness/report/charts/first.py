@@ -2,16 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from harness.report.charts import marks, style
-from harness.report.charts.bars import LINES, Bars, Labels, bars
-from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, unseen
+from harness.report.charts import style
+from harness.report.charts.bars import LINES, Bars, bars, labels, ordered
+from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, draw, unseen
 from harness.report.charts.setting import setting_lines
 from harness.report.charts.speed import speed_fields, speed_marks
 from harness.report.document import Chart
+from harness.report.labels import value_text
 from harness.report.lines import Line
-from harness.report.sentences import sentence
-from harness.report.text import pluralize
 from harness.report.view import View
 
 _MOST = 16  # configurations that fit on the first screen
@@ -32,29 +32,27 @@ def first_picture(view: View) -> Chart | None:
         return None
     most = _drawn_count(lines)
     fields, drawn = _fields(view, lines), Rows(lines[:most], _fields(view, lines[:most]))
-    measure = "median" if view.draws_speeds else "sent"
-    left = bars(view, lines, fields, Scale(fields["peak"].title))
-    panels = [[left.mark("bar", "peak", "bar"), *left.texts("peak", "figure")]]
-    name, title = "Memory and speed", f"tokens/s ({'median, range' if by_speed else 'not ranked'})"
+    name, measure, title = "Memory and speed", "median", f"tokens/s ({'median, range' if by_speed else 'not ranked'})"
     if not view.draws_speeds:
-        name, title = "Memory and communication", fields["sent"].title
-    right = Bars(view, left.rows, Scale(title), Labels("", text=f"columns > 1 ? '' : {LINES}"))
-    if any(drawn.fields[measure].values):
-        own = speed_marks(right) if view.draws_speeds else [right.mark("bar", "sent", "bar")]
-        panels.append([*own, *right.texts(ended="untimed")])
-    else:
-        name = "Peak memory"
-    names = (line for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
-    labels, count = round(_LETTER * max(map(len, names))) + 8, len(panels)
-    width = (style.WIDTH - labels - (count - 1) * _GAP - count * _VALUE) // count
-    cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
-    meta = {"beside": labels + _VALUE, **left.order(most)}
-    plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": meta}
+        name, measure, title = "Memory and communication", "sent", fields["sent"].title
+    left = bars(view, lines, fields, axis(fields["peak"].title))
+    right = Bars(view, left.rows, axis(title), labels(f"columns > 1 ? '' : {LINES}"))
+    own = speed_marks(right) if view.draws_speeds else [right.mark("bar", "sent", "bar")]
+    panels = [
+        [left.mark("bar", "peak", "bar"), *left.texts("peak", "figure")],
+        [*own, *right.texts(ended="untimed")],
+    ]
+    if not any(drawn.fields[measure].values):
+        name, panels = "Peak memory", panels[:1]
+    count = len(panels)
     facts = {"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure, "panels": count}
-    omitted, setting = sentence("chart_omitted", drawn=most, total=len(lines), rule=_RULE), setting_lines(view)
-    chart = marks.draw("first", name, setting, left.rows, "peak", plot, facts, None, _VALUE - 8, most, omitted)
-    chart.spec["params"].append({"name": "columns", "value": count})
-    return chart
+    names = (line for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
+    beside = round(_LETTER * max(map(len, names))) + 8
+    width = (style.WIDTH - beside - (count - 1) * _GAP - count * _VALUE) // count
+    cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
+    plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": {"beside": beside + _VALUE}}
+    more: dict[str, Any] = {"right": _VALUE - 8, "rule": _RULE, "most": most, "params": {"columns": count}}
+    return draw("first", name, setting_lines(view), left.rows, "peak", plot, facts, **more)
 
 
 def _fields(view: View, lines: Sequence[Line]) -> dict[str, Field]:
@@ -89,20 +87,25 @@ def _sorted(view: View, by_speed: bool) -> list[Line]:
     They are under names that say the ranks of those that are not in the first group, and of no others.
     """
 
-    def key(line: Line) -> tuple[bool, bool, bool, float]:
-        value = line.peak
+    def key(line: Line) -> float | None:
+        value: float | None = line.peak
         if by_speed:
             value = -line.drawn_speed if line.drawn_speed and line.speed.is_ranked else None
-        return not line.ok, line.group != 0, value is None, value or 0.0
+        return value
 
-    lines = [replace(line, position=place) for place, line in enumerate(sorted(view.lines, key=key))]
+    parts = [[line for line in view.lines if (line.group == 0) == is_first] for is_first in (True, False)]
+    lines = [line for part in parts for line in ordered(part, key)]
     varies = len({line.row.get("world_size") for line in lines}) > 1
-    names = []
-    for line in lines:
-        ranks = line.row.get("world_size")
-        suffix = f" on {pluralize(ranks, 'rank')}" if ranks and varies else ""
-        bare = line.label.removesuffix(suffix)
-        names.append(bare if line.group in (0, None) else f"{bare}{suffix}")
-    if len(set(names)) < len(names):
-        return lines
-    return [replace(line, label=name) for line, name in zip(lines, names, strict=True)]
+    names = [_name(line, varies) for line in lines]
+    is_unique = len(set(names)) == len(names)
+    return [
+        replace(line, position=place, label=name if is_unique else line.label)
+        for place, (line, name) in enumerate(zip(lines, names, strict=True))
+    ]
+
+
+def _name(line: Line, varies: bool) -> str:
+    """Return a line's label with its ranks, if these vary and it is not in the first group, or without."""
+    ranks = line.row.get("world_size")
+    suffix = f" {value_text('world_size', ranks)}" if ranks and varies else ""
+    return line.label.removesuffix(suffix) + ("" if line.group in (0, None) else suffix)

@@ -8,12 +8,12 @@ import pandas as pd
 from harness.records.run_folder import RunFolder
 from harness.report.charts import marks
 from harness.report.charts.curves import ONE_OF_EACH, select
-from harness.report.charts.marks import Field, Rows, Scale, column, spanning
+from harness.report.charts.marks import Field, Plot, Rows, axis, column, spanning
 from harness.report.charts.setting import model_name, setting_lines
 from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.lines import Datum, Line
-from harness.report.sentences import labels_text, sentence
+from harness.report.sentences import labels_text
 from harness.report.text import at_most, join_words
 from harness.report.view import View
 from harness.util.text import sanitize
@@ -72,12 +72,13 @@ def _chart(
         fields[f"loss at step {step}"] = column(f"loss at step {step}", cells)
     apart = (table.max(axis=1) - table.min(axis=1)).max()
     title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(lines) > 1 else "step"
-    x = Scale(title_x, (steps[0], steps[-1]), form="d").channel("x")
-    y = spanning("loss", [loss for curve in curves for loss in curve["y"]]).channel("y")
+    x = axis(title_x, (steps[0], steps[-1]), form="d")
+    y = spanning("loss", [loss for curve in curves for loss in curve["y"]])
+    plot = Plot(view, Rows(lines, fields), x, y)
     exact = marks.tooltip(("label", "run", ""), ("x", "step", ",d"), ("y", "loss", ".7f"), ("phase", "phase", ""))
     layers = [
-        marks.layer("line dashed", "points", x=x, y=y, tooltip=exact, color=marks.strategy_color(view), detail="label"),
-        marks.layer("text ending", "ends", x=x, y=y, text="short"),
+        plot.mark("line dashed", data="points", tooltip=exact, detail="label"),
+        plot.mark("text ending", data="ends", text="short"),
     ]
     points: list[Datum] = []
     ends: list[Datum] = []
@@ -88,12 +89,13 @@ def _chart(
         name,
         title,
         setting_lines(view),
-        Rows(lines, fields),
+        plot.rows,
         "",
         marks.single(layers),
         {"steps": max(map(len, curves)), "apart": apart},
         {"points": points, "ends": ends},
-        omitted=sentence("chart_omitted", drawn=len(lines), total=total, rule=ONE_OF_EACH),
+        rule=ONE_OF_EACH,
+        total=total,
     )
 
 

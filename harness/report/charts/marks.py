@@ -25,6 +25,8 @@ _LEFT = 20  # pixels at the left, so that labels are whole where the reader's fo
 
 _TITLE = 38  # characters of a line of an axis's title, which fits the narrowest picture
 
+_COLORED = ("", "hollow", "failed", "linear", "curve", "dashed")  # the styles of marks in the colors of strategies
+
 
 @dataclass(frozen=True)
 class Field:
@@ -80,38 +82,37 @@ class Rows:
     @property
     def data(self) -> list[Datum]:
         """The data of the marks."""
-        return [item.datum(**self._values(place)) for place, item in enumerate(self.items)]
-
-    def _values(self, place: int) -> Datum:
-        values = {name: field.values[place] for name, field in self.fields.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        values = [
+            {name: field.values[place] for name, field in self.fields.items() if field.values[place] is not None}
+            for place in range(len(self.items))
+        ]
+        return [item.datum(**known) for item, known in zip(self.items, values, strict=True)]
 
     @property
-    def strategies(self) -> list[str]:
-        """The strategy of each row."""
-        return [item.strategy for item in self.items]
+    def shown(self) -> dict[str, Field]:
+        """The labels, and the fields with a title."""
+        labels = words(self.noun, [item.label for item in self.items])
+        return {"label": labels} | {name: field for name, field in self.fields.items() if field.title}
 
     @property
     def table(self) -> Table:
         """The exact values, without columns of numbers that are empty throughout."""
-        fields = [field for field in self.fields.values() if field.is_text or (field.title and any(field.cells))]
-        columns = [[item.label for item in self.items], *(field.cells for field in fields)]
-        header = [self.noun, *(field.title for field in fields)]
-        texts = 1 + sum(field.is_text for field in fields)
-        return Table(header, list(map(list, zip(*columns, strict=True))), texts, strategies=self.strategies)
+        fields = [field for field in self.shown.values() if field.is_text or any(field.cells)]
+        cells = [list(row) for row in zip(*(field.cells for field in fields), strict=True)]
+        texts, strategies = sum(field.is_text for field in fields), [item.strategy for item in self.items]
+        return Table([field.title for field in fields], cells, texts, strategies=strategies)
 
     @property
     def tooltip(self) -> list[VegaLite]:
-        """The fields with a title that some mark has."""
-        known = {name: field for name, field in self.fields.items() if any(value is not None for value in field.values)}
-        fields = [(name, field.title, field.form) for name, field in known.items() if field.title]
-        return tooltip(("label", self.noun, ""), *fields)
+        """What is shown of a mark: the fields that some mark has."""
+        known = {name: field for name, field in self.shown.items() if any(value is not None for value in field.values)}
+        return tooltip(*((name, field.title, field.form) for name, field in known.items()))
 
     def known(self, name: str) -> list[tuple[float, str, str]]:
         """Return value, cell and name of the rows that have a field."""
-        field, names = self.fields[name], self.names or [item.label for item in self.items]
-        known = zip(field.values, field.cells, names, strict=True)
-        return [(value, cell, name) for value, cell, name in known if value is not None]
+        names = self.names or [item.label for item in self.items]
+        rows = zip(self.fields[name].values, self.fields[name].cells, names, strict=True)
+        return [(value, cell, name) for value, cell, name in rows if value is not None]
 
     def span(self, name: str) -> str:
         """Return the smallest and the largest value of a field with their labels, or the one that all have."""
@@ -137,63 +138,54 @@ def tooltip(*fields: tuple[str, str, str]) -> list[VegaLite]:
     return [{"field": name, "title": title} | form for (name, title, _), form in zip(fields, formats, strict=True)]
 
 
-@dataclass(frozen=True)
-class Scale:
-    """An axis of numbers, which marks of several fields share."""
+def axis(
+    title: str,
+    domain: tuple[float, float] | None = None,
+    is_log: bool = False,
+    ticks: Sequence[float] = (),
+    form: str = "",
+) -> VegaLite:
+    """Return an axis of numbers: the channel of every field on it, without the field.
 
-    title: str
-    domain: tuple[float, float] | None = None  # by default from 0
-    is_log: bool = False
-    values: Sequence[float] | None = None  # of the ticks; by default evenly spaced ones
-    form: str = ""  # of the ticks' labels
-
-    def channel(self, field: str) -> VegaLite:
-        """Return the channel of a field."""
-        scale: dict[str, Any] = {"type": "log"} if self.is_log else {"zero": self.domain is None}
-        scale |= {"domain": list(self.domain), "nice": False} if self.domain else {}
-        axis: dict[str, Any] = {"format": self.form, "tickMinStep": 1} if self.form else {}
-        axis |= {"values": list(self.values)} if self.values else {}
-        title = textwrap.wrap(self.title, _TITLE)
-        return {"field": field, "type": "quantitative", "title": title, "scale": scale, "axis": axis}
-
-    def share(self, value: float) -> float:
-        """Return where a value lies between the ends of the axis, from 0 to 1."""
-        low, high, at = (math.log(number) if self.is_log else number for number in (*(self.domain or (0, 1)), value))
-        return (at - low) / (high - low)
+    Args:
+        title: The title.
+        domain: The ends; by default from 0.
+        is_log: Whether it is logarithmic.
+        ticks: Where ticks are; by default they are evenly spaced.
+        form: The format of the ticks' labels.
+    """
+    scale = {"type": "log"} if is_log else {"zero": domain is None}
+    shown = {"format": form, "tickMinStep": 1} if form else {}
+    return {
+        "type": "quantitative",
+        "title": textwrap.wrap(title, _TITLE),
+        "scale": scale | ({"domain": list(domain), "nice": False} if domain else {}),
+        "axis": shown | ({"values": list(ticks)} if ticks else {}),
+    }
 
 
-def spanning(title: str, values: Sequence[float]) -> Scale:
+def spanning(title: str, values: Sequence[float]) -> VegaLite:
     """Return an axis that shows all values with some margin and does not start at 0."""
     low, high = min(values), max(values)
     margin = 0.1 * (high - low) or 0.1 * abs(high) or 1.0
-    return Scale(title, (low - margin, high + margin))
+    return axis(title, (low - margin, high + margin))
 
 
-def palette(field: str, colors: Mapping[str, str], legend: VegaLite | None = None) -> VegaLite:
-    """Return the channel of a field's colors."""
-    scale = {"domain": list(colors), "range": list(colors.values())}
-    return {"field": field, "title": None, "scale": scale, "legend": legend}
+def share(of: VegaLite, value: float) -> float:
+    """Return where a value lies between the ends of an axis that has a domain, from 0 to 1."""
+    low, high, at = (math.log(end) if "type" in of["scale"] else end for end in (*of["scale"]["domain"], value))
+    return (at - low) / (high - low)
+
+
+def palette(field: str, looks: Mapping[Any, Any], legend: VegaLite | None = None) -> VegaLite:
+    """Return the channel of a field whose values have these looks, such as colors."""
+    scale = {"domain": list(looks), "range": list(looks.values())}
+    return {"field": field, "type": "nominal", "title": None, "scale": scale, "legend": legend}
 
 
 def strategy_color(view: View) -> VegaLite:
     """Return the channel by which every chart of a report colors a strategy alike."""
     return palette("strategy", style.strategy_colors(sanitize(line.row.get("strategy") or "") for line in view.lines))
-
-
-def layer(mark: str, data: str = "", test: str = "true", **channels: Any) -> VegaLite:
-    """Return a layer of marks.
-
-    Args:
-        mark: The type of the marks and their style, such as "rule spread".
-        data: The name of the data, by default the rows of the chart.
-        test: An expression that is true of what has a mark.
-        channels: The channels, which may be names of fields.
-    """
-    kind, _, look = mark.partition(" ")
-    encoding = {name: {"field": channel} if isinstance(channel, str) else channel for name, channel in channels.items()}
-    own = {"data": {"name": data}} if data else {}
-    filters = [{"filter": f"{_VISIBLE} && {test}"}]
-    return own | {"mark": {"type": kind, "style": look or kind}, "transform": filters, "encoding": encoding}
 
 
 @dataclass(frozen=True)
@@ -202,32 +194,46 @@ class Plot:
 
     view: View
     rows: Rows
-    x: Scale
-    y: Scale
+    x: VegaLite
+    y: VegaLite
 
     def mark(
-        self, mark: str, x: str | VegaLite = "x", y: str | VegaLite = "y", test: str = "true", **channels: Any
+        self,
+        mark: str,
+        x: str | VegaLite | None = "x",
+        y: str | VegaLite | None = "y",
+        test: str = "true",
+        data: str = "",
+        **channels: Any,
     ) -> VegaLite:
-        """Return the layer of marks of the rows that have both fields, or with a constant x or y.
+        """Return a layer of marks. Those without a style of their own have the colors of strategies.
 
-        Marks without a style of their own have the colors of strategies.
+        Args:
+            mark: The type of the marks and their style, such as "rule spread".
+            x: A field of all that have a mark, or a constant; None where marks reach over the whole axis.
+            y: The same of the other axis.
+            test: An expression that is true of what has a mark.
+            data: The name of the data, by default the rows, whose marks have tooltips.
+            channels: More channels, which may be names of fields.
         """
-        tests = [f"isValid(datum['{field}'])" for field in (x, y) if isinstance(field, str)]
-        places: dict[str, Any] = {
-            name: scale.channel(field) if isinstance(field, str) else field
-            for name, scale, field in (("x", self.x, x), ("y", self.y, y))
+        kind, _, look = mark.partition(" ")
+        axes = [(name, own, at) for name, own, at in (("x", self.x, x), ("y", self.y, y)) if at]
+        places = {name: own | {"field": at} if isinstance(at, str) else at for name, own, at in axes}
+        tests = [f"isValid(datum['{at}'])" for *_, at in axes if isinstance(at, str)]
+        color = {"color": strategy_color(self.view)} if look in _COLORED else {}
+        exact = {} if data or kind == "line" else {"tooltip": self.rows.tooltip}
+        named = {name: {"field": of} if isinstance(of, str) else of for name, of in channels.items()}
+        return ({"data": {"name": data}} if data else {}) | {
+            "mark": {"type": kind, "style": look or kind},
+            "transform": [{"filter": " && ".join([_VISIBLE, *tests, test])}],
+            "encoding": places | color | exact | named,
         }
-        if mark.partition(" ")[2] in ("", "hollow", "failed", "linear", "curve"):
-            places["color"] = strategy_color(self.view)
-        if not mark.startswith("line"):
-            places["tooltip"] = self.rows.tooltip
-        return layer(mark, test=" && ".join([*tests, test]), **(places | channels))
 
 
 def single(layers: Sequence[VegaLite], height: Any = style.HEIGHT) -> VegaLite:
     """Return one plot, which the page makes as wide as there is space."""
-    size = {"width": style.WIDTH, "height": height, "autosize": {"type": "fit-x", "contains": "padding"}}
-    return {"layer": list(layers)} | size
+    autosize = {"type": "fit-x", "contains": "padding"}
+    return {"layer": list(layers), "width": style.WIDTH, "height": height, "autosize": autosize}
 
 
 def draw(
@@ -240,8 +246,10 @@ def draw(
     facts: Mapping[str, Any] | None = None,
     data: Mapping[str, Sequence[Datum]] | None = None,
     right: int = 0,
+    rule: str = "",
+    total: int = 0,
     most: int = 10**6,
-    omitted: str = "",
+    params: Mapping[str, Any] | None = None,
 ) -> Chart:
     """Return a chart, as Vega-Lite without a config.
 
@@ -255,19 +263,26 @@ def draw(
         facts: What the sentence of this chart says beside what its rows show.
         data: More data by their names.
         right: Pixels at the right for text beyond the plot.
-        most: How many bars are drawn at once.
-        omitted: A sentence on what is not drawn.
+        rule: What is drawn where there is too much.
+        total: How many configurations there are, if not all are among the rows.
+        most: How many rows are drawn at once: the page draws the first visible ones.
+        params: More parameters that the page may change.
     """
+    table, among = rows.table, {item.label for item in rows.items} if total else rows.items
+    noun = "configuration" if rows.noun == "run" else rows.noun
+    omitted = sentence("chart_omitted", drawn=min(most, len(among)), total=total or len(among), rule=rule, noun=noun)
     text = sentence(f"{name.partition('-')[0]}_chart", rows=rows, **(facts or {})) + omitted
+    values = {"hidden": [], "last": most - 1} | dict(params or {})
+    order = {"order": table.strategies, "most": most} if len(rows.items) > most else {}
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "title": {"text": title, "subtitle": list(subtitle)},
         "description": text,
         "padding": {"left": _LEFT, "top": 4, "right": 4 + right, "bottom": 4},
-        "params": [{"name": "hidden", "value": []}, {"name": "last", "value": most - 1}],
+        "params": [{"name": name, "value": value} for name, value in values.items()],
         "datasets": {"rows": rows.data} | dict(data or {}),
         "data": {"name": "rows"},
+        **plot,
+        "usermeta": plot.get("usermeta", {}) | order,
     }
-    table = rows.table
-    place = table.header.index(rows.fields[measure].title) if measure else 0
-    return Chart(name, title, text, spec | plot, table, place)
+    return Chart(name, title, text, spec, table, table.header.index(rows.fields[measure].title) if measure else 0)

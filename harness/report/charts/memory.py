@@ -6,7 +6,7 @@ from dataclasses import replace
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
+from harness.report.charts.marks import Field, Rows, axis, column, numbers, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES
@@ -40,13 +40,12 @@ def peak(view: View) -> Chart | None:
         "total": unseen([value and beside(value) / unit.size for value in peaks]),
         "shown": unseen(format_numbers(peaks, unit)),
     }
-    plot = bars(view, lines, fields, Scale(fields[title].title))
+    plot = bars(view, lines, fields, axis(fields[title].title))
     rules = [{"strategy": "", "limit": size / unit.size, "shown": f"memory limit {bytes_text(size)}"} for size in near]
-    x = plot.x.channel("limit")
     layers = [
         plot.stack((*PEAK_TITLES.values(), _UNDIVIDED), unit, ("value", unit.name, ",.4~f"), ("exact", "bytes", ",d")),
-        marks.layer("rule limit", "limits", x=x, tooltip=marks.tooltip(("shown", "device", ""))),
-        marks.layer("text top", "limits", x=x, y={"value": 0}, text="shown"),
+        plot.mark("rule limit", "limit", None, data="limits", tooltip=marks.tooltip(("shown", "device", ""))),
+        plot.mark("text top", "limit", {"value": 0}, data="limits", text="shown"),
     ]
     facts = {"limits": limits, "is_near": bool(near)}
     return plot.chart("peak", "Breakdown of peak memory", title, layers, data={"limits": rules}, facts=facts)
@@ -77,8 +76,8 @@ def batches(view: View) -> Chart | None:
     }
     rows = Rows([curve for curve, _ in points], fields)
     sizes, heights = sorted(set(batch)), [*fields["y"].values, *fields["predicted"].values]
-    x = Scale("micro-batch (sequences)", (0, sizes[-1] * 1.03), values=sizes, form="d")
-    y = Scale(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights))))
+    x = axis("micro-batch (sequences)", (0, sizes[-1] * 1.03), ticks=sizes, form="d")
+    y = axis(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights))))
     curves = Curves(view, rows, x, y)
     crosses = curves.mark("text predicted", y="predicted", text={"value": "×"})
     name = "Activation memory by micro-batch size (×: predicted)"
@@ -113,12 +112,12 @@ def memory_wall(view: View) -> Chart | None:
     ]
     heights = [*fields["y"].values, *failed, *(limit["limit"] for limit in limits)]
     margin = 0.03 * (max(sizes) - min(sizes))
-    x = Scale("parameters (millions)", (min(sizes) - margin, max(sizes) + margin))
-    y = Scale(fields["y"].title, (0.0, 1.1 * max(filter(None, heights))))
+    x = axis("parameters (millions)", (min(sizes) - margin, max(sizes) + margin))
+    y = axis(fields["y"].title, (0.0, 1.1 * max(filter(None, heights))))
     curves = Curves(view, rows, x, y)
     above = [
-        marks.layer("rule limit", "limits", y=y.channel("limit")),
-        marks.layer("text above", "limits", x={"value": 4}, y=y.channel("limit"), text="shown"),
+        curves.mark("rule limit", None, "limit", data="limits"),
+        curves.mark("text above", {"value": 4}, "limit", data="limits", text="shown"),
         curves.mark("text failed", y="failed", text={"value": "×"}),
     ]
     name = "Peak memory by model size (×: out of memory)"
@@ -148,7 +147,7 @@ def largest_model(view: View) -> Chart | None:
         "total": unseen(ran),
         "shown": unseen([f"{size:,.2f}{text}" for size, text in zip(ran, texts, strict=True)]),
     }
-    plot = bars(view, ordered, fields, Scale("parameters of the largest model that ran (millions)"))
+    plot = bars(view, ordered, fields, axis("parameters of the largest model that ran (millions)"))
     limits = [bytes_text(limit) for limit in _limits(lines)]
     within = f" within {join_words(list(dict.fromkeys(limits)))} per rank" if limits else ""
     title, layers = f"Largest model that fits{within}", [plot.mark("bar", "value", "bar")]

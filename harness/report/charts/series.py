@@ -31,7 +31,7 @@ class Series(Item):
     points: Sequence[Line]
 
     @property
-    def speed(self) -> float | None:
+    def drawn_speed(self) -> float | None:
         """The speed of the fastest point, None where none is known."""
         return max((line.drawn_speed for line in self.points if line.drawn_speed is not None), default=None)
 
@@ -39,13 +39,9 @@ class Series(Item):
 def by_world(lines: Sequence[Line]) -> list[Series]:
     """Return the curves of speed over ranks, with equal batches if there are such lines, else with any batches."""
     ok = [line for line in lines if line.drawn_speed and line.number("world_size")]
-    if not _group(ok, "world_size", (*_DEGREES, *BATCH_COLUMNS)):  # what is alone with any batch is so with equal ones
-        return []
-    for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS):
-        series = _group(ok, "world_size", (*_DEGREES, *free))
-        if series:
-            return series
-    return []
+    batches = ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS)
+    attempts = (_group(ok, "world_size", (*_DEGREES, *free)) for free in batches)
+    return next(filter(None, attempts), [])
 
 
 def by_micro_batch(lines: Sequence[Line]) -> list[Series]:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from harness.report.charts.bars import Bars, bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.marks import Field, Rows, Scale, column, numbers, unseen
+from harness.report.charts.marks import Field, Rows, axis, column, numbers, unseen
 from harness.report.charts.series import by_world
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
@@ -27,7 +27,7 @@ def throughput(view: View) -> Chart | None:
     if not view.draws_speeds or not any(line.drawn_speed for line in lines):
         return None
     status = {"status": column("status", [line.state for line in lines], True)}
-    plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), Scale(TOKENS))
+    plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), axis(TOKENS))
     return plot.chart("throughput", "Tokens per second", "median", speed_marks(plot))
 
 
@@ -88,7 +88,7 @@ def scaling(view: View) -> Chart | None:
     across, up = (0.0, counts[-1] * 1.03), (0.0, max(*speeds, *ideals) * 1.05)
     if is_wide:
         across, up = (counts[0] / 1.1, counts[-1] * 1.1), (min(speeds) / 1.2, max(*speeds, *ideals) * 1.2)
-    x, y = Scale("number of ranks", across, is_wide, counts, "d"), Scale(TOKENS, up, is_wide)
+    x, y = axis("number of ranks", across, is_wide, counts, "d"), axis(TOKENS, up, is_wide)
     curves = Curves(view, rows, x, y)
     linear = curves.mark("line linear", y="ideal", detail="label")
     name = "Tokens per second by number of ranks (dotted: linear scaling)"
@@ -180,4 +180,4 @@ def _stacked(
         "total": unseen(numbers("", ends, MILLISECONDS).values),
         "shown": unseen(format_numbers(figures, MILLISECONDS)),
     }
-    return bars(view, lines, {**fields, **endings(lines, is_timed=True), **behind}, Scale(title))
+    return bars(view, lines, {**fields, **endings(lines, is_timed=True), **behind}, axis(title))

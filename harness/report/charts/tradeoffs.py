@@ -5,7 +5,7 @@ from typing import Any
 
 from harness.report.charts import marks, style
 from harness.report.charts.bars import bars, ordered
-from harness.report.charts.marks import Field, Rows, Scale, bytes_field, column, numbers, spanning, unseen, words
+from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import ok_runs, peer
@@ -13,7 +13,6 @@ from harness.report.comparability import group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Datum, Line
-from harness.report.sentences import sentence
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
 from harness.report.text import ONE, format_percents, pluralize
 from harness.report.view import View
@@ -64,11 +63,9 @@ def trade(view: View) -> Chart | None:
         "groups": len(by_group),
     }
     total, setting = sum(map(len, shown.values())), setting_lines(view)
-    omitted = sentence("chart_omitted", drawn=len(lines), total=total, rule=_RULE)
-    chart = marks.draw("trade", "Peak memory and speed", setting, rows, "x", plot, facts, labels, omitted=omitted)
-    front = [line.position for line in filter(_is_on_front, lines)]
-    chart.spec["params"].append({"name": "front", "value": front})
-    return chart
+    front = {"front": [line.position for line in filter(_is_on_front, lines)]}
+    name = "Peak memory and speed"
+    return marks.draw("trade", name, setting, rows, "x", plot, facts, labels, rule=_RULE, total=total, params=front)
 
 
 def _drawn(group: Sequence[Line]) -> list[Line]:
@@ -172,7 +169,7 @@ def checkpointing(view: View) -> Chart | None:
     uncertain = [line.label for line, (_, mark) in zip(lines, costs, strict=True) if mark]
     figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * bool(uncertain)}"
     title = f"memory saved (%; bar: peak, |: activations{figure * any(cells)})"
-    plot = bars(view, lines, fields, Scale(title))
+    plot = bars(view, lines, fields, axis(title))
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "activations", "bar")]
     name = "Memory savings and cost of activation checkpointing" if any(cells) else "Memory saved by checkpointing"
     facts = {"has_costs": any(cells), "uncertain": uncertain}
