@@ -218,7 +218,7 @@ class Plot:
         """
         kind, _, look = mark.partition(" ")
         axes = [(name, own, at) for name, own, at in (("x", self.x, x), ("y", self.y, y)) if at]
-        places = {name: own | {"field": at} if isinstance(at, str) else at for name, own, at in axes}
+        places = {name: {"field": at} | own if isinstance(at, str) else at for name, own, at in axes}
         tests = [f"isValid(datum['{at}'])" for *_, at in axes if isinstance(at, str)]
         color = {"color": strategy_color(self.view)} if look in _COLORED else {}
         exact = {} if data or kind == "line" else {"tooltip": self.rows.tooltip}
