@@ -5,7 +5,9 @@ import io
 import json
 import subprocess
 import sys
+from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -70,33 +72,37 @@ def record(number: int, strategy: str, **row: Any) -> Record:
     )
 
 
-def runs_of(strategy: str, *speeds: float, first: int = 1, **row: Any) -> list[Record]:
-    """Return repeats of one configuration with these speeds."""
+def runs_of(
+    strategy: str, *values: float | None, first: int = 1, column: str = "tokens_per_second", **row: Any
+) -> list[Record]:
+    """Return repeats of one configuration with these speeds, or these values of another column."""
     return [
-        record(first + repeat, strategy, repeat=repeat, tokens_per_second=speed, **row)
-        for repeat, speed in enumerate(speeds)
+        record(first + repeat, strategy, repeat=repeat, **{column: value}, **row) for repeat, value in enumerate(values)
     ]
 
 
-def compared(tmp_path: Path, first: list[Record], second: list[Record], in_process: bool = True) -> list[str]:
-    """Return what the command prints, which reads two folders and writes nothing."""
-    folders = tmp_path / "one", tmp_path / "two"
-    for folder, records in zip(folders, (first, second), strict=True):
+def diff(
+    folder: Path, first: list[Record], second: list[Record], *options: str, as_table: bool = False
+) -> tuple[int, str]:
+    """Return the exit status and the output of the command on two folders, or on a table and a folder."""
+    paths = [folder / "one", folder / "two"]
+    for path, records in zip(paths, (first, second), strict=True):
         for entry in records:
-            write_record(folder / entry.row["run_id"], entry)
-    before = sorted(tmp_path.rglob("*"))
-    arguments = [*map(str, folders)]
-    if in_process:
-        with redirect_stdout(io.StringIO()) as text:
-            assert main(arguments) == 0
-        printed = text.getvalue()
-    else:
-        command = [sys.executable, "-m", "harness", "diff", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-        assert done.returncode == 0 and not done.stderr, done.stderr
-        printed = done.stdout
-    assert sorted(tmp_path.rglob("*")) == before
-    return printed.splitlines()
+            write_record(path / entry.run_id, entry)
+    if as_table:
+        paths[0] = write_runs_csv(folder, rows_of(first))
+    before = sorted(folder.rglob("*"))
+    with redirect_stdout(io.StringIO()) as text:
+        status = main([*map(str, paths), *options])
+    assert sorted(folder.rglob("*")) == before
+    return status, text.getvalue()
+
+
+def compared(folder: Path, first: list[Record], second: list[Record]) -> list[str]:
+    """Return the lines of two folders side by side."""
+    status, text = diff(folder, first, second)
+    assert status == 0
+    return text.splitlines()
 
 
 def cells(lines: list[str], name: str) -> list[str]:
@@ -123,7 +129,10 @@ def test_every_difference_is_listed_and_nothing_else(tmp_path: Path) -> None:
         entry.config["train"] = {"steps": 20, "lr": 0.001}
         entry.config["data"] = {"path": "corpus.txt", "cache": "/tmp/cache"}
         entry.config["strategy"]["offload"] = "none"  # a key of later versions
-    lines = compared(tmp_path, first, second, in_process=False)
+    lines = compared(tmp_path, first, second)
+    command = [sys.executable, "-m", "harness", "diff", *(str(tmp_path / name) for name in ("one", "two"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", lines)
     assert [line.rsplit("/", 1)[1] for line in lines[:2]] == ["one, 2 runs", "two, 2 runs"]
     assert section(lines, "Versions") == [
         ["commit", "a" * 12, "b" * 12, "and", "changes"],
@@ -236,6 +245,14 @@ def test_settings_that_vary_within_a_folder_distinguish_its_rows(tmp_path: Path)
     assert lines[-1] == "only in A: ddp seq_len 128 ok"
 
 
+def test_lines_of_one_configuration_are_paired_by_run_and_else_the_latest(tmp_path: Path) -> None:
+    sides = ([record(n, "ddp", seq_len=n, tokens_per_second=1000.0 * n) for n in runs] for runs in ((1, 2, 3), (1, 4)))
+    lines = compared(tmp_path, *sides)
+    shown = [line.split()[2:7] for line in lines if line.startswith("ddp ")]
+    assert shown == [["1", "ok", "1,000", "1,000", "1.00"], ["3", "ok", "3,000", "4,000", "1.33"]]
+    assert lines[-1] == "only in A: ddp seq_len 2 ok"
+
+
 def test_hostile_text_is_printed_as_text(tmp_path: Path) -> None:
     hostile = record(1, HOSTILE, status="error", reason=HOSTILE, noise_warning=HOSTILE)
     hostile.environment.update({HOSTILE: HOSTILE, "variables": {"CXX": HOSTILE, "LONG": "x" * 300}})
@@ -283,59 +300,62 @@ def test_rows_of_the_same_strategy_have_distinct_labels(tmp_path: Path) -> None:
 
 
 def held(
-    folder: Path, baseline: list[Record], current: list[Record], limit: str, as_table: bool, *options: str
+    folder: Path, first: list[Record], second: list[Record], limit: str, *options: str, as_table: bool = False
 ) -> tuple[int, dict[str, Any]]:
-    """Return the exit status of a comparison with a baseline and its JSON; the baseline is a folder or a table."""
-    paths = folder / "baseline", folder / "current"
-    for path, entries in zip(paths, (baseline, current), strict=True):
-        for entry in entries:
-            write_record(path / entry.run_id, entry)
-    if as_table:
-        table = write_runs_csv(folder, rows_of(baseline))
-        paths = table.rename(folder / "baseline.csv"), paths[1]
-    with redirect_stdout(io.StringIO()) as text:
-        status = main([*map(str, paths), "--fail-above", limit, "--json", *options])
-    return status, json.loads(text.getvalue())
+    """Return the exit status of a comparison with a baseline and its JSON."""
+    status, text = diff(folder, first, second, "--fail-above", limit, "--json", *options, as_table=as_table)
+    return status, json.loads(text)
 
 
-DISTURBED = {"noise_warning": "other processes took 1.0 of 2 cores"}
+DISTURBED = {"row": {"noise_warning": "other processes took 1.0 of 2 cores"}}
+
+OTHER_DEVICE = {"row": {"measured_on": "NVIDIA H200"}}
 
 OTHER_VERSION = {"versions": {"torch": "2.14.0", "code": "0123456789ab"}}
 
 OTHER_MACHINE = {"environment": {"device_name": "cpu", "cores": 8}}
 
-# What a figure was and is, and what becomes of it within a limit of 5 %, and of 0 %; None is no change.
-FIGURES = [
-    ("peak_allocated_bytes", 2000, 2100, "within limit", "regressed"),
-    ("peak_allocated_bytes", 2000, 2101, "regressed", "regressed"),
-    ("peak_allocated_bytes", 2000, 2000, None, None),
-    ("peak_allocated_bytes", 2000, 1000, "improved", "improved"),
-    ("communication_bytes", 0, 1, "regressed", "regressed"),
-    ("communication_bytes", 100, None, "regressed", "regressed"),
-    ("communication_bytes", None, 100, None, None),
-    ("executed_flops", 10**15, 10**15 + 1, "within limit", "regressed"),
-    ("activation_bytes", 1000, 1060, "regressed", "regressed"),
-    ("optimizer_bytes", 1000, 1050, "within limit", "regressed"),
+# What a figure was and is in the repeats, and what becomes of it within a limit of 5 %, and of 0 %; None is no change.
+FIGURES: list[tuple[str, list[int | None], list[int | None], str | None, str | None]] = [
+    ("peak_allocated_bytes", [2000], [2100], "within limit", "regressed"),
+    ("peak_allocated_bytes", [2000], [2101], "regressed", "regressed"),
+    ("peak_allocated_bytes", [2000], [2000], None, None),
+    ("peak_allocated_bytes", [2000], [1000], "improved", "improved"),
+    # Timing decides how many of gloo's buffers exist at the peak of a run on a CPU.
+    ("peak_allocated_bytes", [1000, 1040, 1000], [1000, 1200, 1040], None, None),
+    ("peak_allocated_bytes", [1000, 1040, 1000], [1200, 1100, 1100], "regressed", "regressed"),
+    ("communication_bytes", [0], [1], "regressed", "regressed"),
+    ("communication_bytes", [100], [None], "regressed", "regressed"),
+    ("communication_bytes", [None], [100], None, None),
+    ("executed_flops", [10**15], [10**15 + 1], "within limit", "regressed"),
+    ("activation_bytes", [1000], [1060], "regressed", "regressed"),
+    ("optimizer_bytes", [1000], [1050], "within limit", "regressed"),
 ]
 
 
-def test_a_peak_has_grown_only_if_it_has_in_every_repeat(tmp_path: Path) -> None:
-    """Timing decides how many of gloo's buffers exist at the peak of a run on a CPU."""
-    before = [record(n, "zero3", peak_allocated_bytes=peak, repeat=n) for n, peak in enumerate((1000, 1040, 1000))]
-    for peaks, verdict in (((1000, 1200, 1040), None), ((1200, 1100, 1100), "regressed")):
-        after = [record(n, "zero3", peak_allocated_bytes=peak, repeat=n) for n, peak in enumerate(peaks)]
-        _, outcome = held(tmp_path / str(verdict), before, after, "5%", False)
-        assert [change["verdict"] for change in outcome["changes"]] == ([verdict] if verdict else [])
+def sides_of(
+    cases: Iterable[tuple[str, Sequence[float | None], Sequence[float | None], dict[str, Any]]],
+) -> tuple[list[Record], list[Record]]:
+    """Return the records of both sides: a configuration for each column, its values in A and B, and changes of B."""
+    baseline: list[Record] = []
+    current: list[Record] = []
+    for number, (column, before, after, changes) in enumerate(cases):
+        baseline += runs_of(f"case_{number}", *before, first=10 * number, column=column)
+        repeats = runs_of(f"case_{number}", *after, first=10 * number, column=column)
+        for entry, part in product(repeats, changes):
+            getattr(entry, part).update(changes[part])
+        current += repeats
+    return baseline, current
 
 
 @pytest.mark.parametrize("as_table", [False, True], ids=["folder", "table"])
 def test_exact_figures_may_grow_up_to_the_limit(as_table: bool, tmp_path: Path) -> None:
-    names = [f"case_{number}" for number in range(len(FIGURES))]
-    sides = [[record(n, name, **{FIGURES[n][0]: FIGURES[n][side]}) for n, name in enumerate(names)] for side in (1, 2)]
+    """Of several repeats, they have grown only if they have in all."""
+    sides = sides_of((column, before, after, {}) for column, before, after, *_ in FIGURES)
     for limit, position in (("5%", 3), ("0%", 4)):
-        status, outcome = held(tmp_path / limit, sides[0], sides[1], limit, as_table)
-        expected = {name: (case[0], case[position]) for name, case in zip(names, FIGURES, strict=True)}
+        status, outcome = held(tmp_path / limit, *sides, limit, as_table=as_table)
         changes = {change["run"]: (change["column"], change["verdict"]) for change in outcome["changes"]}
+        expected = {f"case_{number}": (case[0], case[position]) for number, case in enumerate(FIGURES)}
         assert changes == {name: case for name, case in expected.items() if case[1]}
         assert status == 1 and not outcome["holds"]
 
@@ -351,24 +371,15 @@ SPEEDS: list[tuple[list[float], list[float], dict[str, Any], str | None, str | N
     ([1000, 1010, 990], [500, 510, 490], DISTURBED, "unjudged", "unjudged"),
     ([1000, 1010, 990], [500, 510, 490], OTHER_VERSION, "unjudged", "regressed"),
     ([1000, 1010, 990], [500, 510, 490], OTHER_MACHINE, "unjudged", "unjudged"),
-    ([1000, 1010, 990], [500, 510, 490], {"measured_on": "NVIDIA H200"}, "unjudged", "unjudged"),
+    ([1000, 1010, 990], [500, 510, 490], OTHER_DEVICE, "unjudged", "unjudged"),
 ]
 
 
 @pytest.mark.parametrize("as_table", [False, True], ids=["folder", "table"])
 def test_a_speed_has_changed_only_beyond_the_range_of_undisturbed_repeats(as_table: bool, tmp_path: Path) -> None:
-    baseline: list[Record] = []
-    current: list[Record] = []
-    for number, (before, after, changes, *_) in enumerate(SPEEDS):
-        row = {key: value for key, value in changes.items() if key not in ("versions", "environment")}
-        baseline += runs_of(f"case_{number}", *before, first=10 * number)
-        repeats = runs_of(f"case_{number}", *after, first=10 * number, **row)
-        for entry in repeats:
-            entry.versions.update(changes.get("versions", {}))
-            entry.environment.update(changes.get("environment", {}))
-        current += repeats
+    sides = sides_of(("tokens_per_second", *case[:3]) for case in SPEEDS)
     for position, options in ((3, []), (4, ["--across-versions"])):
-        status, outcome = held(tmp_path / str(position), baseline, current, "5%", as_table, *options)
+        status, outcome = held(tmp_path / str(position), *sides, "5%", *options, as_table=as_table)
         verdicts = {change["run"]: change["verdict"] for change in outcome["changes"]}
         verdicts |= {name: "unjudged" for names in outcome["unjudged_speeds"].values() for name in names}
         expected = {f"case_{number}": case[position] for number, case in enumerate(SPEEDS)}
@@ -383,7 +394,7 @@ def test_runs_that_fail_or_are_missing_regress_and_new_ones_do_not(as_table: boo
     current = [record(2, "zero3", **failed), record(3, "tp"), record(4, "cp", **failed), record(6, "pp_1f1b")]
     current += [record(5, "single", peak_allocated_bytes=110), record(10, "zero1", repeat=0)]
     current.append(record(11, "zero1", repeat=1, **failed))
-    status, outcome = held(tmp_path, baseline, current, "20%", as_table)
+    status, outcome = held(tmp_path, baseline, current, "20%", as_table=as_table)
     changes = {change["run"]: (change["after"]["value"], change["verdict"]) for change in outcome["changes"]}
     assert status == 1 and list(changes)[-1] == "single"
     assert changes == {
@@ -399,13 +410,8 @@ def test_the_table_is_sorted_by_how_much_worse_each_change_is(tmp_path: Path) ->
     grown = {"ddp": 1.06, "zero1": 1.5, "zero2": 1.04, "zero3": 0.5}
     baseline = [record(number, strategy) for number, strategy in enumerate(grown)]
     current = [record(n, name, peak_allocated_bytes=round(20 * MIB * by)) for n, (name, by) in enumerate(grown.items())]
-    for folder, entries in (("one", baseline), ("two", current)):
-        for entry in entries:
-            write_record(tmp_path / folder / entry.run_id, entry)
-    with redirect_stdout(io.StringIO()) as text:
-        assert main([*(str(tmp_path / name) for name in ("one", "two")), "--fail-above", "5%"]) == 1
-    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()[2:]]
-    assert lines == [
+    status, text = diff(tmp_path, baseline, current, "--fail-above", "5%")
+    assert status == 1 and [" ".join(line.split()) for line in text.splitlines()[2:]] == [
         "verdict run figure change A B",
         "regressed zero1 peak memory +50.0 % 20.00 MiB 30.00 MiB",
         "regressed ddp peak memory +6.0 % 20.00 MiB 21.20 MiB",
@@ -424,7 +430,7 @@ def test_a_baseline_of_another_configuration_is_not_held(tmp_path: Path) -> None
     other.config["train"] = {"steps": 10, "lr": 0.001, "seq_len": 64}
     baseline = record(1, "ddp")
     baseline.config["train"] |= {"seq_len": 128}
-    status, outcome = held(tmp_path, [baseline], [other], "5%", as_table=False)
+    status, outcome = held(tmp_path, [baseline], [other], "5%")
     assert status == 1 and [change["after"]["value"] for change in outcome["changes"]] == ["missing"]
     assert outcome["configuration"] == {"train.seq_len": ["128", "64"]}
 
