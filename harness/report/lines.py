@@ -8,7 +8,7 @@ from typing import Any
 
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
-from harness.report.comparability import comparability_key, group_by, program_key
+from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key
 from harness.report.labels import (
     DEFAULTS,
     IMPLIED_BY_STRATEGY,
@@ -82,6 +82,25 @@ class Line(Item):
     def number(self, name: str) -> float | None:
         """Return a column's value if it can be drawn."""
         return finite_number(self.values.get(name))
+
+    def ratio(self, name: str, other: "Line") -> float | None:
+        """Return a column's value over that of another line, None where it is unknown."""
+        value, base = self.number(name), other.number(name)
+        return value / base if base and value is not None else None
+
+    def times_as_fast(self, other: "Line") -> float | None:
+        """Return the speed over that of another line, 1 where the difference is not certain.
+
+        It is None where one of them is not ranked or both run the same program.
+        """
+        if not (self.speed.is_ranked and other.speed.is_ranked) or self.program == other.program:
+            return None
+        return 1.0 if are_alike(self.speed, other.speed) else self.speed.median / other.speed.median
+
+    @property
+    def checkpoints(self) -> bool:
+        """Whether activations are computed again."""
+        return self.row.get("checkpointing") not in (None, "none")
 
     @property
     def row(self) -> Row:
@@ -243,6 +262,19 @@ def column_values(lines: Iterable[Line], name: str) -> list[Any]:
 def distinct_values(lines: Iterable[Line], name: str) -> list[Any]:
     """Return the different known values of a column, in the order of their first lines."""
     return list(dict.fromkeys(value for line in lines if (value := line.values.get(name)) is not None))
+
+
+def shared_value(lines: Iterable[Line], name: str) -> Any:
+    """Return the value of a column that all lines have, None where they differ."""
+    values = {line.values.get(name) for line in lines}
+    return values.pop() if len(values) == 1 else None
+
+
+def least(lines: Iterable[Line], name: str) -> list[Line]:
+    """Return the lines with the smallest known value of a column; sizes that hardly differ are equal."""
+    known = [line for line in lines if line.values.get(name) is not None]
+    limit = (1 + EQUAL_BYTES) * min(column_values(known, name), default=0)
+    return [line for line in known if line.values[name] <= limit]
 
 
 def rows_of(lines: Iterable[Line]) -> list[Row]:

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from harness.records.columns import column as registered
 from harness.report.charts import speed, tradeoffs
 from harness.report.columns import from_lines, table_of, write
-from harness.report.comparability import EQUAL_BYTES, group_by
+from harness.report.comparability import group_by
 from harness.report.comparison_columns import comparison_columns, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.labels import VARYING, column_title, value_text
@@ -16,10 +17,12 @@ from harness.report.lines import (
     baseline_name,
     column_values,
     distinct_values,
+    least,
     rows_of,
     shared_settings,
     varying_columns,
 )
+from harness.report.ranking import Group
 from harness.report.sentences import sentence
 from harness.report.view import View
 
@@ -134,18 +137,15 @@ def best(view: View) -> dict[str, set[Line]]:
     Of speed and time it is the line that is certainly the fastest. Bytes are exact; a value that lines of different
     programs share is not marked.
     """
-    winners: dict[str, set[Line]] = {name: set() for name in (*_TIMED, *_COUNTED)}
-    for group in view.groups:
-        for name in _TIMED:
-            winners[name] |= {line for line in group.fastest if line.get(name) is not None}
-        for name in _COUNTED:
-            winners[name] |= _least(name, [line for line in group.members if line.get(name) is not None])
+    winners = {name: {*chain(*(_best(group, name) for group in view.groups))} for name in (*_TIMED, *_COUNTED)}
     return {name: lines for name, lines in winners.items() if lines}
 
 
-def _least(name: str, members: Sequence[Line]) -> set[Line]:
-    """Return the members with the smallest value, if they run one program and others do not."""
-    least = min((line.get(name) for line in members), default=0)
-    smallest = {line for line in members if line.get(name) <= (1 + EQUAL_BYTES) * least}
-    programs = ({line.program for line in lines} for lines in (smallest, members))
-    return smallest if [len(own) > 1 for own in programs] == [False, True] else set()
+def _best(group: Group, name: str) -> Sequence[Line]:
+    """Return the members with the best value, if they run one program and others do not."""
+    known = [line for line in group.members if line.get(name) is not None]
+    if name in _TIMED:
+        return [line for line in group.fastest if line in known]
+    smallest = least(known, name)
+    programs = [len({line.program for line in lines}) for lines in (smallest, known)]
+    return smallest if programs[0] == 1 < programs[1] else []

@@ -46,11 +46,6 @@ class Group:
         return self.mapped({line: replace(line, label=name) for line, name in zip(self.members, names, strict=True)})
 
     @property
-    def where(self) -> str:
-        """The title behind a space, as it follows another word."""
-        return f" {self.title}" if self.title else ""
-
-    @property
     def baseline(self) -> Line | None:
         """The line that sentences compare the others with."""
         return next(iter(self.baselines), None)
@@ -61,9 +56,25 @@ class Group:
         return next(iter(self.fastest), None)
 
     @property
+    def first(self) -> Line:
+        """The line that leads, certainly or by its median; there has to be a ranked one."""
+        return [*self.fastest, *self.contenders, *self.ranked][0]
+
+    @property
+    def rivals(self) -> list[Line]:
+        """The ranked lines that run another program than the first."""
+        return [line for line in self.ranked if line.program != self.first.program]
+
+    @property
+    def least(self) -> Line | None:
+        """The first line with the least peak memory."""
+        return next(iter(self.smallest), None)
+
+    @property
     def reference(self) -> Line | None:
-        """What the smallest is compared with: the winner, or the baseline."""
-        return self.winner or self.baseline
+        """What the smallest is compared with: the winner or the baseline, if that is another with a known peak."""
+        reference = self.winner or self.baseline
+        return reference if reference and reference.peak and reference is not self.least else None
 
     @property
     def unranked(self) -> list[Line]:
@@ -110,8 +121,8 @@ def _fastest(members: Sequence[Line], ranked: Sequence[Line]) -> tuple[list[Line
     pooled = {program: pool([line.speed for line in same]) for program, same in rivals.items()}
     first = max(pooled, key=lambda program: pooled[program].median)
     close = [program for program in pooled if program != first and not leads(pooled[first], [pooled[program]])]
-    few = [line.speed for line in members if line.speed.has_too_few_runs and line.program != first]
-    if not close and all(speed.high < pooled[first].low for speed in few):
+    few = [line for line in members if line.program != first and line.speed.may_reach(pooled[first])]
+    if not close and not few:
         return rivals[first], []
     return [], [line for line in ranked if line.program in (first, *close)]
 

@@ -1,14 +1,18 @@
 """The reasons of what is fastest and smallest: the parts of a step that are longer, and of a peak that are larger."""
 
+from collections.abc import Mapping
+
+from harness.records.schema import Record
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.lines import Line
 from harness.report.sentences import sentence
-from harness.report.text import byte_unit, format_numbers
 
 # A part is named if it is at least this share of the difference; the named ones are at least EXPLAINED of it.
 _LEAST_SHARE, _EXPLAINED = 0.2, 0.5
 
 _MOST_PARTS = 2
+
+_MORE_OPERATIONS = 1.02  # times as many, that a sentence names
 
 
 def step_reason(fast: Line, slow: Line) -> str:
@@ -16,51 +20,40 @@ def step_reason(fast: Line, slow: Line) -> str:
 
     A part explains it if it is longer in the median runs, and in every run of `slow` longer than in any run of `fast`.
     """
-    fast_row, slow_row = fast.median_run.row, slow.median_run.row  # parts add up within one run only
-    names = {"whole": "step_seconds"} | {
+    longer = {
         title: name for name, title in STEP_TITLES.items() if min(_seconds(slow, name)) > max(_seconds(fast, name))
     }
-    longer = {title: (slow_row.get(name) or 0.0) - (fast_row.get(name) or 0.0) for title, name in names.items()}
-    difference = longer.pop("whole")
-    parts = _largest(longer, difference)
-    if not parts:
-        return ""
-    before, after = fast.row.get("executed_flops"), slow.row.get("executed_flops")
-    recomputed = after / before if before and after and after > 1.02 * before else None
-    return sentence("step_reason", fast=fast, slow=slow, difference=difference, parts=parts, recomputed=recomputed)
+    differences = _differences(slow.median_run, fast.median_run, {"step": "step_seconds", **longer})
+    parts, operations = _largest(differences, "step"), slow.ratio("executed_flops", fast) or 1.0
+    recomputed = operations if operations > _MORE_OPERATIONS else None
+    facts = {"fast": fast, "slow": slow, "difference": differences["step"], "recomputed": recomputed}
+    return sentence("step_reason", parts=parts, **facts) if parts else ""
 
 
 def _seconds(line: Line, name: str) -> list[float]:
     return [run.row.get(name) or 0.0 for run in line.timed]
 
 
-def _largest(differences: dict[str, float], whole: float) -> dict[str, float]:
-    """Return the largest parts of a difference, if together they explain it; none if there is no difference."""
-    ordered = sorted(differences.items(), key=lambda item: -item[1])[:_MOST_PARTS]
-    named = {title: part for title, part in ordered if part >= _LEAST_SHARE * whole}
-    return named if whole > 0 and sum(named.values()) >= _EXPLAINED * whole else {}
+def _differences(large: Record, small: Record, columns: Mapping[str, str]) -> dict[str, float]:
+    """Return how much larger columns of one run are than another's: parts add up within one run only."""
+    return {title: (large.row.get(name) or 0) - (small.row.get(name) or 0) for title, name in columns.items()}
+
+
+def _largest(differences: Mapping[str, float], whole: str) -> dict[str, float]:
+    """Return the largest parts of the whole difference, if together they explain it; none if there is no difference."""
+    parts = [item for item in differences.items() if item[0] != whole]
+    ordered = sorted(parts, key=lambda item: -item[1])[:_MOST_PARTS]
+    named = {title: part for title, part in ordered if part >= _LEAST_SHARE * differences[whole]}
+    return named if 0 < _EXPLAINED * differences[whole] <= sum(named.values()) else {}
 
 
 def memory_reason(small: Line, large: Line) -> str:
     """Return the sentence on what `large` has more of at its peak; empty where the parts are not known."""
-    small_row, large_row = small.peak_run.row, large.peak_run.row
-    difference = (large.peak or 0) - (small.peak or 0)
-    names = {name: title for part, title in PEAK_TITLES.items() if (name := f"at_peak_{part}_bytes") in large_row}
-    more = {title: (large_row.get(name) or 0) - (small_row.get(name) or 0) for name, title in names.items()}
-    parts = _largest(more, difference)
-    if not parts:
-        return ""
-    unit = byte_unit([difference, *parts.values()])
-    whole, *numbers = format_numbers([difference, *parts.values()], unit)
-    opposite, size = min(more.items(), key=lambda item: item[1])
-    has_less = sum(parts.values()) > difference and size < 0
-    return sentence(
-        "memory_reason",
-        small=small,
-        large=large,
-        unit=unit.name,
-        whole=whole,
-        parts=dict(zip(parts, numbers, strict=True)),
-        less=format_numbers([difference, -size], unit)[1] if has_less else "",
-        opposite=opposite,
-    )
+    columns = {title: f"at_peak_{part}_bytes" for part, title in PEAK_TITLES.items()}
+    known = {title: name for title, name in columns.items() if name in large.peak_run.row}
+    differences = _differences(large.peak_run, small.peak_run, {"peak": "peak_allocated_bytes", **known})
+    parts, opposite = _largest(differences, "peak"), min(differences, key=lambda title: differences[title])
+    difference = differences["peak"]
+    less = max(-differences[opposite], 0) if sum(parts.values()) > difference else 0
+    facts = {"difference": difference, "parts": parts, "less": less, "opposite": opposite}
+    return sentence("memory_reason", small=small, large=large, **facts) if parts else ""

@@ -11,6 +11,7 @@ from harness.report.text import (
     bytes_text,
     duration_text,
     flops_text,
+    format_numbers,
     format_ratios,
     join_words,
     outcome_text,
@@ -39,7 +40,9 @@ def labels_text(labels: Sequence[str], total: int, most: int = MOST_LABELS) -> s
 _MACROS = Sentences(
     Path(__file__).with_name("sentences.j2"),
     {
+        "among": lambda number, others, unit: format_numbers([*others, number], unit)[-1],
         "at_most": at_most,
+        "byte_unit": byte_unit,
         "bytes": bytes_text,
         "capitalized": lambda text: text[:1].upper() + text[1:],
         "duration": duration_text,

@@ -49,6 +49,13 @@ class Speed:
         """Whether the speed is not ranked for no other reason than too few runs."""
         return 0 < self.runs < MINIMUM_RUNS and not (self.is_disturbed or self.is_simulated or self.is_crowded)
 
+    def may_reach(self, other: "Speed") -> bool:
+        """Return whether the speed is not ranked for too few runs alone, of which one is as fast as one of the other's.
+
+        Such a speed may be the higher one.
+        """
+        return self.has_too_few_runs and self.high >= other.low
+
     @property
     def unranked_reason(self) -> str:
         """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may or is unknown."""
