@@ -26,7 +26,7 @@ from harness.report.charts.points import Points
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES, STEP_TITLES
 from harness.report.lines import Item
-from harness.report.view import View
+from harness.report.view import View, truncate
 
 GIB, MIB = 2**30, 2**20
 
@@ -382,18 +382,15 @@ def test_the_front_connects_the_runs_that_are_certainly_faster_than_smaller_ones
     assert {row[0] for row in drawn["trade"].table.rows if "yes" in row} == expected
 
 
-def test_the_front_is_over_all_runs_however_few_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_front_is_over_all_runs_however_few_are_drawn() -> None:
     """The fault was a front over the drawn runs, which called one unbeaten that an undrawn one beat in both."""
     records = [record(n, f"s{n % 3}", 9.0 - n / 4, 100.0 * 1.5**n, micro_batch=n + 1) for n in range(12)]
-    whole = tradeoffs.trade(View("demo", thrice(records, 0.01)))
-    monkeypatch.setattr(tradeoffs, "_MOST_POINTS", 4)
-    few = tradeoffs.trade(View("demo", thrice(records, 0.01)))
+    view = View("demo", thrice(records, 0.01))
+    whole, few = tradeoffs.trade(view), tradeoffs.trade(truncate(view, 12))
     assert whole and few
     names = [{row[0] for row in chart.table.rows if "yes" in row} for chart in (whole, few)]
     assert names[0] == names[1] and len(names[0]) == 1, "the smallest is the fastest"
-    assert len(few.table.rows) < len(whole.table.rows) == 12
-    assert len(few.spec["usermeta"]["candidates"]) == 12, "the page works the front out over all"
-    assert "12 configurations are drawn at once" in few.alt_text
+    assert len(few.table.rows) == 4 < len(whole.table.rows) == 12
 
 
 def test_speeds_of_few_runs_rank_nothing_and_disturbed_ones_are_not_drawn() -> None:

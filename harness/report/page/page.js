@@ -336,13 +336,12 @@
 
   // From the smallest peak on, the ranked configurations that are certainly faster than all before them on the front, and
   // certainly slower than none before them at all: see `harness/report/ranking.py`.
-  function front({ candidates, clearance, disjointRuns }) {
+  function front({ usermeta: { clearance, disjointRuns }, datasets: { rows } }) {
     const apart = (a, b) => (Math.min(a.runs, b.runs) >= disjointRuns ? 0 : clearance * Math.max(a.high - a.low, b.high - b.low));
     const leads = (a, b) => a.low - b.high > apart(a, b);
-    const known = candidates
-      .map(([position, strategy, group, peak, low, median, high, runs]) => ({ position, strategy, group, peak, low, median, high, runs }))
-      .filter(({ strategy }) => !hidden.has(strategy))
-      .sort((a, b) => a.peak - b.peak || b.median - a.median || a.position - b.position);
+    const known = rows
+      .filter(({ ranked, strategy }) => ranked && !hidden.has(strategy))
+      .sort((a, b) => a.y - b.y || b.x - a.x || a.position - b.position);
     const chosen = [];
     known.forEach((point, place) => {
       const inGroup = ({ group }) => group === point.group;
@@ -356,7 +355,7 @@
     view.signal("hidden", [...hidden]);
     const meta = source.usermeta ?? {};
     if (meta.order) view.signal("last", last(meta));
-    if (meta.candidates) view.signal("front", front(meta));
+    if (meta.clearance) view.signal("front", front(source));
     return view.runAsync();
   }
 
@@ -377,8 +376,8 @@
       const end = ([value, label]) => `${value.toLocaleString("en", { maximumSignificantDigits: 5 })} (${label})`;
       text += ` ${cellText(table.tHead.rows[0].cells[chart.measure])}: from ${end(values[0])} to ${end(values.at(-1))}.`;
     }
-    if (chart.source?.usermeta?.candidates) {
-      const places = front(chart.source.usermeta);
+    if (chart.source?.usermeta?.clearance) {
+      const places = front(chart.source);
       const labels = new Map(Object.values(chart.source.datasets).flat().map((datum) => [datum.position, datum.label]));
       text += places.length ? ` On the front: ${places.map((place) => labels.get(place)).filter(Boolean).join(", ")}.` : " No front is drawn.";
     }
