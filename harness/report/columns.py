@@ -9,35 +9,36 @@ from harness.records.columns import column as registered
 from harness.report.document import Disturbed, Table
 from harness.report.lines import Line, column_values
 from harness.report.text import (
+    BYTES,
+    FLOPS,
+    FRACTION,
     MILLISECONDS,
     ONE,
+    PERCENT,
+    RATIO,
     Unit,
-    byte_unit,
-    flop_unit,
-    format_deviations,
-    format_fractions,
+    deviation_text,
     format_numbers,
-    format_percents,
-    format_ratios,
+    unit_of,
 )
 
-# The kinds whose numbers share a unit throughout a table, and the kinds that have none.
-_UNITS: dict[str, Callable[[Sequence[float | None]], Unit]] = {
-    "bytes": byte_unit,
-    "sent": byte_unit,
-    "flops": flop_unit,
-    "flop rate": flop_unit,
-    "ms": lambda _: MILLISECONDS,
-    "share": lambda _: Unit("%", 0.01),
-    "number": lambda _: ONE,
+# The units that the numbers of a kind share throughout a table, and the forms of kinds that have none.
+_UNITS: dict[str, Sequence[Unit]] = {
+    "bytes": BYTES,
+    "sent": BYTES,
+    "flops": FLOPS,
+    "flop rate": FLOPS,
+    "ms": [MILLISECONDS],
+    "share": [Unit("%", 0.01)],
+    "number": [ONE],
+    "ratio": [RATIO],
+    "percent": [PERCENT],
+    "fraction": [FRACTION],
 }
-_FORMS: dict[str, Callable[[Sequence[Any]], list[str]]] = {
-    "ratio": format_ratios,
-    "percent": format_percents,
-    "fraction": format_fractions,
-    "deviation": format_deviations,
-    "change": lambda values: ["" if value is None else f"{100 * value:+.1f}" for value in values],  # in percent
-    "text": lambda values: [_text(value) for value in values],
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "deviation": deviation_text,
+    "change": lambda value: f"{100 * value:+.1f}",  # in percent
+    "text": lambda value: value if isinstance(value, str) else str(value),  # which may be Disturbed
 }
 _KIND_OF_UNIT = {"bytes": "bytes", "seconds": "ms", "fraction": "percent", "relative": "deviation", "": "text"}
 
@@ -66,12 +67,6 @@ class ShownColumn:
         return any(cell not in (None, "") for cell in self.cells)
 
 
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value  # which may be Disturbed
-    return "" if value is None else str(value)
-
-
 def from_lines(
     lines: Sequence[Line], name: str, header: str = "", kind: str = "", is_timed: bool = False
 ) -> ShownColumn:
@@ -88,7 +83,10 @@ def write(columns: Sequence[ShownColumn]) -> list[ShownColumn]:
     written = []
     for column in columns:
         unit = units.get(column.kind, ONE)
-        cells = format_numbers(column.cells, unit) if column.kind in _UNITS else _FORMS[column.kind](column.cells)
+        if column.kind in _UNITS:
+            cells = format_numbers(column.cells, unit)
+        else:
+            cells = ["" if value is None else _FORMS[column.kind](value) for value in column.cells]
         if column.ignored:
             known = zip(cells, column.ignored, strict=True)
             cells = [Disturbed(cell) if cell and is_ignored else cell for cell, is_ignored in known]
@@ -100,8 +98,8 @@ def write(columns: Sequence[ShownColumn]) -> list[ShownColumn]:
 def units_of(columns: Sequence[ShownColumn]) -> dict[str, Unit]:
     """Return the unit of each kind, which all its columns share."""
     return {
-        kind: unit_of([value for column in columns if column.kind == kind for value in column.cells])
-        for kind, unit_of in _UNITS.items()
+        kind: unit_of([value for column in columns if column.kind == kind for value in column.cells], units)
+        for kind, units in _UNITS.items()
     }
 
 

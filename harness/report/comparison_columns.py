@@ -17,7 +17,7 @@ from harness.report.lines import (
     rows_of,
     varying_columns,
 )
-from harness.report.text import ONE, format_numbers, format_ratios
+from harness.report.text import ONE, RATIO, format_numbers
 from harness.util.text import sanitize
 
 STALE_MARK, DISTURBED_MARK, UNSETTLED_MARK = "†", "‡", "~"
@@ -60,7 +60,7 @@ def comparison_columns(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
     """
     words = {name: word.short if short else word.full for name, word in WORDS.items()}
     marks = [UNSETTLED_MARK if line.get("unsettled") else "" for line in lines]
-    ratios = format_ratios(column_values(lines, "tokens_per_second_ratio"))
+    ratios = format_numbers(column_values(lines, "tokens_per_second_ratio"), RATIO)
     ignored = column_values(lines, "is_ignored")
     texts = {
         "tokens_per_second": speed_texts(lines),

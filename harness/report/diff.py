@@ -26,8 +26,9 @@ from harness.report.regressions import SPEED, Change
 from harness.report.sentences import sentence
 from harness.report.tables import fit_width, rich_table
 from harness.report.text import (
-    format_deviations,
-    format_ratios,
+    RATIO,
+    deviation_text,
+    format_numbers,
     pluralize,
 )
 from harness.util.files import JsonObject
@@ -132,13 +133,13 @@ def _columns(matched: Sequence[Pair]) -> list[ShownColumn]:
         title, values = WORDS[word].short, [row.get(key) for pair in matched for row in pair.rows]
         (both,) = write([ShownColumn(f"{title} {{unit}}", values, kind)])
         mark = UNSETTLED_MARK if key == SPEED else ""
-        ratios = [format_ratios([pair.ratio(key)])[0] + mark * pair.is_unsettled for pair in matched]
+        ratios = [format_numbers([pair.ratio(key)], RATIO)[0] + mark * pair.is_unsettled for pair in matched]
         columns += [
             *(ShownColumn(f"{both.title}\n{side}", both.cells[n::2], drop=drop + n) for n, side in enumerate("AB")),
             ShownColumn(f"×\n{title}", ratios, drop=drop_ratio),
         ]
     for key, word, drop in _DEVIATIONS:
-        cells = [_change(*format_deviations([row.get(key) for row in pair.rows])) for pair in matched]
+        cells = [_change(*(deviation_text(row.get(key)) for row in pair.rows)) for pair in matched]
         columns.append(ShownColumn(f"{WORDS[word].on_one_line}\nA → B", cells, drop=drop))
     return [shown for shown in columns if shown.is_known]
 

@@ -15,90 +15,69 @@ class Unit:
 
     name: str
     size: float  # in the column's own unit
+    decimals: int | None = None  # as many as the largest number needs for three significant figures, if not given
 
 
 MILLISECONDS = Unit("ms", 1e-3)  # of seconds
 
 ONE = Unit("", 1)
 
+RATIO, FRACTION, PERCENT = Unit("", 1, 2), Unit("", 1, 3), Unit("", 0.01, 1)  # fractions are small ratios, such as 1/64
+
+BYTES = (*(Unit(name, size) for name, size in BINARY.items()), Unit("B", 1, 0))
+
+FLOPS = (Unit("PFLOP", 1e15), Unit("TFLOP", 1e12), Unit("GFLOP", 1e9), Unit("MFLOP", 1e6))
+
+
+def unit_of(numbers: Sequence[float | None], units: Sequence[Unit]) -> Unit:
+    """Return the unit for all these numbers: the largest in which the largest number is at least 1, or the last."""
+    return next((unit for unit in units if _largest(numbers) >= unit.size), units[-1])
+
+
+def _largest(numbers: Sequence[float | None]) -> float:
+    return max((abs(number) for number in numbers if number is not None), default=0)
+
 
 def byte_unit(numbers: Sequence[float | None]) -> Unit:
-    """Return the unit for a whole table of bytes: the largest in which the largest number is at least 1."""
-    largest = max((abs(number) for number in numbers if number is not None), default=0)
-    for name, size in BINARY.items():
-        if largest >= size:
-            return Unit(name, size)
-    return Unit("B", 1)
+    """Return the unit for a whole table of bytes."""
+    return unit_of(numbers, BYTES)
 
 
-def flop_unit(numbers: Sequence[float | None]) -> Unit:
-    """Return the unit for a whole column of FLOPs: the largest in which the largest number is at least 1."""
-    largest = max((number for number in numbers if number is not None), default=0)
-    sizes = (("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9))
-    return next((Unit(name, size) for name, size in sizes if largest >= size), Unit("MFLOP", 1e6))
-
-
-def bytes_text(size: float) -> str:
-    """Return one size in bytes as text, in the unit that suits it."""
-    unit = byte_unit([size])
+def bytes_text(size: float, units: Sequence[Unit] = BYTES) -> str:
+    """Return one size as text, of bytes or with other units, in the one that suits it."""
+    unit = unit_of([size], units)
     return f"{format_numbers([size], unit)[0]} {unit.name}"
 
 
-def flops_text(count: float) -> str:
-    """Return one number of FLOPs as text, in the unit that suits it."""
-    unit = flop_unit([count])
-    return f"{format_numbers([count], unit)[0]} {unit.name}s"
-
-
 def format_numbers(numbers: Sequence[float | None], unit: Unit) -> list[str]:
-    """Return a column of numbers with as many decimals as its largest needs for three significant figures.
+    """Return a column of numbers with the decimals of their unit.
 
     An unknown number is the empty string. A number that is not zero is never written as zero.
     """
-    largest = max((abs(number) for number in numbers if number is not None), default=0) / unit.size
-    decimals = 0 if largest >= 1000 or unit.name == "B" else 1 if largest >= 100 else 2
-    return [_format_number(number, unit.size, decimals) for number in numbers]
+    decimals = _decimals(_largest(numbers), unit)
+    return ["" if number is None else _format_number(number / unit.size, decimals) for number in numbers]
+
+
+def _decimals(largest: float, unit: Unit) -> int:
+    needed = sum(largest < limit * unit.size for limit in (100, 1000))
+    return needed if unit.decimals is None else unit.decimals
+
+
+def _format_number(number: float, decimals: int) -> str:
+    smallest = 10.0**-decimals
+    return f"<{smallest:.{decimals}f}" if 0 < number < smallest / 2 else f"{number:,.{decimals}f}"
 
 
 def rounded_up(size: int, unit: Unit) -> str:
     """Return a size in bytes with a unit, rounded up, so that what is recommended for so much memory does fit in it."""
-    number = size / unit.size
-    decimals = 0 if number >= 1000 or unit.name == "B" else 1 if number >= 100 else 2
-    return f"{math.ceil(number * 10**decimals) / 10**decimals:,.{decimals}f} {unit.name}"
+    decimals = _decimals(size, unit)
+    return f"{math.ceil(size / unit.size * 10**decimals) / 10**decimals:,.{decimals}f} {unit.name}"
 
 
-def format_ratios(numbers: Sequence[float | None]) -> list[str]:
-    """Return ratios with two decimals."""
-    return [_format_number(number, 1, 2) for number in numbers]
-
-
-def format_fractions(numbers: Sequence[float | None]) -> list[str]:
-    """Return small ratios, such as a pipeline bubble of 1/64, with three decimals."""
-    return [_format_number(number, 1, 3) for number in numbers]
-
-
-def format_percents(numbers: Sequence[float | None]) -> list[str]:
-    """Return shares as percentages with one decimal, without the sign."""
-    return [_format_number(number, 0.01, 1) for number in numbers]
-
-
-def _format_number(number: float | None, size: float, decimals: int) -> str:
-    if number is None:
-        return ""
-    smallest = 10.0**-decimals
-    if 0 < number / size < smallest / 2:
-        return f"<{smallest:.{decimals}f}"
-    return f"{number / size:,.{decimals}f}"
-
-
-def format_deviations(numbers: Sequence[float | None]) -> list[str]:
-    """Return relative differences in the form 1.2e-7."""
-    return ["" if number is None else _format_deviation(number) for number in numbers]
-
-
-def _format_deviation(number: float) -> str:
-    if number == 0:
-        return "0"
+def deviation_text(number: float | None) -> str:
+    """Return a relative difference in the form 1.2e-7; empty where it is unknown."""
+    if not number:
+        return "" if number is None else "0"
     mantissa, exponent = f"{number:.1e}".split("e")
     return f"{mantissa}e{int(exponent)}"
 

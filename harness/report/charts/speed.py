@@ -9,7 +9,7 @@ from harness.report.charts.series import by_world
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, finite_number
-from harness.report.text import MILLISECONDS, ONE, format_numbers, format_percents
+from harness.report.text import MILLISECONDS, ONE, PERCENT, format_numbers
 from harness.report.view import View
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic
@@ -79,8 +79,10 @@ def scaling(view: View) -> Chart | None:
         "x": Field("ranks", ranks, list(map(str, ranks)), ",d"),
         "y": numbers(TOKENS, speeds, ONE, ",.2f"),
         "ideal": numbers("linear scaling", ideals, ONE, ",.2f"),
-        "efficiency": Field("efficiency (%)", [100 * share for share in shares], format_percents(shares), ".2f"),
-        "last": Field("", ends, format_percents(ends)),
+        "efficiency": Field(
+            "efficiency (%)", [100 * share for share in shares], format_numbers(shares, PERCENT), ".2f"
+        ),
+        "last": Field("", ends, format_numbers(ends, PERCENT)),
     }
     rows = Rows([curve for curve, _ in points], fields)
     counts = sorted(set(ranks))

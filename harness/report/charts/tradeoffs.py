@@ -14,7 +14,7 @@ from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Datum, Line
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
-from harness.report.text import ONE, format_percents, pluralize
+from harness.report.text import ONE, PERCENT, format_numbers, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
@@ -105,7 +105,7 @@ def checkpointing(view: View) -> Chart | None:
         return None
     lines = [replace(line, position=place) for place, (line, _) in enumerate(pairs)]
     costs = [_cost(*pair) for pair in pairs]
-    cells = [f"{format_percents([cost])[0]}{mark}" for cost, mark in costs]
+    cells = [f"{format_numbers([cost], PERCENT)[0]}{mark}" for cost, mark in costs]
     fields = {
         "kind": words("checkpointing", [sanitize(line.row["checkpointing"]) for line in lines]),
         "value": _saved("peak memory saved (%)", pairs, "peak_allocated_bytes"),
@@ -153,4 +153,4 @@ def _cost(line: Line, plain: Line) -> tuple[float | None, str]:
 def _saved(title: str, pairs: Sequence[tuple[Line, Line]], name: str) -> Field:
     changes = [_change(name, *pair) for pair in pairs]
     shares = [None if change is None else -change for change in changes]
-    return Field(title, [share and 100 * share for share in shares], format_percents(shares), ".2f")
+    return Field(title, [share and 100 * share for share in shares], format_numbers(shares, PERCENT), ".2f")
