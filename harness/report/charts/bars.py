@@ -7,7 +7,6 @@ from typing import Any
 
 from harness.report.charts import style
 from harness.report.charts.marks import Field, Plot, Rows, draw, palette, scaled, single, tooltip, unseen
-from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Item, Line
 from harness.report.text import Unit, format_numbers
@@ -84,8 +83,8 @@ class Bars(Plot):
 
         The margin is in pixels, at the right of bars for their values. All else is as `draw` has it.
         """
-        plot, setting = single([*layers, *self.texts()], self.height), setting_lines(self.view)
-        return draw(name, title, setting, self.rows, measure, plot, right=margin, rule=_RULE, most=MOST, **more)
+        plot = single([*layers, *self.texts()], self.height)
+        return draw(self.view, name, title, self.rows, measure, plot, right=margin, rule=_RULE, most=MOST, **more)
 
 
 def bars(view: View, items: Sequence[Item], fields: Mapping[str, Field], scale: VegaLite, noun: str = "run") -> Bars:

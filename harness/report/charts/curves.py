@@ -10,7 +10,6 @@ from harness.report.charts.bars import MOST
 from harness.report.charts.marks import Plot, draw, palette, share, single, unseen
 from harness.report.charts.points import shortened
 from harness.report.charts.series import Series
-from harness.report.charts.setting import setting_lines
 from harness.report.comparability import group_by
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Item, Line
@@ -26,6 +25,8 @@ _COLUMNS, _CELL_HEIGHT, _BESIDE = 2, 150, 20  # small charts beside each other; 
 _MOST_ROOM = 74  # pixels of names at the right of small charts
 
 _LETTER = 6.2  # pixels of a label's character
+
+_END = {"field": "end", "type": "quantitative", "scale": None}  # in pixels
 
 
 def curve_points(series: Sequence[Series]) -> list[tuple[Series, Line]]:
@@ -57,34 +58,30 @@ class Curves(Plot):
         curves = {item.label: item for item in self.rows.items}
         groups = list(group_by(curves, lambda label: curves[label].strategy).values())
         variants = {label: rank for group in groups for rank, label in enumerate(group)}
-        names, panels, height = {label: shortened(label) for label in curves}, [list(curves)], style.HEIGHT
-        if len(curves) > _FEW:
-            names, panels, height = {label: _variant(curve) for label, curve in curves.items()}, groups, _CELL_HEIGHT
-        ends: dict[int, float] = {}
-        for panel in panels:
-            ends |= self._ends([label for label in panel if names[label]], height)
+        is_one = len(curves) <= _FEW
+        panels, height = ([list(curves)], style.HEIGHT) if is_one else (groups, _CELL_HEIGHT)
+        names = {label: shortened(label) if is_one else _variant(curve) for label, curve in curves.items()}
+        named = [[label for label in panel if names[label]] for panel in panels]
+        ends = {row: top for panel in named for row, top in self._ends(panel, height).items()}
         fields = {
             "variant": unseen([variants[label] for label in labels]),
-            "end": unseen([ends.get(place) for place in range(len(labels))]),
+            "end": unseen([ends.get(row) for row in range(len(labels))]),
             "short": unseen([names[label] or None for label in labels]),
         }
         ranks = range(max(map(len, groups)))
         dash, shape = (palette("variant", dict(zip(ranks, cycle(looks)))) for looks in (style.DASHES, style.SHAPES))
-        end = {"field": "end", "type": "quantitative", "scale": None}
         layers = [
             *behind,
             self.mark("line curve", detail="label", strokeDash=dash),
             self.mark("point", shape=shape),
             *above,
-            self.mark("text value", y=end, test="isValid(datum.end)", text="short"),
+            self.mark("text value", y=_END, test="isValid(datum.end)", text="short"),
         ]
-        room = round(_LETTER * max(map(len, names.values())))
-        plot = single(layers)
-        if len(curves) > _FEW:
-            room = min(_MOST_ROOM, room)
-            plot = _small_charts(layers, room)
-        rows, setting = replace(self.rows, fields={**self.rows.fields, **fields}), setting_lines(self.view)
-        return draw(name, title, setting, rows, measure, plot, right=room + 4, rule=ONE_OF_EACH, total=total, **more)
+        longest = round(_LETTER * max(map(len, names.values())))
+        room = longest if is_one else min(_MOST_ROOM, longest)
+        plot = single(layers) if is_one else _small_charts(layers, room)
+        rows, more = replace(self.rows, fields={**self.rows.fields, **fields}), more | {"right": room + 4}
+        return draw(self.view, name, title, rows, measure, plot, rule=ONE_OF_EACH, total=total, **more)
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""
@@ -117,11 +114,7 @@ def _variant(curve: Item) -> str:
 
 def select(candidates: Sequence[AnyItem], most: int = MOST) -> list[AnyItem]:
     """Return at most so many of the candidates, in their order: the fastest of every strategy before the others."""
-    by_speed = sorted(
-        (item for item in candidates if item.drawn_speed is not None), key=lambda item: -(item.drawn_speed or 0.0)
-    )
+    by_speed = sorted(candidates, key=lambda item: -(item.drawn_speed or 0.0))
     fastest = {item.strategy: item for item in reversed(by_speed)}
-    first = [item for item in by_speed if fastest[item.strategy] is item]
-    others = [item for item in candidates if fastest.get(item.strategy) is not item]
-    drawn = {item.position for item in [*first, *others][:most]}
-    return [item for item in candidates if item.position in drawn]
+    drawn = sorted(candidates, key=lambda item: fastest[item.strategy] is not item)[:most]
+    return sorted(drawn, key=lambda item: item.position)

@@ -7,7 +7,6 @@ from harness.report.charts import marks
 from harness.report.charts.bars import bars, ordered
 from harness.report.charts.marks import Field, Rows, axis, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
-from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import Claim
 from harness.report.comparability import EQUAL_BYTES, is_measured
 from harness.report.document import Chart
@@ -40,8 +39,8 @@ def predicted(view: View) -> Chart | None:
     ends = [{"strategy": "", "x": end, "y": end} for end in plot.x["scale"]["domain"]]
     labels = plot.placed(rows.data, [ends])
     layers = marks.single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
-    name, setting = "Predicted and measured peak memory", setting_lines(view)
-    return marks.draw("predicted", name, setting, rows, "error", layers, None, {"ends": ends, "labels": labels})
+    name = "Predicted and measured peak memory"
+    return marks.draw(view, "predicted", name, rows, "error", layers, data={"ends": ends, "labels": labels})
 
 
 _MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent

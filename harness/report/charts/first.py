@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from harness.report.charts import style
 from harness.report.charts.bars import LINES, Bars, bars, labels, ordered
 from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, draw, unseen
-from harness.report.charts.setting import setting_lines
 from harness.report.charts.speed import speed_fields, speed_marks
 from harness.report.document import Chart
 from harness.report.labels import value_text
@@ -30,7 +28,9 @@ def first_picture(view: View) -> Chart | None:
     lines = _sorted(view, by_speed)
     if not any(line.peak or line.drawn_speed for line in lines):
         return None
-    most = _drawn_count(lines)
+    most = len(lines)
+    if most > _MOST:
+        most = min(_MOST, sum(line.group == 0 for line in lines) or _MOST)
     fields, drawn = _fields(view, lines), Rows(lines[:most], _fields(view, lines[:most]))
     name, measure, title = "Memory and speed", "median", f"tokens/s ({'median, range' if by_speed else 'not ranked'})"
     if not view.draws_speeds:
@@ -45,14 +45,24 @@ def first_picture(view: View) -> Chart | None:
     if not any(drawn.fields[measure].values):
         name, panels = "Peak memory", panels[:1]
     count = len(panels)
-    facts = {"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure, "panels": count}
     names = (line for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
     beside = round(_LETTER * max(map(len, names))) + 8
     width = (style.WIDTH - beside - (count - 1) * _GAP - count * _VALUE) // count
     cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
     plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": {"beside": beside + _VALUE}}
-    more: dict[str, Any] = {"right": _VALUE - 8, "rule": _RULE, "most": most, "params": {"columns": count}}
-    return draw("first", name, setting_lines(view), left.rows, "peak", plot, facts, **more)
+    return draw(
+        view,
+        "first",
+        name,
+        left.rows,
+        "peak",
+        plot,
+        facts={"title": name, "by_speed": by_speed, "drawn": drawn, "measure": measure, "panels": count},
+        right=_VALUE - 8,
+        rule=_RULE,
+        most=most,
+        params={"columns": count},
+    )
 
 
 def _fields(view: View, lines: Sequence[Line]) -> dict[str, Field]:
@@ -63,22 +73,16 @@ def _fields(view: View, lines: Sequence[Line]) -> dict[str, Field]:
     if view.draws_speeds:
         speeds = speed_fields(lines)
         second = speeds | {name: replace(speeds[name], cells=()) for name in ("low", "high")}
-    known = zip(lines, second["total"].values, strict=True)
     return {
         "status": column("status", [(view.draws_speeds and line.untimed) or line.status for line in lines], True),
         "peak": peak,
         "figure": unseen(peak.cells),
         "ended": unseen([line.end if line.peak is None else None for line in lines]),
-        "untimed": unseen([line.untimed if value is None else None for line, value in known]),
+        "untimed": unseen(
+            [line.untimed if value is None else None for line, value in zip(lines, second["total"].values, strict=True)]
+        ),
         **second,
     }
-
-
-def _drawn_count(lines: Sequence[Line]) -> int:
-    """Return how many of the sorted lines are drawn: all if they fit, else those of the first comparable group."""
-    if len(lines) <= _MOST:
-        return len(lines)
-    return min(_MOST, sum(line.group == 0 for line in lines) or _MOST)
 
 
 def _sorted(view: View, by_speed: bool) -> list[Line]:
@@ -86,15 +90,11 @@ def _sorted(view: View, by_speed: bool) -> list[Line]:
 
     They are under names that say the ranks of those that are not in the first group, and of no others.
     """
-
-    def key(line: Line) -> float | None:
-        value: float | None = line.peak
-        if by_speed:
-            value = -line.drawn_speed if line.drawn_speed and line.speed.is_ranked else None
-        return value
-
+    sizes: dict[Line, float | None] = {line: line.peak for line in view.lines}
+    if by_speed:
+        sizes = {line: -line.drawn_speed for line in view.lines if line.drawn_speed and line.speed.is_ranked}
     parts = [[line for line in view.lines if (line.group == 0) == is_first] for is_first in (True, False)]
-    lines = [line for part in parts for line in ordered(part, key)]
+    lines = [line for part in parts for line in ordered(part, sizes.get)]
     varies = len({line.row.get("world_size") for line in lines}) > 1
     names = [_name(line, varies) for line in lines]
     is_unique = len(set(names)) == len(names)

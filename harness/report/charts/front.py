@@ -45,7 +45,9 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
     ]
     setting = [f"{front[0].config.model.name} on {front[0].layout.world_size} devices of {front[0].cluster.name}"]
     data = {"limits": [{"strategy": "", "limit": limit, "shown": f"a device: {limit:.1f} GiB"}]}
-    return draw("front", "Memory and speed", setting, rows, "", single(layers), {"ends": _ends(front)}, data)
+    return draw(
+        plot.view, "front", "Memory and speed", rows, "", single(layers), {"ends": _ends(front)}, data, subtitle=setting
+    )
 
 
 def _kind(layout: Layout) -> str:

@@ -9,7 +9,7 @@ from harness.records.run_folder import RunFolder
 from harness.report.charts import marks
 from harness.report.charts.curves import ONE_OF_EACH, select
 from harness.report.charts.marks import Field, Plot, Rows, axis, column, spanning
-from harness.report.charts.setting import model_name, setting_lines
+from harness.report.charts.setting import model_name
 from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.lines import Datum, Line
@@ -86,9 +86,9 @@ def _chart(
         points += _points([(lines[place], curves[place]) for place in bundle])
         ends.append(_end([lines[place] for place in bundle], len(lines), curves[bundle[0]]))
     return marks.draw(
+        view,
         name,
         title,
-        setting_lines(view),
         plot.rows,
         "",
         marks.single(layers),

@@ -11,12 +11,12 @@ from operator import itemgetter
 from typing import Any
 
 from harness.report.charts import style
+from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, Table, VegaLite
 from harness.report.lines import Datum, Item
 from harness.report.sentences import sentence
 from harness.report.text import ONE, Unit, byte_unit, format_numbers
 from harness.report.view import View
-from harness.util.text import sanitize
 
 # What the page draws: marks of strategies that are not hidden, and of bars the first ones. Some marks have neither.
 _VISIBLE = "indexof(hidden, datum.strategy) < 0 && !(datum.position > last)"
@@ -82,11 +82,11 @@ class Rows:
     @property
     def data(self) -> list[Datum]:
         """The data of the marks."""
-        values = [
-            {name: field.values[place] for name, field in self.fields.items() if field.values[place] is not None}
-            for place in range(len(self.items))
+        rows = zip(self.items, *(field.values for field in self.fields.values()), strict=True)
+        return [
+            item.datum(**{name: value for name, value in zip(self.fields, values, strict=True) if value is not None})
+            for item, *values in rows
         ]
-        return [item.datum(**known) for item, known in zip(self.items, values, strict=True)]
 
     @property
     def shown(self) -> dict[str, Field]:
@@ -99,8 +99,9 @@ class Rows:
         """The exact values, without columns of numbers that are empty throughout."""
         fields = [field for field in self.shown.values() if field.is_text or any(field.cells)]
         cells = [list(row) for row in zip(*(field.cells for field in fields), strict=True)]
-        texts, strategies = sum(field.is_text for field in fields), [item.strategy for item in self.items]
-        return Table([field.title for field in fields], cells, texts, strategies=strategies)
+        strategies = [item.strategy for item in self.items]
+        header, texts = [field.title for field in fields], sum(field.is_text for field in fields)
+        return Table(header, cells, texts, strategies=strategies)
 
     @property
     def tooltip(self) -> list[VegaLite]:
@@ -112,30 +113,29 @@ class Rows:
         """Return value, cell and name of the rows that have a field."""
         names = self.names or [item.label for item in self.items]
         rows = zip(self.fields[name].values, self.fields[name].cells, names, strict=True)
-        return [(value, cell, name) for value, cell, name in rows if value is not None]
+        return [row for row in rows if row[0] is not None]
 
     def span(self, name: str) -> str:
         """Return the smallest and the largest value of a field with their labels, or the one that all have."""
         known = self.known(name)
         (low, least, lowest), (high, most, highest) = (end(known, key=itemgetter(0)) for end in (min, max))
+        if least == most and f"{low:.4g}" != f"{high:.4g}":  # small ones in a table with the decimals of its largest
+            least, most = f"{low:.4g}", f"{high:.4g}"
         if len(known) == 1:
             return f"{least} ({lowest})"
-        if least == most and f"{low:.4g}" == f"{high:.4g}":
-            return f"{least} for all"
-        if least == most:  # small figures of a table whose decimals are those of its largest
-            least, most = f"{low:.4g}", f"{high:.4g}"
-        return f"from {least} ({lowest}) to {most} ({highest})"
+        return f"{least} for all" if least == most else f"from {least} ({lowest}) to {most} ({highest})"
 
     def count(self, name: str) -> int:
         """Return how many configurations have a field: rows of the same label are of one."""
-        known = zip(self.items, self.fields[name].values, strict=True)
-        return len({item.label for item, value in known if value is not None})
+        return len({datum["label"] for datum in self.data if name in datum})
 
 
 def tooltip(*fields: tuple[str, str, str]) -> list[VegaLite]:
     """Return a tooltip of fields with their titles and formats, which texts do not have."""
-    formats = [{"type": "quantitative", "format": form} if form else {} for *_, form in fields]
-    return [{"field": name, "title": title} | form for (name, title, _), form in zip(fields, formats, strict=True)]
+    return [
+        {"field": name, "title": title} | ({"type": "quantitative", "format": form} if form else {})
+        for name, title, form in fields
+    ]
 
 
 def axis(
@@ -179,13 +179,13 @@ def share(of: VegaLite, value: float) -> float:
 
 def palette(field: str, looks: Mapping[Any, Any], legend: VegaLite | None = None) -> VegaLite:
     """Return the channel of a field whose values have these looks, such as colors."""
-    scale = {"domain": list(looks), "range": list(looks.values())}
-    return {"field": field, "type": "nominal", "title": None, "scale": scale, "legend": legend}
-
-
-def strategy_color(view: View) -> VegaLite:
-    """Return the channel by which every chart of a report colors a strategy alike."""
-    return palette("strategy", style.strategy_colors(sanitize(line.row.get("strategy") or "") for line in view.lines))
+    return {
+        "field": field,
+        "type": "nominal",
+        "title": None,
+        "scale": {"domain": list(looks), "range": list(looks.values())},
+        "legend": legend,
+    }
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,8 @@ class Plot:
         axes = [(name, own, at) for name, own, at in (("x", self.x, x), ("y", self.y, y)) if at]
         places = {name: {"field": at} | own if isinstance(at, str) else at for name, own, at in axes}
         tests = [f"isValid(datum['{at}'])" for *_, at in axes if isinstance(at, str)]
-        color = {"color": strategy_color(self.view)} if look in _COLORED else {}
+        colors = style.strategy_colors(line.strategy for line in self.view.lines)  # alike in all charts of a report
+        color = {"color": palette("strategy", colors)} if look in _COLORED else {}
         exact = {} if data or kind == "line" else {"tooltip": self.rows.tooltip}
         named = {name: {"field": of} if isinstance(of, str) else of for name, of in channels.items()}
         return ({"data": {"name": data}} if data else {}) | {
@@ -232,14 +233,18 @@ class Plot:
 
 def single(layers: Sequence[VegaLite], height: Any = style.HEIGHT) -> VegaLite:
     """Return one plot, which the page makes as wide as there is space."""
-    autosize = {"type": "fit-x", "contains": "padding"}
-    return {"layer": list(layers), "width": style.WIDTH, "height": height, "autosize": autosize}
+    return {
+        "layer": list(layers),
+        "width": style.WIDTH,
+        "height": height,
+        "autosize": {"type": "fit-x", "contains": "padding"},
+    }
 
 
 def draw(
+    view: View,
     name: str,
     title: str,
-    subtitle: Sequence[str],
     rows: Rows,
     measure: str,
     plot: VegaLite,
@@ -250,13 +255,14 @@ def draw(
     total: int = 0,
     most: int = 10**6,
     params: Mapping[str, Any] | None = None,
+    subtitle: Sequence[str] = (),
 ) -> Chart:
     """Return a chart, as Vega-Lite without a config.
 
     Args:
+        view: What it is of.
         name: The name of the chart's file.
         title: The title of the chart.
-        subtitle: The lines under the title, such as the setting of the runs.
         rows: The rows of the chart.
         measure: The field whose range the page states, "" for none.
         plot: One plot, or several.
@@ -267,6 +273,7 @@ def draw(
         total: How many configurations there are, if not all are among the rows.
         most: How many rows are drawn at once: the page draws the first visible ones.
         params: More parameters that the page may change.
+        subtitle: The lines under the title, by default the setting of the runs.
     """
     table, among = rows.table, {item.label for item in rows.items} if total else rows.items
     noun = "configuration" if rows.noun == "run" else rows.noun
@@ -276,7 +283,7 @@ def draw(
     order = {"order": table.strategies, "most": most} if len(rows.items) > most else {}
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "title": {"text": title, "subtitle": list(subtitle)},
+        "title": {"text": title, "subtitle": list(subtitle or setting_lines(view))},
         "description": text,
         "padding": {"left": _LEFT, "top": 4, "right": 4 + right, "bottom": 4},
         "params": [{"name": name, "value": value} for name, value in values.items()],

@@ -7,7 +7,6 @@ from harness.report.charts import style
 from harness.report.charts.bars import bars
 from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, draw, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
-from harness.report.charts.setting import setting_lines
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
@@ -46,8 +45,8 @@ def trade(view: View) -> Chart | None:
     plot = {"concat": [cell for cell, _ in panels], "columns": columns, "usermeta": meta}
     fronts = [", ".join(line.label for line in view.groups[number].front) for number in shown]
     facts = {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)}
-    setting, front = setting_lines(view), {"front": [line.position for line in lines if line.is_on_front]}
-    return draw("trade", "Peak memory and speed", setting, rows, "x", plot, facts, labels, params=front)
+    front = {"front": [line.position for line in lines if line.is_on_front]}
+    return draw(view, "trade", "Peak memory and speed", rows, "x", plot, facts, labels, params=front)
 
 
 def _rows(lines: Sequence[Line]) -> Rows:
