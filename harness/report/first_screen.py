@@ -147,6 +147,8 @@ def _without_groups(view: View) -> Iterator[Answer]:
 
 _MOST_ROWS = 12  # of the table of what fits
 
+_TITLES = ("configurations", "memory per rank", "fastest that fits", "may be as fast or faster", "tokens/s")
+
 
 def fits_table(groups: Sequence[Group]) -> Table | None:
     """Return the fastest configuration for each amount of memory per rank; None where no speeds are ranked."""
@@ -159,17 +161,20 @@ def fits_table(groups: Sequence[Group]) -> Table | None:
     step = (len(entries) - 1) / max(most - 1, 1)
     shown = [entries[round(row * step)] for row in range(most)]
     caption = sentence("fits_caption", shown=most, total=len(entries))
-    unit = byte_unit([line.peak for _, line in shown])
-    columns = {
-        "configurations": [group.title for group, _ in shown] if shown[0][0] is not shown[-1][0] else [],
-        "memory per rank": [f"from {rounded_up(line.peak or 0, unit)}" for _, line in shown],
-        "fastest that fits": [line.label for _, line in shown],
-        "may be as fast or faster": [_may_be_as_fast(line, group) for group, line in shown],
-        "tokens/s": [sentence("speed_range", speed=line.speed) for _, line in shown],
-    }
-    columns = {title: cells for title, cells in columns.items() if any(cells)}
-    rows = list(zip(*columns.values(), strict=True))
-    return Table(list(columns), rows, len(columns) - 1, caption, [line.strategy for _, line in shown])
+    has_groups, unit = shown[0][0] is not shown[-1][0], byte_unit([line.peak for _, line in shown])
+    rows = [
+        (
+            group.title if has_groups else "",
+            f"from {rounded_up(line.peak or 0, unit)}",
+            line.label,
+            _may_be_as_fast(line, group),
+            sentence("speed_range", speed=line.speed),
+        )
+        for group, line in shown
+    ]
+    columns = {title: cells for title, *cells in zip(_TITLES, *rows, strict=True) if any(cells)}
+    strategies = [line.strategy for _, line in shown]
+    return Table(list(columns), list(zip(*columns.values(), strict=True)), len(columns) - 1, caption, strategies)
 
 
 def _may_be_as_fast(line: Line, group: Group) -> str:

@@ -41,7 +41,10 @@ DEFAULTS = {
 }
 
 # Columns whose values need no title in front of them.
-_SELF_EXPLANATORY = ("model", "engine", "precision", "measured_on", "launch", "schedule", OTHER_OPTIONS)
+_SELF_EXPLANATORY = (
+    *("strategy", "checkpointing", "model", "engine", "precision", "measured_on", "launch", "schedule"),
+    OTHER_OPTIONS,
+)
 
 _MOST_KEYS = 3  # of a configuration that a label has
 

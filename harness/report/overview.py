@@ -3,15 +3,14 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from harness.records.columns import column as registered
 from harness.report.charts import speed, tradeoffs
-from harness.report.columns import from_lines, table_of, write
+from harness.report.columns import ShownColumn, from_lines, table_of, write
 from harness.report.comparability import group_by
 from harness.report.comparison_columns import comparison_columns, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
-from harness.report.labels import VARYING, column_title, value_text
+from harness.report.labels import column_title, value_text
 from harness.report.lines import (
     Line,
     baseline_name,
@@ -73,42 +72,34 @@ def comparison(view: View) -> list[Section]:
 
 def pivots(view: View, column: str | None = None) -> list[Section]:
     """Return strategy × checkpointing, if both vary and identify every line, and strategy by the requested column."""
-    lines, parts = view.lines, []
-    if column is not None:
-        parts += _pivot(lines, column)
-    kinds = [(line.get("strategy"), line.get("checkpointing")) for line in lines]
+    lines, parts = view.lines, _pivot(view.lines, column) if column is not None else []
+    kinds = {(line.get("strategy"), line.get("checkpointing")) for line in lines}
     vary = all(len(distinct_values(lines, name)) > 1 for name in ("strategy", "checkpointing"))
-    if column != "checkpointing" and vary and len(set(kinds)) == len(kinds):
-        grids = _grids(lines, *(column_values(lines, name) for name in ("strategy", "checkpointing")))
-        parts += section("Strategy × checkpointing", *grids)
+    if column != "checkpointing" and vary and len(kinds) == len(lines):
+        parts += section("Strategy × checkpointing", *_grids(lines, column_values(lines, "strategy"), "checkpointing"))
     return parts
 
 
 def _pivot(lines: Sequence[Line], column: str) -> list[Section]:
     """Return a row for each combination of the other columns that vary, and a column for each value of this one."""
-    varying = [name for name in (*varying_columns(rows_of(lines)), "checkpointing") if name != column]
-    varying = [name for name in varying if len(distinct_values(lines, name)) > 1]
-    names = []
-    for line in lines:
-        parts = [str(line.get("strategy"))] if column != "strategy" else []
-        parts += [_phrase(name, value) for name in varying if (value := line.get(name)) is not None]
-        names.append(" ".join(parts) or "all")
-    return section(f"Results by {column_title(column)}", *_grids(lines, names, column_values(lines, column)))
+    names = [
+        name for name in (*varying_columns(rows_of(lines)), "checkpointing") if len(distinct_values(lines, name)) > 1
+    ]
+    others = [name for name in ("strategy", *names) if name != column]
+    rows = [[value_text(name, value) for name in others if (value := line.get(name)) is not None] for line in lines]
+    grids = _grids(lines, [" ".join(texts) or "all" for texts in rows], column)
+    return section(f"Results by {column_title(column)}", *grids)
 
 
-def _phrase(name: str, value: Any) -> str:
-    return value_text(name, value) if name in VARYING else str(value)
-
-
-def _grids(lines: Sequence[Line], names: Sequence[str], values: Sequence[Any]) -> Iterator[Table]:
+def _grids(lines: Sequence[Line], names: Sequence[str], column: str) -> Iterator[Table]:
     """Yield a table for each figure. A line that is not ok shows its status; several lines of one cell are listed."""
+    values = column_values(lines, column)
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
     rows = group_by(range(len(lines)), lambda row: names[row])
-    title = registered("peak_allocated_bytes").title.capitalize()
-    peaks = from_lines(lines, "peak_allocated_bytes", f"{title} ({{unit}})")
-    title = registered("tokens_per_second").title.capitalize()
-    speeds = replace(from_lines(lines, "tokens_per_second", title, "text", is_timed=True), cells=speed_texts(lines))
+    peak, rate = (registered(name).title.capitalize() for name in ("peak_allocated_bytes", "tokens_per_second"))
+    peaks = from_lines(lines, "peak_allocated_bytes", f"{peak} ({{unit}})")
+    speeds = ShownColumn(rate, speed_texts(lines), ignored=column_values(lines, "is_ignored"))
     for figures in write([peaks, speeds]):
         texts = [cell if line.ok else line.status for line, cell in zip(lines, figures.cells, strict=True)]
         if any(figures.cells):
