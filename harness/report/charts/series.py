@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.config.strategy import DEGREES
-from harness.report.comparability import curve_columns, curve_key, group_by
-from harness.report.labels import VARYING, configuration_name, value_text
+from harness.report.comparability import curve_key, group_by
+from harness.report.labels import OTHER_OPTIONS, VARYING, labels
 from harness.report.lines import Item, Line
-from harness.util.text import sanitize
 
 # The columns that follow from the number of ranks.
 _DEGREES = ("world_size", *DEGREES, "layers_per_stage")
@@ -58,40 +56,12 @@ def by_parameters(lines: Sequence[Line]) -> list[Series]:
 
 def _group(lines: Sequence[Line], name: str, free: Sequence[str]) -> list[Series]:
     """Return the series over a column with more than one point; the first of several lines at a point counts."""
-    columns = curve_columns(free)
-    settings = group_by(lines, lambda line: tuple(map(line.row.get, columns))).values()
-    varied = {
-        line.position for members in settings if len({line.number(name) for line in members}) > 1 for line in members
-    }
-    known = [line for line in lines if line.position in varied]  # others are alone, whatever their options are
-    curves = {}
-    for key, members in group_by(known, lambda line: curve_key(line.row, line.record.config, free)).items():
-        points = {line.number(name) or 0.0: line for line in reversed(members)}
-        if len(points) > 1:
-            curves[key] = [points[value] for value in sorted(points)]
-    names = _names(list(curves), columns)
+    groups = group_by(lines, lambda line: curve_key(line.row, line.record.config, free)).values()
+    by_value = [{line.number(name) or 0.0: line for line in reversed(members)} for members in groups]
+    curves = [[points[value] for value in sorted(points)] for points in by_value if len(points) > 1]
+    rows = [points[0].row | {"run_id": f"({number})", OTHER_OPTIONS: ""} for number, points in enumerate(curves, 1)]
+    names = labels(rows, [column for column in VARYING if column not in free])
     return [
         Series(label, points[0].strategy, position, points)
-        for position, (label, points) in enumerate(zip(names, curves.values(), strict=True))
+        for position, (label, points) in enumerate(zip(names, curves, strict=True))
     ]
-
-
-def _names(keys: Sequence[tuple[Any, ...]], columns: Sequence[str]) -> list[str]:
-    """Return a unique name for each curve.
-
-    It consists of strategy and checkpointing, what distinguishes the curve from others of these two, and a number
-    where that is not enough.
-    """
-    names: list[str] = []
-    for key in keys:
-        namesakes = [other for other in keys if other[:2] == key[:2]]
-        varying = [
-            position
-            for position, name in enumerate(columns)
-            if name in VARYING and len({other[position] for other in namesakes}) > 1
-        ]
-        words = [configuration_name(key[0], key[1])]
-        words += [value_text(columns[position], key[position]) for position in varying if key[position] is not None]
-        name = sanitize(" ".join(words))
-        names.append(f"{name} ({len(names) + 1})" if name in names else name)
-    return names
