@@ -10,7 +10,8 @@
                   |        |            |       attention_activations.py, layer_backward.py    a pass as a tape.py
                   |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
                   |        |                deepspeed_zero.py, _2, _3                          what a library allocates
-                  |        +-- stack_memory.py, stack_moments.py, stack_parameters.py          other implementations
+                  |        +-- stack_memory.py <- stack_sharding.py, stack_activations.py, stack_stages.py
+                  |        |                         other implementations: policies and activations as data
                   |    nearest_decoder.py, fits.py               models without formulas; whether a plan fits
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them

@@ -6,29 +6,22 @@ that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.activations import loss_bytes
-from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.rank_memory import (
     RankPeak,
     RankStep,
     highest_rank,
-    max_offloaded_bytes,
-    max_saved_bytes,
     rank_backward_starts,
-    rank_peak,
     rank_stages,
     sharding_of,
 )
-from harness.cost_model.stage_activations import StageActivations, stage_activations
-from harness.cost_model.step import forward_buffers
+from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, whole_model
+from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
 
 # The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
@@ -78,59 +71,30 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
 
     `device` is cpu or cuda: torch keeps different tensors on each. Model state is ZeRO's (arXiv 1910.02054, section 5).
     The peak is the worst moment of the step's backwards (at a loss, at a head, in a layer, in its attention, or at
-    an end), or it is the optimizer's. A model whose activations are not known has a lower bound of it. Raises
+    an end), or it is the optimizer's. For a model whose activations are not known it is the optimizer's alone. Raises
     UserError if the global batch leaves a remainder.
     """
     if not model_profile(config.model).is_project_decoder:
-        return lower_bound_estimate(config, layout, widths, device)
+        step = RankStep(sharding_of(config, layout, widths, device, [whole_model(config.model)]))
+        return rank_estimate(step.peak(0, ()))
     highest = rank_estimate(highest_rank(config, layout, widths, device))
     if device == "cpu":
         return highest
     return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
 
 
-def lower_bound_estimate(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
-    """Return state and buffers alone, which are the least that the peak of a model with unknown activations can be.
-
-    Parameters are whole in forward, when there are no gradients yet.
-    """
-    step = RankStep(sharding_of(config, layout, widths, device, [whole_model(config.model)]))
-    own = step.sharding
-    buffers = own.buffer_bytes + widths.backward_buffer_bytes
-    buffers += max(0, forward_buffers(own) - own.gradient_bytes)
-    gradients = own.gradient_bytes if own.is_cpu or layout.offload == "none" else 0
-    return MemoryEstimate(
-        own.parameter_bytes,
-        own.gradient_bytes,
-        own.optimizer_bytes,
-        activation_bytes=0,
-        loss_bytes=0,
-        communication_buffer_bytes=buffers,
-        host_bytes=step.host_bytes,
-        process_bytes=PROCESS_BYTES[device],
-        at_peak=step.state | {"gradients": gradients, "buffers": buffers},
-    )
-
-
-def estimate_rank_memory(
-    config: RunConfig, layout: Layout, widths: StateWidths, device: Device, pp_rank: int, stages: Sequence[Stage]
-) -> MemoryEstimate:
-    """Return the memory of this rank of the pipeline, which has these stages; device is cpu or cuda."""
-    step = RankStep(sharding_of(config, layout, widths, device, stages))
-    return rank_estimate(rank_peak(step, pp_rank, rank_backward_starts(config, layout, pp_rank)))
-
-
 def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     """Return the memory of a rank whose worst moment is known."""
     own, step = peak.step.sharding, peak.step
-    offloaded = 0 if own.is_cpu else max_offloaded_bytes(own.activations, peak.starts)
+    buffers = max((tape.most_buffers for tape in step.tapes.values()), default=0)
+    offloaded = 0 if own.is_cpu else step.most_offloaded(peak.starts)
     return MemoryEstimate(
         own.parameter_bytes,
         own.gradient_bytes,
         own.optimizer_bytes,
-        activation_bytes=max_saved_bytes(own.activations, peak.starts),
-        loss_bytes=sum(loss_bytes(own.shape) for stage in own.stages if stage.holds_head),
-        communication_buffer_bytes=own.buffer_bytes + max(tape.most_buffers for tape in step.tapes.values()),
+        activation_bytes=step.most_saved(peak.starts),
+        loss_bytes=sum(stage.loss_bytes for stage in own.activations),
+        communication_buffer_bytes=own.buffer_bytes + buffers,
         host_bytes=step.host_bytes + offloaded,
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
         at_peak=peak.at_peak,
@@ -139,20 +103,17 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     )
 
 
-def stages_of(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> list[StageActivations]:
-    """Return what passes through the stages of a rank of the pipeline keep."""
-    shape = micro_batch_shape(config, layout, device)
-    stages = rank_stages(config.model, layout, pp_rank)
-    return [stage_activations(shape, stage, config.checkpointing) for stage in stages]
-
-
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
-    starts = rank_backward_starts(config, layout, pp_rank)
-    return max_saved_bytes(stages_of(config, layout, device, pp_rank), starts)
+    return stateless_step(config, layout, device, pp_rank).most_saved(rank_backward_starts(config, layout, pp_rank))
 
 
 def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
-    starts = rank_backward_starts(config, layout, pp_rank)
-    return max_offloaded_bytes(stages_of(config, layout, device, pp_rank), starts)
+    return stateless_step(config, layout, device, pp_rank).most_offloaded(rank_backward_starts(config, layout, pp_rank))
+
+
+def stateless_step(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> RankStep:
+    """Return the step of a rank of the pipeline as far as the widths of its state do not matter."""
+    stages = rank_stages(config.model, layout, pp_rank)
+    return RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))

@@ -6,47 +6,28 @@ from functools import lru_cache
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
-from harness.cost_model.sharding import local_parameter_count
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import whole_model
-from harness.layout.state_widths import StateWidths
+from harness.layout.state_widths import STATE_KINDS, StateWidths
 
 GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 
 def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
     """Return the memory of a model; of a traced one its state as it is, all else as in the nearest decoder."""
-    near = estimate_memory(of_decoder(config), layout, widths, device)
     if model_profile(config.model).is_project_decoder:
-        return near
-    total = local_parameter_count(config.model, whole_model(config.model), layout.tp, layout.vocabulary_tp)
-    nearest = nearest_decoder(config.model)
-    ratio = total / local_parameter_count(nearest, whole_model(nearest), layout.tp, layout.vocabulary_tp)
-    state = {
-        kind: -(-width * total // layout.shard_count(kind))
-        for kind, width in (
-            ("parameters", widths.parameters),
-            ("gradients", widths.gradients),
-            ("optimizer", widths.optimizer),
-        )
-    }
-    at_peak = {part: round(size * ratio) if part in state else size for part, size in near.at_peak.items()}
+        return estimate_memory(config, layout, widths, device)
+    near = estimate_memory(dataclasses.replace(config, model=nearest_decoder(config.model)), layout, widths, device)
+    own = estimate_memory(config, layout, widths, device)  # of its state
+    ratio = own.parameter_bytes / near.parameter_bytes
     return dataclasses.replace(
         near,
-        parameter_bytes=state["parameters"],
-        gradient_bytes=state["gradients"],
-        optimizer_bytes=state["optimizer"],
+        parameter_bytes=own.parameter_bytes,
+        gradient_bytes=own.gradient_bytes,
+        optimizer_bytes=own.optimizer_bytes,
         host_bytes=round(near.host_bytes * ratio),
-        at_peak=at_peak,
+        at_peak={part: round(size * ratio) if part in STATE_KINDS else size for part, size in near.at_peak.items()},
     )
-
-
-def of_decoder(config: RunConfig) -> RunConfig:
-    """Return the configuration with a model whose activations are known: its own, or the nearest to a traced one."""
-    if model_profile(config.model).is_project_decoder:
-        return config
-    return dataclasses.replace(config, model=nearest_decoder(config.model))
 
 
 @lru_cache(maxsize=64)

@@ -59,7 +59,7 @@ class Prediction:
         config, layout, device = self.config, self.layout, self.cluster.device
         if self.is_runnable:
             return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), device)
-        return predict_highest_rank(config, layout, self.stack, None, self.cluster.hardware.compute_capability)
+        return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)
 
     @property
     def memory(self) -> MemoryEstimate:

@@ -17,11 +17,10 @@ from harness.cost_model.distributed_data_parallel import DistributedDataParallel
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
 from harness.cost_model.sharding import Pass, Sharding
-from harness.cost_model.stage_activations import StageActivations
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, representative_stage, split_into_stages, split_model, whole_model
+from harness.layout.partition import Stage, representative_stage, split_into_stages, whole_model
 from harness.layout.state_widths import StateWidths
 
 
@@ -57,6 +56,7 @@ class RankStep:
     """The step of a pipeline's rank; what does not depend on the order of its passes is worked out once."""
 
     sharding: Sharding
+    pp_ranks: tuple[int, ...] = (0,)  # for which it stands
 
     @cached_property
     def state(self) -> Bytes:
@@ -92,18 +92,20 @@ class RankStep:
         """The tapes of the passes that have been played, by what decides them."""
         return {}
 
-    def play(self, start: BackwardStart, gradients: Sequence[int]) -> Tape:
-        """Return the tape of the pass that begins its backward so, with these gradients of each stage before it."""
+    def play(self, start: BackwardStart) -> tuple[Tape, Bytes]:
+        """Return the tape of the pass that begins its backward so, and what the rank keeps of other passes then."""
         own, index = self.sharding, start.stage
+        done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
+        gradients = [between if number else at_start for number, between, at_start in done]
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
         key = (index, start.kind, own.gradients[index] - gradients[index], *place)
         if key not in self.tapes:
             each = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
             self.tapes[key] = play_pass(own, each)
-        return self.tapes[key]
+        return self.tapes[key], {"gradients": sum(gradients)} | self.kept_of_others(start)
 
-    def between(self, start: BackwardStart, gradients: Sequence[int]) -> Bytes:
-        """Return what the rank keeps of other passes when a backward starts, with these gradients of each stage.
+    def kept_of_others(self, start: BackwardStart) -> Bytes:
+        """Return what the rank keeps of other passes when a backward starts.
 
         torch's schedules but 1F1B wait for all sends at the end of the step.
         """
@@ -124,24 +126,56 @@ class RankStep:
             buffers += sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes
             loss += pending * stage.log_probability_bytes
             temporaries += awaiting * stage.deferred_grad_bytes
-        sizes = {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
-        return {"gradients": sum(gradients)} | sizes
+        return {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
 
-    def peak(self, starts: Sequence[BackwardStart]) -> tuple[str, Bytes]:
-        """Return the phase of the worst moment of a step with these starts of backwards, and its bytes by part."""
+    def peak(self, pp_rank: int, starts: Sequence[BackwardStart]) -> "RankPeak":
+        """Return the worst moment of the step of a rank with these starts of backwards."""
         own, phase, highest = self.sharding, self.outside.phase, self.outside.parts
         total = self.outside.total
         for start in starts:
-            done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
-            gradients = [between if number else at_start for number, between, at_start in done]
-            moment, between = self.play(start, gradients).highest, self.between(start, gradients)
-            size = moment.total + sum(between.values())
+            tape, others = self.play(start)
+            moment = tape.highest
+            size = moment.total + sum(others.values())
             if size > total:
                 total, phase = size, moment.phase
-                highest = {part: number + between[part] for part, number in moment.parts.items()}
-        all_gradients = highest["gradients"] + own.host_gradient_bytes
-        highest |= {"gradients": all_gradients, "buffers": highest["buffers"] + own.buffer_bytes}
-        return phase, self.state | highest
+                highest = {part: number + others[part] for part, number in moment.parts.items()}
+        highest["gradients"] += own.host_gradient_bytes
+        highest["buffers"] += own.buffer_bytes
+        return RankPeak(self, pp_rank, starts, phase, self.state | highest)
+
+    @property
+    def most_at_loss(self) -> int:
+        """The most bytes of activations, logits and buffers of passes when a backward starts, with its loss."""
+        stages = self.sharding.activations
+        return max(
+            sum(self.kept_of_others(start).values()) + stages[start.stage].at_loss
+            for starts in self.heaviest_starts(self.pp_ranks).values()
+            for start in starts
+            if start.kind != "weights"
+        )
+
+    def most_saved(self, starts: Sequence[BackwardStart]) -> int:
+        """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
+        sizes = [0]
+        for start in starts:
+            tape, others = self.play(start)
+            logits = self.sharding.activations[start.stage].logits_bytes
+            own = max(
+                moment.parts["activations"]
+                + moment.live.get("temporaries_recomputed", 0)
+                + logits * (moment.parts["loss"] > 0)
+                for moment in tape.moments
+            )
+            sizes.append(own + others["activations"] + others["loss"])
+        return max(sizes)
+
+    def most_offloaded(self, starts: Sequence[BackwardStart]) -> int:
+        """Return the most bytes of activations that are on the host at once."""
+        sizes = [0]
+        for start in starts:
+            passes = zip(self.sharding.activations, start.pending, start.awaiting_weight_grad, strict=True)
+            sizes.append(sum((pending + awaiting) * own.offloaded_bytes for own, pending, awaiting in passes))
+        return max(sizes)
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
         """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
@@ -161,17 +195,20 @@ class RankPeak(NamedTuple):
     at_peak: Bytes  # by what they are
 
 
-def rank_peak(step: RankStep, pp_rank: int, starts: Sequence[BackwardStart]) -> RankPeak:
-    """Return the worst moment of a step with these starts of backwards."""
-    return RankPeak(step, pp_rank, starts, *step.peak(starts))
+def rank_steps(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> list[RankStep]:
+    """Return the steps of the pipeline's ranks, one for all whose stages are alike."""
+    alike = alike_ranks(config.model, layout, config.checkpointing.every)
+    return [RankStep(sharding_of(config, layout, widths, device, stages), ranks) for stages, ranks in alike]
 
 
 def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:
     """Return the first of the pipeline's ranks whose peak is highest."""
-    ranks = []
-    for stages, pp_ranks in alike_ranks(config.model, layout, config.checkpointing.every):
-        step = RankStep(sharding_of(config, layout, widths, device, stages))
-        ranks += [rank_peak(step, rank, starts) for rank, starts in step.heaviest_starts(pp_ranks).items()]
+    return highest_peak(rank_steps(config, layout, widths, device))
+
+
+def highest_peak(steps: Sequence[RankStep]) -> RankPeak:
+    """Return the first of the ranks of these steps whose peak is highest."""
+    ranks = [step.peak(*rank) for step in steps for rank in step.heaviest_starts(step.pp_ranks).items()]
     highest = max(ranks, key=lambda rank: (sum(rank.at_peak.values()), -rank.pp_rank))
     # What is most at other moments than the peak's is among all starts of that rank.
     return highest._replace(starts=highest.step.heaviest_starts((highest.pp_rank,))[highest.pp_rank])
@@ -182,45 +219,16 @@ def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tup
 
     `period` is the n of checkpointing every n-th layer. Raises UserError if the model cannot be cut so.
     """
-    return _alike_ranks(model, layout.pp, layout.virtual_stages, layout.layers_per_stage, period)
+    return group_ranks(tuple(all_stages(model, layout)), layout.pp, period)
 
 
 @lru_cache(maxsize=1024)
-def _alike_ranks(
-    model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None, period: int
+def group_ranks(
+    stages: tuple[Stage, ...], pp: int, period: int
 ) -> tuple[tuple[tuple[Stage, ...], tuple[int, ...]], ...]:
-    stages = split_model(model, pp, virtual_stages, layers) if pp > 1 else [whole_model(model)]
+    """Return the ranks of a pipeline with these stages by what their own are."""
     alike: dict[tuple[Stage, ...], list[int]] = {}
     for pp_rank in range(pp):
         own = tuple(representative_stage(stage, period) for stage in stages[pp_rank::pp])
         alike.setdefault(own, []).append(pp_rank)
     return tuple((own, tuple(ranks)) for own, ranks in alike.items())
-
-
-def max_offloaded_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
-    """Return the most bytes of activations that are on the host at once."""
-    numbers = ([*map(sum, zip(start.pending, start.awaiting_weight_grad, strict=True))] for start in starts)
-    return max(sum(passes * own.offloaded_bytes for passes, own in zip(each, stages, strict=True)) for each in numbers)
-
-
-def max_saved_bytes(stages: Sequence[StageActivations], starts: Sequence[BackwardStart]) -> int:
-    """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
-    highest = 0
-    for start in starts:
-        passes = zip(stages, start.pending, start.awaiting_weight_grad, strict=True)
-        saved = sum(
-            (pending + awaiting) * stage.before_backward + pending * stage.log_probability_bytes
-            for stage, pending, awaiting in passes
-        )
-        own = stages[start.stage]
-        last = own.layer(0)
-        most = own.outside(0) + max(moment.saved for moment in last.moments)
-        change = {
-            "backward": max(
-                most - own.before_backward - own.log_probability_bytes, own.recomputed_log_probability_bytes
-            ),
-            "inputs": last.recomputed,  # nothing is freed
-            "weights": max(own.in_weights_pass) - own.before_backward,
-        }[start.kind]
-        highest = max(highest, saved, saved + change)
-    return highest

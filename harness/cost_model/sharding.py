@@ -65,12 +65,16 @@ class Sharding:
 
     def shards(self, width: int, kind: str) -> list[int]:
         """Return the bytes of the rank's shard of each stage's state of a kind."""
-        return [-(-width * count // self.layout.shard_count(kind)) for count in self.counts]
+        return [-(-width * count // self.shard_count(kind)) for count in self.counts]
+
+    def shard_count(self, kind: str) -> int:
+        """Return the number of shards of a kind of state."""
+        return self.layout.shard_count(kind)
 
     @cached_property
     def parameter_bytes(self) -> int:
         """The bytes of the rank's parameters between steps."""
-        return -(-self.widths.parameters * sum(self.counts) // self.layout.shard_count("parameters"))
+        return -(-self.widths.parameters * sum(self.counts) // self.shard_count("parameters"))
 
     @cached_property
     def optimizer_bytes(self) -> int:
@@ -139,7 +143,7 @@ class Sharding:
 
         They are the last, the one before it and the first: from one layer to the next, all changes by the same bytes.
         """
-        return sorted({0, min(1, layers - 1), layers - 1})
+        return sorted({*range(min(2, layers)), *range(layers)[-1:]})
 
     def begin(self, tape: Tape, each: Pass) -> None:
         """Prepare a pass."""

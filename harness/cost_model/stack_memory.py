@@ -1,25 +1,25 @@
 """The prediction of memory under another implementation, from its stack's data. Imports no torch.
 
-For the stack `harness` it is the exact model of harness.cost_model.memory. For others a rank's peak is the highest of
-a few moments of a step: at the loss, when backward enters the last layer, at the end of a backward, and in the step of
-the optimizer. Model state is ZeRO's (arXiv 1910.02054, section 5) at the stack's widths, activations are those of
-harness.cost_model.stack_moments. Left out are tensors that do not grow with the batch or the model, such as the
-state of random generators, and the contexts of CUDA and NCCL.
+A rank's step has the tape of harness.cost_model.step, with the state and the moments of stack_sharding.py and the
+activations of stack_activations.py. Model state is ZeRO's (arXiv 1910.02054, section 5) at the stack's widths. Left out
+are tensors that do not grow with the batch or the model, such as the state of random generators, and the contexts of
+CUDA and NCCL.
 """
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import MODEL_AXES
-from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, PROCESS_BYTES, MemoryEstimate, estimate_memory
-from harness.cost_model.micro_batch_shape import micro_batch_shape
-from harness.cost_model.stack_moments import model_state, play_stack
-from harness.cost_model.stack_parameters import rank_parts
-from harness.layout.layout import Layout
-from harness.layout.state_widths import StateWidths
-from harness.util.errors import UserError
+from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, MemoryEstimate, rank_estimate
+from harness.cost_model.rank_memory import RankPeak, RankStep, group_ranks, highest_peak
+from harness.cost_model.stack_sharding import StackSharding
+from harness.cost_model.stack_stages import padded_model, stack_stages
+from harness.layout.layout import Layout, refusals
+from harness.layout.model_profile import model_profile
 
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
 
@@ -35,39 +35,15 @@ class RankMemory:
     reserved_bytes: int  # the most that torch's allocator takes from the device
 
 
-def predict_memory(
-    config: RunConfig,
-    layout: Layout,
-    stack: StackConfig,
-    widths: StateWidths | None = None,
-    compute_capability: int = HOPPER,
-) -> MemoryEstimate:
-    """Return the memory of the rank with the highest peak on a GPU, as predict_highest_rank has it."""
-    return predict_highest_rank(config, layout, stack, widths, compute_capability).estimate
-
-
 def predict_highest_rank(
-    config: RunConfig,
-    layout: Layout,
-    stack: StackConfig,
-    widths: StateWidths | None = None,
-    compute_capability: int = HOPPER,
+    config: RunConfig, layout: Layout, stack: StackConfig, compute_capability: int = HOPPER
 ) -> RankMemory:
-    """Return the memory of the rank with the highest peak, with its bytes at rest and those that torch reserves.
+    """Return the memory of the rank with the highest peak on a GPU, under a stack other than `harness`.
 
-    `widths` are those of the engine, which the stack `harness` needs and others do not have. Raises UserError for a
-    layout that the model or the global batch does not divide into or that the stack does not have, ValueError for the
-    stack `harness` without widths.
+    Raises UserError for a layout that the model or the global batch does not divide into.
     """
-    if stack.memory.kind != "harness":
-        require_expressible(config, layout, stack)
-        return max(
-            (predict_rank_memory(config, layout, stack, rank, compute_capability) for rank in ranks(layout)),
-            key=lambda memory: memory.estimate.peak_bytes,
-        )
-    if widths is None:
-        raise ValueError("the stack harness needs its engine's widths")
-    return own_memory(stack.memory, estimate_memory(config, layout, widths, "cuda"), "cuda")
+    highest = highest_peak(stack_steps(config, layout, stack.memory))
+    return stack_rank_memory(highest, stack.memory, compute_capability)
 
 
 def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device) -> RankMemory:
@@ -77,81 +53,50 @@ def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device) ->
     return RankMemory(estimate, sum(lasting), reserved)
 
 
-def require_expressible(config: RunConfig, layout: Layout, stack: StackConfig) -> None:
-    """Raise UserError for a model whose layers the stack does not know, and for a layout that it does not have."""
-    if config.model.family == "hf":
-        raise UserError(
-            f"stack={stack.name} knows the layers of model.family=llama and gpt, not those of model.name="
-            f"{config.model.name}: choose stack=harness"
-        )
-    stages = stack.memory.zero_stages
-    if layout.zero_stage not in stages:
-        choice = ", ".join(map(str, stages))
-        raise UserError(
-            f"strategy.zero_stage={layout.zero_stage} does not exist in stack={stack.name}: choose {choice}"
-        )
-    only_here = {
-        "strategy.offload": (layout.offload, "none"),
-        "checkpointing": (config.checkpointing.name, "none, full, every_n or attention"),
-        "checkpointing.offload_activations": (config.checkpointing.offload_activations, "false"),
+def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Iterator[str]:
+    """Yield why a stack other than `harness` does not have this configuration, a line each."""
+    memory, checkpointing = stack.memory, config.checkpointing
+    rules = {
+        "stack_model": not model_profile(config.model).is_project_decoder,
+        "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
+        "stack_offload": layout.offload != "none",
+        "stack_checkpointing": checkpointing.name == "selective",
+        "stack_offload_activations": checkpointing.offload_activations,
     }
-    for key, (value, choices) in only_here.items():
-        if value in ("optimizer", "parameters", "selective", True):
-            raise UserError(f"{key}={value} does not exist in stack={stack.name}: choose {choices}")
-    if not stack.memory.has_model_parallelism:
-        for axis in MODEL_AXES:
-            if layout.axis_sizes[axis] > 1:
-                degree = layout.axis_sizes[axis]
-                raise UserError(f"strategy.{axis}={degree} does not exist in stack={stack.name}: choose 1")
+    for axis in MODEL_AXES:
+        rules[f"stack_{axis}"] = layout.axis_sizes[axis] > 1 and not memory.has_model_parallelism
+    stages = ", ".join(map(str, memory.zero_stages))
+    return refusals(rules, config, layout, stack=stack, stages=stages)
 
 
-def ranks(layout: Layout) -> tuple[int, ...]:
-    """Return the ranks of the pipeline of which one has the highest peak: those at its ends and beside them.
+def stack_steps(config: RunConfig, layout: Layout, memory: StackMemory) -> list[RankStep]:
+    """Return the steps of the pipeline's ranks under a stack other than `harness`, one for all whose stages are alike.
 
-    Between them, a stage has as many layers or one less, and keeps fewer micro-batches the later it comes, unless
-    strategy.layers_per_stage says otherwise.
+    It pads the vocabulary by its own rule. No stack has a schedule that splits backward, or a loss in parts. Raises
+    UserError for a layout that the model or the global batch does not divide into.
     """
-    if layout.layers_per_stage is not None:
-        return tuple(range(layout.pp))
-    return tuple(sorted({0, min(1, layout.pp - 1), max(0, layout.pp - 2), layout.pp - 1}))
+    if layout.schedule != "gpipe":
+        layout = dataclasses.replace(layout, schedule="interleaved_1f1b" if layout.virtual_stages > 1 else "1f1b")
+    model = padded_model(config.model, layout, memory.vocabulary_multiple)
+    config = dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, loss_chunks=1))
+    alike = group_ranks(stack_stages(model, layout, memory.balance), layout.pp, config.checkpointing.every)
+    return [RankStep(StackSharding(config, layout, memory, stages), pp_ranks) for stages, pp_ranks in alike]
 
 
-def predict_rank_memory(
-    config: RunConfig, layout: Layout, stack: StackConfig, pp_rank: int, compute_capability: int = HOPPER
-) -> RankMemory:
-    """Return the memory of this rank of the pipeline under a stack other than `harness`.
-
-    Raises UserError for a layout that the model or the global batch does not divide into.
-    """
-    memory = stack.memory
-    parts = rank_parts(config.model, layout, memory, pp_rank)
-    shape = micro_batch_shape(config, layout, "cuda")
-    state = model_state(config, layout, memory, parts)
-    workspaces = workspace_bytes(memory, compute_capability)
-    tape = play_stack(config, layout, memory, parts, shape, state, pp_rank)
-    moments, highest = [moment.parts for moment in tape.moments], tape.highest
-    resident = {"parameters": state.parameters, "optimizer": state.optimizer, "workspaces": workspaces}
-    estimate = MemoryEstimate(
-        state.parameters,
-        max(state.main_gradients, state.gradients),
-        state.optimizer,
-        activation_bytes=max(moment["activations"] for moment in moments),
-        loss_bytes=max(moment["loss"] for moment in moments),
-        communication_buffer_bytes=max(moment["buffers"] for moment in moments),
-        host_bytes=0,
-        process_bytes=PROCESS_BYTES["cuda"],
-        at_peak=resident | highest.parts,
-        rank=pp_rank * (layout.world_size // layout.pp),
-        phase=highest.phase,
-    )
-    chunks = len(parts.chunks) if layout.pp_enabled else 0
-    resting = sum(resident.values()) + state.at_rest + memory.pipeline_tensors_at_rest * chunks * shape.hidden_bytes
-    present = highest.parts["gradients"] - state.main_gradients if state.main_gradients else state.gradients
-    collectives = 0
-    if shape.sequence_parallel and not layout.pp_enabled:
-        collectives = memory.collective_tensors * sum(parts.chunks) * shape.whole_hidden_bytes
-    absent_gradients = max(0, state.gradients - present)
-    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, absent_gradients, collectives))
+def stack_rank_memory(peak: RankPeak, memory: StackMemory, compute_capability: int) -> RankMemory:
+    """Return the memory of a rank under a stack other than `harness`, whose worst moment is known."""
+    own, shape = peak.step.sharding, peak.step.sharding.shape
+    state = peak.step.state | {"workspaces": workspace_bytes(memory, compute_capability)}
+    estimate = rank_estimate(peak)
+    estimate = dataclasses.replace(estimate, at_peak=state | estimate.at_peak)
+    received = memory.pipeline_tensors_at_rest * len(own.stages) * shape.hidden_bytes * own.layout.pp_enabled
+    rests = own.keeps_gradients or (memory.keeps_gradients_at_rest and own.shard_count("gradients") > 1)
+    collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes
+    if not shape.sequence_parallel or own.layout.pp_enabled:
+        collectives = 0
+    absent_gradients = sum(own.gradients) - max(estimate.at_peak["gradients"], sum(own.sums))
+    reserved = reserved_bytes(memory, estimate, absent_gradients, collectives)
+    return RankMemory(estimate, sum(state.values()) + own.buffer_bytes + sum(own.sums) * rests + received, reserved)
 
 
 def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:

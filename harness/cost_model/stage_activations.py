@@ -8,9 +8,11 @@ from harness.cost_model.activations import (
     block_tensors,
     consumed_by_recompute,
     layer_activations,
+    loss_bytes,
     norm_tensors,
     recomputed_tensors,
 )
+from harness.cost_model.attention_activations import scores_bytes
 from harness.cost_model.layer_backward import (
     BEFORE_SCORES,
     LayerMoment,
@@ -30,6 +32,7 @@ class LayerActivations:
     recomputed: int  # by its second forward, beside what it keeps; without what that takes and frees
     kept_for_weights: int  # for the weights' half of a backward, a second forward's tensors included
     at_scores: int  # when its forward computes its attention
+    scores: int  # of that moment alone
     moments: tuple[LayerMoment, ...]  # of its backward
 
 
@@ -56,6 +59,7 @@ def one_layer_activations(
         recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
         kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
+        scores=scores_bytes(shape),
         moments=tuple(layer_backward_moments(shape, saved, Recomputation(recomputed, consumed, is_recomputed))),
     )
 
@@ -74,16 +78,34 @@ class StageActivations:
 
     def kept_by(self, layers: range) -> int:
         """Return the bytes that layers of these indices keep, what they share, and what the embedding keeps."""
-        shape, every = self.shape, self.checkpointing.every
-        tables = 0
-        if not shape.model.architecture.learned_positions:
-            tables = 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width
-        recomputed = 0
+        every, recomputed = self.checkpointing.every, 0
         if self.checkpointing.recomputes_layer(every - 1):
             recomputed = layers.stop // every - layers.start // every
         counts = {True: recomputed, False: len(layers) - recomputed}
         saved = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
-        return tables + saved_by_embedding_bytes(shape, self.stage) + saved
+        return self.embedding_bytes + self.table_bytes + saved
+
+    @cached_property
+    def embedding_bytes(self) -> int:
+        """The bytes of token ids, a mask of those that other ranks look up, positions, and the dropout's mask."""
+        shape = self.shape
+        if not self.stage.holds_embedding:
+            return 0
+        positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
+        return shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1)) + positions + shape.dropout_mask_bytes
+
+    @cached_property
+    def table_bytes(self) -> int:
+        """The bytes of the cosines and sines by which all layers rotate queries and keys."""
+        shape = self.shape
+        if shape.model.architecture.learned_positions:
+            return 0
+        return 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width
+
+    @cached_property
+    def loss_bytes(self) -> int:
+        """The bytes at the worst moment of logits and cross-entropy; 0 in a stage without the head."""
+        return loss_bytes(self.shape) * self.stage.holds_head
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
@@ -109,12 +131,12 @@ class StageActivations:
         """The bytes that activation offload moves: the layers', as the embedding's stay on the device."""
         if not self.checkpointing.offload_activations:
             return 0
-        return self.kept_by(self.stage.layer_indices) - saved_by_embedding_bytes(self.shape, self.stage)
+        return self.kept_by(self.stage.layer_indices) - self.embedding_bytes
 
     @cached_property
     def moved_layer_bytes(self) -> int:
         """The bytes of one layer that leave the device; none on a CPU, where the host's memory is the device's."""
-        return 0 if self.shape.device == "cpu" else self.offloaded_bytes // self.stage.layers
+        return 0 if self.shape.device == "cpu" else self.offloaded_bytes // max(1, self.stage.layers)
 
     @cached_property
     def moved_bytes(self) -> int:
@@ -125,6 +147,11 @@ class StageActivations:
     def before_backward(self) -> int:
         """The bytes on the device that a pass keeps for its backward, without the logits."""
         return self.kept_by(self.stage.layer_indices) + sum(self.norm.values()) - self.moved_bytes
+
+    @property
+    def at_loss(self) -> int:
+        """The bytes of a pass at its loss, without the buffer that received its input."""
+        return self.before_backward + self.loss_bytes - self.received_input_bytes
 
     @cached_property
     def in_final_norm(self) -> int:
@@ -179,17 +206,17 @@ class StageActivations:
     @cached_property
     def log_probability_bytes(self) -> int:
         """Bytes of log-probabilities kept for backward; 0 where the loss goes through its tokens in parts."""
-        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks == 1 else 0
+        return self.logits_bytes * (self.shape.loss_chunks == 1)
 
     @cached_property
-    def recomputed_log_probability_bytes(self) -> int:
-        """Bytes of log-probabilities that the second forward of a part of the loss keeps."""
-        return self.shape.logits_bytes if self.stage.holds_head and self.shape.loss_chunks > 1 else 0
+    def logits_bytes(self) -> int:
+        """Bytes of the fp32 logits that go through the loss at once; 0 in a stage without the head."""
+        return self.shape.logits_bytes * self.stage.holds_head
 
     @cached_property
     def logits_grad_bytes(self) -> int:
         """Bytes of the gradient of the logits, in the width of compute."""
-        return self.shape.logits_bytes * self.stage.holds_head * self.shape.width // FP32_BYTES
+        return self.logits_bytes * self.shape.width // FP32_BYTES
 
     @cached_property
     def deferred_grad_bytes(self) -> int:
@@ -199,15 +226,6 @@ class StageActivations:
 
 
 stage_activations = lru_cache(maxsize=4096)(StageActivations)
-
-
-def saved_by_embedding_bytes(shape: MicroBatchShape, stage: Stage) -> int:
-    """Return the bytes of token ids, a mask of those that other ranks look up, positions, and the dropout's mask."""
-    if not stage.holds_embedding:
-        return 0
-    positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
-    token_bytes = shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1))
-    return token_bytes + positions + shape.dropout_mask_bytes
 
 
 def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:

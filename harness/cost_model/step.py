@@ -1,7 +1,5 @@
 """The tape of one micro-batch's pass through a stage: its forward, and its backward or one half of it. No torch."""
 
-from harness.cost_model.activations import loss_bytes
-from harness.cost_model.attention_activations import scores_bytes
 from harness.cost_model.layer_backward import (
     block_backward_bytes,
     deferred_weight_grad_bytes,
@@ -32,17 +30,6 @@ def play_pass(sharding: Sharding, each: Pass) -> Tape:
     return tape
 
 
-def forward_buffers(sharding: Sharding) -> int:
-    """Return the most buffers of the forward of a model whose activations are not known."""
-    tape = Tape()
-    each = Pass(sharding.activations[0], sharding.groups[0], "backward", is_first=True, gathers=True, is_last=True)
-    sharding.begin(tape, each)
-    for following in (*reversed(sharding.played_layers(each.activations.stage.layers)), -1):
-        sharding.forward(tape, each, following)
-        tape.put()
-    return tape.most_buffers
-
-
 def play_forward(tape: Tape, sharding: Sharding, each: Pass) -> None:
     """Play forward up to the head, through attention's scores in the last layer."""
     activations = each.activations
@@ -53,7 +40,7 @@ def play_forward(tape: Tape, sharding: Sharding, each: Pass) -> None:
         own = activations.layer(following)
         if following == 0:
             tape.live["activations"] = outside + own.at_scores
-            tape.touch(temporaries=scores_bytes(activations.shape))
+            tape.touch(temporaries=own.scores)
         tape.put(activations=outside + own.saved)
     sharding.forward(tape, each, -1)
     tape.put(activations=activations.before_backward)
@@ -72,7 +59,7 @@ def play_head(tape: Tape, sharding: Sharding, each: Pass) -> None:
     chunks, matrix, hidden_grad = shape.loss_chunks, sharding.vocabulary_grad_bytes, shape.whole_hidden_bytes
     earlier_hidden_grads = hidden_grad * (chunks - 1) // chunks
     shared_grads = matrix + earlier_hidden_grads if chunks > 1 else 0  # of what the parts share
-    tape.touch(loss=loss_bytes(shape), temporaries=shared_grads)
+    tape.touch(loss=activations.loss_bytes, temporaries=shared_grads)
     if each.kind == "backward":
         in_product = hidden_grad + (1 + (chunks > 1)) * matrix + activations.logits_grad_bytes
         # The gradients of the parts are summed: the sum so far, the summand, and where it is another tensor their sum.
@@ -113,7 +100,7 @@ def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     tape.live["temporaries"] = 0
     sharding.enter_layer(tape, each, 0)
     tape.live["gradients"] = 0
-    tape.put(temporaries=deferred - layer_deferred + block + recomputed)
+    tape.touch(temporaries=deferred - layer_deferred + block, temporaries_recomputed=recomputed)
     tape.put(temporaries=deferred + shape.norm_backward_bytes - shape.norm_gradient_bytes)
 
 

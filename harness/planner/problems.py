@@ -8,7 +8,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig
 from harness.cost_model.fits import Choices, Variant, remedies
 from harness.cost_model.prediction import Prediction
-from harness.cost_model.stack_memory import require_expressible
+from harness.cost_model.stack_memory import stack_problems
 from harness.engines.base import load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import DescribedCluster, described_machine
 from harness.layout.compatibility import incompatibilities
@@ -31,10 +31,7 @@ def plan_problems(config: RunConfig, layout: Layout, cluster: DescribedCluster, 
         yield problem
     yield from described_machine(cluster).world_size_problems(layout.world_size)
     if stack.memory.kind != "harness":
-        try:
-            require_expressible(config, layout, stack)
-        except UserError as error:
-            yield str(error)
+        yield from stack_problems(config, layout, stack)
         return
     yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from harness.cost_model.stack_memory import predict_memory, predict_rank_memory
+from harness.cost_model.stack_memory import predict_highest_rank
 from tests.benchmarks.other_estimators import (
     accelerate_estimate,
     best_constant_mfu,
@@ -27,6 +27,7 @@ from tests.support.published import PublishedRow, fms, llm_foundry, megatron, mo
 from tests.support.published.memory_scores import nanotron_memory
 from tests.support.published.step_times import step_seconds
 from tests.support.published.time_scores import time_scores
+from tests.support.rank_memory import predict_rank_memory
 
 NANOTRON, MEGATRON, FMS = "nanotron grid, H100", "Megatron-LM golden values", "fms-acceleration, A100"
 
@@ -84,7 +85,7 @@ def _golden_peak(case: megatron.GoldenRow) -> float:
 
 
 def _fms_peak(case: fms.FmsRow) -> float:
-    return predict_memory(case.row.config, case.row.layout, case.stack, None, 8).peak_bytes
+    return predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes
 
 
 def memory_lines(python: Path | None) -> Iterator[Line]:

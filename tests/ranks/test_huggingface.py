@@ -16,7 +16,7 @@ from harness.config.command import read_run_config
 from harness.config.fingerprint import fingerprint
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
-from harness.cost_model.memory import lower_bound_estimate
+from harness.cost_model.memory import estimate_memory
 from harness.cost_model.sharding import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
@@ -144,7 +144,7 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
     assert model_flops(stored) == row["model_flops"]
     layout = resolve_layout(stored.strategy, 2)
     if layout.tp > 1:
-        estimate = lower_bound_estimate(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
+        estimate = estimate_memory(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
         assert row["parameter_bytes"] == estimate.parameter_bytes and row["optimizer_bytes"] == estimate.optimizer_bytes
 
 
@@ -166,7 +166,7 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
     assert local_parameter_count(model, whole_model(model), 2) == own
     widths = load_engine("torch").state_widths(config, layout)
-    assert lower_bound_estimate(config, layout, widths, "cpu").parameter_bytes == 4 * own
+    assert estimate_memory(config, layout, widths, "cpu").parameter_bytes == 4 * own
 
     def verdicts(elements: int) -> list[bool]:
         single = config_of(folder(tmp_path, kind), "strategy=single")

@@ -23,7 +23,7 @@ from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.activations import block_tensors, loss_bytes
-from harness.cost_model.memory import activation_bytes, estimate_memory, estimate_rank_memory
+from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
 from harness.cost_model.rank_memory import RankStep, sharding_of
@@ -42,6 +42,7 @@ from harness.probe import Probe
 from tests.support.capacity import capacity_problem
 from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Live, Recomputing, built, model_named, run, shaped
 from tests.support.pairwise import pairwise
+from tests.support.rank_memory import estimate_rank_memory
 from tests.support.schedules import laid_out
 from tests.support.schedules import order as order_of_torch
 
@@ -259,7 +260,7 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
     for pp_rank, (stage, expected) in enumerate(zip(split_into_stages(MODEL, layout), (sent, back), strict=True)):
         step = RankStep(sharding_of(config, layout, ADAM_FP32, "cpu", [stage]))
         last = [moment for moment in backward_starts(layout, 4, pp_rank) if moment.kind != "weights"][-1]
-        assert step.between(last, [0])["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
+        assert step.kept_of_others(last)["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 
 def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:

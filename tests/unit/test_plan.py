@@ -14,7 +14,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import files_in
 from harness.config.stack import load_stack
 from harness.config.strategy import StrategyConfig
-from harness.cost_model.memory import WORKSPACE_BYTES, estimate_rank_memory
+from harness.cost_model.memory import WORKSPACE_BYTES
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
@@ -25,6 +25,7 @@ from harness.records.runs_csv import read_runs_csv
 from harness.records.store import read_record
 from harness.util.errors import UserError
 from tests.support.models import run, shaped
+from tests.support.rank_memory import estimate_rank_memory
 
 HARDWARE = """
 name: eight

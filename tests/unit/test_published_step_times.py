@@ -242,7 +242,7 @@ def test_state_that_exceeds_a_device_is_said_not_to_fit() -> None:
 def verdict_of(row: PublishedRow) -> str:
     """Return whether a row's highest rank is said to fit its device."""
     stack, hardware = cached_stack(row.stack), cluster_hardware(row.cluster)
-    memory = predict_highest_rank(row.config, row.layout, stack, None, hardware.compute_capability)
+    memory = predict_highest_rank(row.config, row.layout, stack, hardware.compute_capability)
     return fit_verdict(memory, hardware.memory_bytes, stack.memory).fits
 
 

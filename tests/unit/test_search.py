@@ -181,12 +181,12 @@ def test_shortcuts_change_no_byte(
     short = estimate_memory(config, prediction.layout, prediction.widths, "cuda")
     monkeypatch.setattr(rank_memory.RankStep, "heaviest_starts", every_start)
     monkeypatch.setattr(rank_memory, "representative_stage", lambda stage, period: stage)
-    rank_memory._alike_ranks.cache_clear()
+    rank_memory.group_ranks.cache_clear()
     try:
         assert estimate_memory(config, prediction.layout, prediction.widths, "cuda") == short
     finally:
         monkeypatch.undo()
-        rank_memory._alike_ranks.cache_clear()
+        rank_memory.group_ranks.cache_clear()
 
 
 def every_start(step: rank_memory.RankStep, pp_ranks: tuple[int, ...]) -> dict[int, list[BackwardStart]]:

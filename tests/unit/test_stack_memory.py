@@ -10,27 +10,25 @@ import pytest
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.from_dict import from_dict
 from harness.config.locations import files_in
-from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory, load_stack
 from harness.config.strategy import StrategyConfig
-from harness.cost_model import stack_memory, stack_moments, stack_parameters
 from harness.cost_model.fits import fit_verdict
-from harness.cost_model.memory import estimate_memory
+from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
-from harness.cost_model.stack_memory import (
-    predict_highest_rank,
-    predict_memory,
-    predict_rank_memory,
-)
-from harness.cost_model.stack_moments import layer_bytes
+from harness.cost_model.pipeline import BackwardStart
+from harness.cost_model.rank_memory import RankStep
+from harness.cost_model.stack_activations import layer_bytes
+from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank, stack_problems, stack_steps
+from harness.cost_model.stack_sharding import StackSharding
+from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
-from tests.support.published import fms, megatron
+from tests.support.published import fms, megatron, memory_scores
 from tests.support.published.memory_scores import (
     error,
     fms_scores,
@@ -43,6 +41,7 @@ from tests.support.published.memory_scores import (
     nanotron_scores,
     own_ratios,
 )
+from tests.support.rank_memory import predict_rank_memory
 
 WIDTHS = StateWidths(parameters=2, gradients=4, optimizer=12, gathered=2)
 
@@ -140,44 +139,39 @@ def test_a_verdict_turns_from_likely_to_tight_to_no_as_memory_shrinks() -> None:
 
 def forget_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count one of Adam's two moments."""
-    original = stack_moments.model_state
 
-    def with_one_moment(config: RunConfig, *rest: object) -> stack_moments.StackState:
-        state = original(config, *rest)  # type: ignore[arg-type]
-        states = 3 if config.precision.is_mixed and not state.unit_gradient else 2
-        return dataclasses.replace(state, optimizer=state.optimizer * (states - 1) // states)
+    def with_one_moment(own: StackSharding) -> int:
+        states = 3 if own.precision.is_mixed and own.keeps_gradients else 2
+        width = own.widths.optimizer * (states - 1) // states
+        return -(-width * sum(own.counts) // own.shard_count("optimizer"))
 
-    monkeypatch.setattr(stack_memory, "model_state", with_one_moment)
+    monkeypatch.setattr(StackSharding, "optimizer_bytes", property(with_one_moment))
 
 
 def swap_tensor_and_pipeline_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_parameters.rank_parts
-
-    def swapped(model: ModelConfig, layout: Layout, memory: StackMemory, pp_rank: int) -> stack_parameters.RankParts:
+    def swapped(config: RunConfig, layout: Layout, stack: StackConfig, pp_rank: int, *rest: int) -> RankMemory:
         other = dataclasses.replace(layout, tp=layout.pp, pp=layout.tp, layers_per_stage=None)
-        return original(model, other, memory, min(pp_rank, other.pp - 1))
+        return predict_rank_memory(config, other, stack, min(pp_rank, other.pp - 1), *rest)
 
-    monkeypatch.setattr(stack_memory, "rank_parts", swapped)
+    monkeypatch.setattr(memory_scores, "predict_rank_memory", swapped)
 
 
 def keep_one_micro_batch_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_moments.max_in_flight_micro_batches
+    original = RankStep.kept_of_others
 
-    def fewer(layout: Layout, micro_batches: int, pp_rank: int) -> int:
-        return max(1, original(layout, micro_batches, pp_rank) - 1)
+    def fewer(step: RankStep, start: BackwardStart) -> Bytes:
+        kept = original(step, start)
+        lost = step.sharding.activations[start.stage].before_backward
+        return kept | {"activations": max(0, kept["activations"] - lost)}
 
-    monkeypatch.setattr(stack_moments, "max_in_flight_micro_batches", fewer)
+    monkeypatch.setattr(RankStep, "kept_of_others", fewer)
 
 
 def keep_gradients_in_16_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = stack_moments.model_state
+    def narrow(own: StackSharding) -> list[int]:
+        return [size // 2 for size in own.shards(own.widths.gradients, "gradients")]
 
-    def narrow(*arguments: object) -> stack_moments.StackState:
-        state = original(*arguments)  # type: ignore[arg-type]
-        lost = state.main_gradients // 2
-        return dataclasses.replace(state, main_gradients=lost, at_rest=state.at_rest - lost)
-
-    monkeypatch.setattr(stack_memory, "model_state", narrow)
+    monkeypatch.setattr(StackSharding, "sums", property(narrow))
 
 
 def pipeline_error() -> float:
@@ -260,15 +254,21 @@ def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, 
 
 @pytest.mark.parametrize("name", ["gpt_125m", "7b", "70b", "tiny", "mistral_7b"])
 def test_the_parameters_of_all_parts_are_the_models(name: str) -> None:
-    model = compose_config(f"model={name}", "strategy=single").model
+    config = compose_config(f"model={name}", "strategy=single", "train.global_batch=8")
+    model = config.model
     for pp in (1, 2, 4):
-        layout = layout_of(pp, pp=pp)
-        parts = [stack_parameters.rank_parts(model, layout, StackMemory(), rank) for rank in range(pp)]
+        steps = stack_steps(config, layout_of(pp, pp=pp), StackMemory())
         copies = model.vocab_size * model.hidden_size if model.tie_word_embeddings and pp > 1 else 0
-        assert sum(part.parameters for part in parts) == parameter_count(model) + copies
+        counts = sum(len(step.pp_ranks) * sum(step.sharding.counts) for step in steps)
+        assert counts == parameter_count(model) + copies
 
 
 # --- Predictions of all stacks
+
+
+def predict_memory(config: RunConfig, layout: Layout, stack: StackConfig) -> MemoryEstimate:
+    """Return the memory of the highest rank."""
+    return predict_highest_rank(config, layout, stack).estimate
 
 
 OTHER_STACKS = [name for name in files_in("stack") if name != "harness"]
@@ -289,11 +289,11 @@ LAYOUTS = [
 def test_more_recomputation_and_smaller_micro_batches_never_need_more(name: str, keys: dict[str, object]) -> None:
     stack, layout = load_stack(name), layout_of(8, **keys)
     config = gpt_config("gpt_1.3b", micro_batch=4)
-    try:
-        plain = predict_memory(config, layout, stack)
-    except UserError as refused:
-        assert "does not exist in stack=" in str(refused)
+    refused = next(stack_problems(config, layout, stack), None)
+    if refused:
+        assert "does not exist in stack=" in refused
         return
+    plain = predict_memory(config, layout, stack)
     assert plain.peak_bytes == sum(plain.at_peak.values())
     assert all(size >= 0 for size in plain.at_peak.values())
     peaks = [
@@ -320,11 +320,8 @@ def test_the_highest_rank_is_among_those_that_are_compared(name: str, pp: int, m
 def test_the_stack_harness_is_the_exact_model() -> None:
     config, layout = gpt_config("gpt_125m"), layout_of(1)
     exact = estimate_memory(config, layout, WIDTHS, "cuda")
-    assert predict_memory(config, layout, load_stack("harness"), WIDTHS) == exact
-    whole = predict_highest_rank(config, layout, load_stack("harness"), WIDTHS)
+    whole = own_memory(load_stack("harness").memory, exact, "cuda")
     assert whole.resting_bytes < exact.peak_bytes <= whole.reserved_bytes
-    with pytest.raises(ValueError, match="widths"):
-        predict_memory(config, layout, load_stack("harness"))
 
 
 def test_reserved_bytes_are_whole_segments_and_no_less_than_allocated_ones() -> None:
@@ -338,17 +335,18 @@ def test_a_stack_or_layout_that_does_not_exist_is_refused_in_one_line() -> None:
     config = gpt_config("gpt_125m")
     with pytest.raises(UserError, match=r"^stack=megatrn is not known: choose .*megatron"):
         load_stack("megatrn")
-    with pytest.raises(UserError, match=r"^strategy\.zero_stage=3 does not exist in stack=megatron: choose 0, 1$"):
-        predict_memory(config, layout_of(8, zero_stage=3, dp_shard=8), load_stack("megatron"))
+    megatron_stack, foundry = load_stack("megatron"), load_stack("llm_foundry")
     selective = dataclasses.replace(config, checkpointing=CheckpointingConfig("selective"))
-    with pytest.raises(
-        UserError, match=r"^checkpointing=selective does not exist in stack=megatron: choose none, full"
+    offloaded = dataclasses.replace(config, checkpointing=CheckpointingConfig("full", offload_activations=True))
+    for changed, layout, stack, refused, choice in (
+        (config, layout_of(8, zero_stage=3, dp_shard=8), megatron_stack, "strategy.zero_stage=3", "0, 1"),
+        (selective, layout_of(1), megatron_stack, "checkpointing=selective", "none, full, every_n or attention"),
+        (offloaded, layout_of(1), megatron_stack, "checkpointing.offload_activations=True", "false"),
+        (config, layout_of(1, offload="optimizer"), megatron_stack, "strategy.offload=optimizer", "none"),
+        (config, layout_of(2, tp=2), foundry, "strategy.tp=2", "1"),
     ):
-        predict_memory(selective, layout_of(1), load_stack("megatron"))
-    with pytest.raises(UserError, match=r"^strategy\.offload=optimizer does not exist in stack=megatron: choose none$"):
-        predict_memory(config, layout_of(1, offload="optimizer"), load_stack("megatron"))
-    with pytest.raises(UserError, match=r"^strategy\.tp=2 does not exist in stack=llm_foundry: choose 1$"):
-        predict_memory(config, layout_of(2, tp=2), load_stack("llm_foundry"))
+        problems = list(stack_problems(changed, layout, stack))
+        assert problems == [f"{refused} does not exist in stack={stack.name}: choose {choice}"]
     with pytest.raises(UserError, match=r"^stack\.memory\.kind=other"):
         from_dict(StackMemory, {"kind": "other"}, "stack.memory")
 

@@ -9,9 +9,10 @@ from statistics import median
 
 from harness.config.stack import StackConfig, load_stack
 from harness.cost_model.fits import fit_verdict
-from harness.cost_model.stack_memory import RankMemory, predict_memory, predict_rank_memory
+from harness.cost_model.stack_memory import RankMemory, predict_highest_rank
 from tests.support.commands import ROOT
 from tests.support.published import PublishedRow, fms, megatron, nanotron
+from tests.support.rank_memory import predict_rank_memory
 
 SEEDS = (0, 1, 2, 3, 4)
 
@@ -52,7 +53,7 @@ def fms_scores() -> dict[str, float]:
     """Return the errors of the peaks of fms-acceleration's benchmarks; nothing is fitted."""
     errors = [
         error(
-            predict_memory(case.row.config, case.row.layout, case.stack, None, 8).peak_bytes,
+            predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes,
             case.row.measured["peak_bytes"],
         )
         for case in fms.rows()
@@ -150,7 +151,7 @@ def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
         for case in megatron.rows()
     )
     tuned = (
-        (case.row, predict_memory(case.row.config, case.row.layout, case.stack, None, 8).peak_bytes)
+        (case.row, predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes)
         for case in fms.rows()
     )
     grid = ((row, nanotron_memory(row).reserved_bytes) for row in nanotron_rows())
