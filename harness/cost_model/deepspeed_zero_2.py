@@ -99,9 +99,9 @@ class ZeroStage2(BucketedZero):
     is_allocated = False  # whether the rank's partition of gradients is
 
     @cached_property
-    def owned_bytes(self) -> int:
-        """The bytes of the gradients of all parameters that lie in the partition, at least in part."""
-        return self.widths.gradients * round(partition_elements(self.config.model, self.layout, self.stages))
+    def owned_elements(self) -> int:
+        """The elements of all parameters that lie in the partition, at least in part."""
+        return round(partition_elements(self.config.model, self.layout, self.stages))
 
     @cached_property
     def large_gradient_bytes(self) -> int:
@@ -127,7 +127,7 @@ class ZeroStage2(BucketedZero):
         if self.offloads:
             return super().gradients
         if self.is_cpu or not self.is_mixed:
-            return [self.owned_bytes]
+            return [self.widths.gradients * self.owned_elements]
         return [self.precision.accumulate_bytes * self.partition + self.large_gradient_bytes]
 
     @cached_property
@@ -144,16 +144,7 @@ class ZeroStage2(BucketedZero):
         even, width = super().host_gradient_bytes, self.widths.host_gradients
         if not self.is_cpu or width <= FP32_BYTES:
             return even
-        whole = round(partition_elements(self.config.model, self.layout, self.stages))
-        return even * FP32_BYTES // width + (width - FP32_BYTES) * whole
-
-    @property
-    def allocates_first(self) -> bool:
-        """Whether the partition is allocated before the first reduction, not behind it.
-
-        In mixed precision it is so (_get_compact_grad_partition_slice), else copy_grads_in_partition does it.
-        """
-        return self.is_mixed and not self.is_cpu
+        return even * FP32_BYTES // width + (width - FP32_BYTES) * self.owned_elements
 
     def computed(self, each: Pass, following: int) -> int:
         """Return the bytes of the partition, if it is allocated."""
@@ -176,10 +167,13 @@ class ZeroStage2(BucketedZero):
         super().leave_head(tape, each)
 
     def reduce(self, tape: Tape, each: Pass) -> None:
-        """Copy gradients and reduce them, which allocates the partition if none did before."""
+        """Copy gradients and reduce them, which allocates the partition if none did before.
+
+        In mixed precision it is allocated first (_get_compact_grad_partition_slice), else by copy_grads_in_partition.
+        """
         is_head = self.arrived == each.groups.head.largest > 0
         gradients = each.new_gradients - self.large_gradient_bytes * (is_head and not self.is_cpu)
-        if self.allocates_first:
+        if self.is_mixed and not self.is_cpu:
             tape.live["gradients"] = gradients
         tape.touch(buffers_copies=self.copies(self.content))
         tape.put(gradients=gradients)

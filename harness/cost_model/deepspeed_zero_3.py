@@ -16,12 +16,8 @@ class ZeroStage3(BucketedZero):
     it is a single one of equal parts (coalesced_collectives.py), and gloo copies that once more.
     """
 
+    keeps_gradients = True
     matrices_behind = 0  # those of a layer that backward has left
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the memory of gradients is still allocated when a step begins."""
-        return True
 
     @cached_property
     def whole_parameters(self) -> WholeParameters:

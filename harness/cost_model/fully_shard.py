@@ -20,6 +20,7 @@ class FullyShard(Sharding):
     """
 
     reduces_groups = True
+    keeps_gradients = False
 
     @cached_property
     def degree(self) -> int:
@@ -40,11 +41,6 @@ class FullyShard(Sharding):
     def optimizer_bytes(self) -> int:
         """The bytes of the rank's optimizer state, as padded as parameters."""
         return self.widths.optimizer * -(-sum(self.counts) // self.layout.shard_count("optimizer"))
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether the memory of gradients is still allocated when a step begins."""
-        return False
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""

@@ -115,15 +115,13 @@ def _backward_starts(
 def heaviest_starts(
     layout: Layout, micro_batches: int, pp_ranks: tuple[int, ...]
 ) -> dict[int, Sequence[BackwardStart]]:
-    """Return the starts of backwards that can be the worst of these ranks if their stages are alike, by the rank.
+    """Return the starts of backwards that can be the worst of a pipeline's ranks whose stages are alike, by the rank.
 
     Left out is a start that keeps no more of anything than another one of the same kind, stage and gradients, on the
     same rank or on one before it, so that the first of equally bad starts remains. It holds wherever a pass that waits
     for its backward keeps at least what its gradient that was sent back takes.
     """
-    schedule = layout.schedule if layout.pp_enabled else "1f1b"
-    heaviest = _heaviest_starts(schedule, layout.pp, layout.virtual_stages, micro_batches, pp_ranks)
-    return dict(heaviest)
+    return dict(_heaviest_starts(layout.schedule, layout.pp, layout.virtual_stages, micro_batches, pp_ranks))
 
 
 @lru_cache(maxsize=2048)
@@ -160,16 +158,7 @@ def bubble_ratio(layout: Layout, micro_batches: int) -> float:
 def max_in_flight_micro_batches(layout: Layout, micro_batches: int, pp_rank: int) -> int:
     """Return the most passes through its stages that this rank of the pipeline keeps for backward at once.
 
-    torch's schedules order them so: GPipe keeps all, 1F1B as many as there are stages from this one on, the looped
-    schedules their warm-up and one more; zero bubble keeps each until its weights' gradients are computed, `pp_rank`
-    passes later.
+    Zero bubble keeps each until its weights' gradients are computed.
     """
-    p, v = layout.pp, layout.virtual_stages
-    if layout.schedule == "gpipe":
-        return micro_batches
-    if layout.schedule == "1f1b":
-        return min(micro_batches, p - pp_rank)
-    warm_up = (v - 1) * micro_batches_per_round(layout.pp, micro_batches)
-    if layout.schedule == "interleaved_1f1b":
-        return min(v * micro_batches, warm_up + 2 * (p - 1 - pp_rank) + 1)
-    return min(v * micro_batches, warm_up + (p - 1 - pp_rank) + 1 + pp_rank)
+    starts = backward_starts(layout, micro_batches, pp_rank)
+    return max(sum(start.pending) + sum(start.awaiting_weight_grad) for start in starts)

@@ -4,7 +4,7 @@ Ranks whose stages are alike differ by the order of their passes alone, so that 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ class RankStep:
 
     sharding: Sharding
     pp_ranks: tuple[int, ...] = (0,)  # for which it stands
+    tapes: dict[tuple[object, ...], Tape] = field(default_factory=dict)  # of passes so far, by what decides them
 
     @cached_property
     def state(self) -> Bytes:
@@ -86,11 +87,6 @@ class RankStep:
         tape.phase = "optimizer"
         self.sharding.step(tape)
         return tape.highest
-
-    @cached_property
-    def tapes(self) -> dict[tuple[object, ...], Tape]:
-        """The tapes of the passes that have been played, by what decides them."""
-        return {}
 
     def play(self, start: BackwardStart) -> tuple[Tape, Bytes]:
         """Return the tape of the pass that begins its backward so, and what the rank keeps of other passes then."""

@@ -250,16 +250,17 @@ class Sharding:
             head = 0 if self.reduces_groups else groups.root.elements
         return round(each.new_gradients * (head + following * groups.layer.elements) / groups.elements)
 
-    def weights_pass_bytes(self, activations: StageActivations, count: int) -> tuple[int, int]:
+    def weights_pass_bytes(self, each: Pass) -> tuple[int, int]:
         """Return the gradients at the last layer of a backward for weights alone, and at its last matrix.
 
         In 16 bit, and where groups are reduced, they are all that it computed so far, as it adds them to the sums at
         its end; in fp32 one at a time.
         """
-        matrix, width = self.vocabulary_grad_bytes * activations.stage.holds_head, self.shape.width
+        stage, width = each.activations.stage, self.shape.width
+        matrix = self.vocabulary_grad_bytes * stage.holds_head
         if self.has_16_bit_grads or self.reduces_groups:
-            layers = count * width - matrix
-            return layers - layers // activations.stage.layers, layers + matrix
+            layers = each.groups.elements * width - matrix
+            return layers - layers // stage.layers, layers + matrix
         model = self.config.model
         inner = model.hidden_size * model.intermediate_size * width // self.shape.tp
         return inner, matrix or inner

@@ -31,11 +31,9 @@ class StackSharding(Sharding):
         self.memory = memory
         self.shard_counts = {"optimizer": shards, "parameters": shards if is_flat else 1}
         self.main_width = precision.accumulate_bytes * (memory.keeps_main_gradients and not is_flat)
-        if is_flat:
-            width, gathered = precision.master_bytes, precision.compute_bytes * (shards > 1 or precision.is_mixed)
-            masters = 0
-        else:
-            width, gathered, masters = precision.compute_bytes, 0, precision.master_bytes * precision.is_mixed
+        width = precision.master_bytes if is_flat else precision.compute_bytes
+        masters = precision.master_bytes * (precision.is_mixed and not is_flat)
+        gathered = precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed))
         widths = StateWidths(width, self.main_width or width, config.optimizer_state_bytes + masters, gathered)
         super().__init__(config, layout, widths, "cuda", stages)
         self.activations = [StackActivations(self.shape, stage, config.checkpointing, memory) for stage in stages]

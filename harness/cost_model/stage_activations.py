@@ -78,9 +78,7 @@ class StageActivations:
 
     def kept_by(self, layers: range) -> int:
         """Return the bytes that layers of these indices keep, what they share, and what the embedding keeps."""
-        every, recomputed = self.checkpointing.every, 0
-        if self.checkpointing.recomputes_layer(every - 1):
-            recomputed = layers.stop // every - layers.start // every
+        recomputed = sum(map(self.checkpointing.recomputes_layer, layers))
         counts = {True: recomputed, False: len(layers) - recomputed}
         saved = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
         return self.embedding_bytes + self.table_bytes + saved

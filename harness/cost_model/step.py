@@ -5,7 +5,7 @@ from harness.cost_model.layer_backward import (
     deferred_weight_grad_bytes,
     recompute_allreduce_bytes,
 )
-from harness.cost_model.sharding import Pass, Sharding, local_parameter_count
+from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 
 
@@ -110,9 +110,7 @@ def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
     stage, layer_deferred = activations.stage, deferred_weight_grad_bytes(activations.shape)
     at_layer, at_matrix = activations.in_weights_pass
     left = activations.deferred_grad_bytes - (stage.layers - 1) * layer_deferred
-    layout = sharding.layout
-    count = local_parameter_count(sharding.config.model, stage, layout.tp, layout.vocabulary_tp)
-    grads_at_layer, grads_at_matrix = sharding.weights_pass_bytes(activations, count)
+    grads_at_layer, grads_at_matrix = sharding.weights_pass_bytes(each)
     sharding.begin(tape, each)
     sharding.end_forward(tape, each)
     tape.phase = "backward"
