@@ -128,7 +128,7 @@ class RankStep:
         """Return the worst moment of the step of a rank with these starts of backwards."""
         own, phase, highest = self.sharding, self.outside.phase, self.outside.parts
         total = self.outside.total
-        for start in starts:
+        for start in own.counted_starts(starts):
             tape, others = self.play(start)
             moment = tape.highest
             size = moment.total + sum(others.values())
@@ -138,17 +138,6 @@ class RankStep:
         highest["gradients"] += own.host_gradient_bytes
         highest["buffers"] += own.buffer_bytes
         return RankPeak(self, pp_rank, starts, phase, self.state | highest)
-
-    @property
-    def most_at_loss(self) -> int:
-        """The most bytes of activations, logits and buffers of passes when a backward starts, with its loss."""
-        stages = self.sharding.activations
-        return max(
-            sum(self.kept_of_others(start).values()) + stages[start.stage].at_loss
-            for starts in self.heaviest_starts(self.pp_ranks).values()
-            for start in starts
-            if start.kind != "weights"
-        )
 
     def most_saved(self, starts: Sequence[BackwardStart]) -> int:
         """Return the most bytes of activations and log-probabilities that are kept for backward at once."""

@@ -14,7 +14,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
-from harness.cost_model.pipeline import PassKind
+from harness.cost_model.pipeline import BackwardStart, PassKind
 from harness.cost_model.shard_groups import ShardGroups, shard_groups, without_data_parallelism
 from harness.cost_model.stage_activations import StageActivations, stage_activations
 from harness.cost_model.tape import Tape
@@ -135,6 +135,10 @@ class Sharding:
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return the buffers that a stage keeps between two of its passes of a step."""
         return 0
+
+    def counted_starts(self, starts: Sequence[BackwardStart]) -> Sequence[BackwardStart]:
+        """Return those starts of backwards among which the worst moment of a step is looked for."""
+        return starts
 
     # The moments of a pass, in their order.
 

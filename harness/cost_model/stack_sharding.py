@@ -6,6 +6,7 @@ from functools import cached_property
 from harness.config.schema import RunConfig
 from harness.config.stack import StackMemory
 from harness.cost_model.layer_backward import LayerMoment
+from harness.cost_model.pipeline import BackwardStart
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.stack_activations import StackActivations
 from harness.cost_model.tape import Tape
@@ -82,6 +83,12 @@ class StackSharding(Sharding):
             units = min(units, 1 + self.memory.prefetched_units) * in_backward
         return self.widths.gathered * (groups.elements - (groups.layers - units) * groups.layer.elements)
 
+    def counted_starts(self, starts: Sequence[BackwardStart]) -> Sequence[BackwardStart]:
+        """Return the start of the backward in a pipeline that is the first to find most passes kept."""
+        if not self.layout.pp_enabled or not starts:
+            return starts
+        return [max(starts, key=lambda start: sum(start.pending))]
+
     def played_layers(self, layers: int) -> Sequence[int]:
         """Return the last layer alone, which finds most activations."""
         return range(min(1, layers))
@@ -113,9 +120,9 @@ class StackSharding(Sharding):
 
         Those of all of a rank's stages may exist before they are added to sums.
         """
-        groups = each.groups
-        root = groups.elements - groups.layers * groups.layer.elements
-        largest = max(root * each.activations.stage.holds_embedding, groups.layer.elements // 2)
+        first, layer = self.groups[0], each.groups.layer.elements
+        root = first.elements - first.layers * first.layer.elements
+        largest = max(root * self.stages[0].holds_embedding, layer // 2)
         gradients = max(each.new_gradients, sum(self.gradients) - sum(self.sums))
         tape.live |= {"gradients": gradients, "buffers_reduced": self.reduced_bytes(root)}
         tape.put(temporaries=self.shape.width * largest)

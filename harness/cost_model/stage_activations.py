@@ -146,11 +146,6 @@ class StageActivations:
         """The bytes on the device that a pass keeps for its backward, without the logits."""
         return self.kept_by(self.stage.layer_indices) + sum(self.norm.values()) - self.moved_bytes
 
-    @property
-    def at_loss(self) -> int:
-        """The bytes of a pass at its loss, without the buffer that received its input."""
-        return self.before_backward + self.loss_bytes - self.received_input_bytes
-
     @cached_property
     def in_final_norm(self) -> int:
         """The bytes in the final norm's backward, without what that freed."""

@@ -4,6 +4,7 @@ Each is what one rank of the pipeline has at one moment of a step, so that the h
 """
 
 from harness.cost_model.memory import WORKSPACE_BYTES
+from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import RankStep, rank_steps
 from harness.cost_model.stack_memory import stack_steps, workspace_bytes
@@ -19,9 +20,20 @@ def state_lower_bound(prediction: Prediction) -> int:
 
 
 def memory_lower_bound(prediction: Prediction) -> int:
-    """Return bytes at the start of a backward, with the loss where that is its stage's."""
-    steps = end_steps(prediction)
-    return workspaces(prediction) + max((step.lasting_bytes + step.most_at_loss for step in steps), default=0)
+    """Return bytes when a backward starts.
+
+    A rank keeps the activations of all passes in flight, or those of the last stage and the loss.
+    """
+    highest = 0
+    for step in end_steps(prediction):
+        own, passes = step.sharding, 1
+        if own.layout.pp_enabled:
+            rank = 0 if own.layout.schedule == "gpipe" else step.pp_ranks[0]
+            passes = max_in_flight_micro_batches(own.layout, own.micro_batches, rank) - own.layout.splits_backward
+        sizes = [stage.before_backward - stage.received_input_bytes for stage in own.activations]
+        at_loss = (sizes[-1] + own.activations[-1].loss_bytes) * own.stages[-1].holds_head
+        highest = max(highest, step.lasting_bytes + max(passes * min(sizes), at_loss))
+    return highest + workspaces(prediction)
 
 
 LOWER_BOUNDS = (state_lower_bound, memory_lower_bound)  # the quickest first
