@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, ordered
-from harness.report.charts.marks import Field, Rows, axis, numbers, spanning, unseen, words
+from harness.report.charts.marks import Rows, axis, figures, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
 from harness.report.claim_peers import Claim
 from harness.report.comparability import EQUAL_BYTES, is_measured
@@ -18,8 +18,8 @@ from harness.util.text import sanitize
 
 def predicted(view: View) -> Chart | None:
     """Draw the predicted peak against the measured one; on the diagonal they are equal."""
-    lines = [line for line in view.lines if is_measured(line.row) and line.number("predicted_peak_bytes")]
-    lines = [line for line in lines if line.peak]
+    known = [line for line in view.lines if line.peak and is_measured(line.row)]
+    lines = [line for line in known if line.number("predicted_peak_bytes")]
     if not lines:
         return None
     planned, measured = [line.number("predicted_peak_bytes") or 0 for line in lines], [line.peak or 0 for line in lines]
@@ -30,7 +30,7 @@ def predicted(view: View) -> Chart | None:
     fields = {
         "x": numbers("predicted peak memory", planned, unit),
         "y": numbers("measured peak memory", measured, unit),
-        "error": Field("error (%)", errors, [f"{error:+.2f}" for error in errors], "+.2f"),
+        "error": figures("error (%)", errors, "+.2f"),
         "name": unseen([line.label if place in named else "" for place, line in enumerate(lines)]),
     }
     rows = Rows(lines, fields)
@@ -54,24 +54,24 @@ def traffic(view: View) -> Chart | None:
     known = [line for line in view.lines if line.ok and _entries(line)]
     lines = ordered(known, lambda line: sum(sent for _, sent, _ in _entries(line)))
     entries = [(line, *entry) for line in lines for entry in _entries(line)]
-    sizes = [sent for *_, sent, _ in entries]
-    if not entries or max(sizes) - min(sizes) <= EQUAL_BYTES * max(sizes):
+    if not entries:
         return None
-    axes, formulas = [axis for _, axis, *_ in entries], [formula for *_, formula in entries]
-    pairs = list(zip(sizes, formulas, strict=True))
-    differs = [due is not None and abs(sent - due) > EQUAL_BYTES * due for sent, due in pairs]
+    owners, axes, sizes, formulas = zip(*entries, strict=True)
+    if max(sizes) - min(sizes) <= EQUAL_BYTES * max(sizes):
+        return None
+    differs = [due is not None and abs(sent - due) > EQUAL_BYTES * due for *_, sent, due in entries]
     unit = byte_unit([*sizes, *formulas])
     fields = {
         "axis": words("mesh axis", axes),
         "value": numbers("sent", sizes, unit),
         "formula": numbers("formula", formulas, unit),
         "differs": unseen(differs),
-        "total": unseen([max(sent, due or 0.0) / unit.size for sent, due in pairs]),
+        "total": unseen([max(sent, due or 0.0) / unit.size for *_, sent, due in entries]),
         "shown": unseen(format_numbers(sizes, unit)),
         "bar": unseen([f"{line.label} · {axis}" if len(set(axes)) > 1 else line.label for line, axis, *_ in entries]),
     }
-    scale = axis(f"sent per step ({unit.name}{'; | = formula' * any(differs)})")
-    plot = bars(view, [replace(line, position=rank) for rank, (line, *_) in enumerate(entries)], fields, scale)
+    items = [replace(line, position=rank) for rank, line in enumerate(owners)]
+    plot = bars(view, items, fields, axis(f"sent per step ({unit.name}{'; | = formula' * any(differs)})"))
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "formula", "bar", "datum.differs")]
     facts = {"axes": dict.fromkeys(axes), "differs": any(differs)}
     return plot.chart("traffic", "Bytes sent by mesh axis", "value", layers, facts=facts)
@@ -93,17 +93,15 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         return None
     strategies = {line.label: line.strategy for line in view.lines}
     items = [
-        Item(f"{sanitize(claim.label)}: {claim.subject}", strategies.get(sanitize(claim.label), ""), place)
+        Item(f"{claim.label}: {claim.subject}", strategies.get(claim.label, ""), place)
         for place, claim in enumerate(known)
     ]
-    expected, measured = [claim.expected for claim in known], [claim.measured for claim in known]
-    apart = [100 * (claim.measured / claim.expected - 1) for claim in known]
     fields = {
-        "expected": Field("paper at this layout", expected, [f"{figure:.3g}" for figure in expected], ".3~g"),
-        "measured": Field("measured", measured, [f"{figure:.3g}" for figure in measured], ".3~g"),
-        "apart": Field("difference (%)", apart, [f"{part:+.1f}" for part in apart], "+.1f"),
+        "expected": figures("paper at this layout", [claim.expected for claim in known], ".3~g"),
+        "measured": figures("measured", [claim.measured for claim in known], ".3~g"),
+        "apart": figures("difference (%)", [100 * (claim.measured / claim.expected - 1) for claim in known], "+.1f"),
     }
-    ends = [*expected, *measured]
+    ends = [*fields["expected"].values, *fields["measured"].values]
     scale = axis("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
     plot = bars(view, items, fields, scale, noun="claim")
     layers = [

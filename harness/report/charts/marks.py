@@ -45,6 +45,13 @@ def numbers(title: str, values: Sequence[float | None], unit: Unit = ONE, form: 
     return Field(title, [scaled(value, unit) for value in values], format_numbers(values, unit), form)
 
 
+def figures(title: str, values: Sequence[float | None], form: str) -> Field:
+    """Return a field of numbers in one format; that of Python knows no ~, and shortens numbers without it."""
+    return Field(
+        title, values, ["" if value is None else format(value, form.replace("~", "")) for value in values], form
+    )
+
+
 def bytes_field(title: str, values: Sequence[float | None]) -> Field:
     """Return a field of bytes, in the unit that suits them."""
     return numbers(title, values, byte_unit(values))

@@ -6,15 +6,15 @@ from dataclasses import replace
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.marks import Field, Rows, axis, column, numbers, unseen
+from harness.report.charts.marks import Rows, axis, column, figures, numbers, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
 from harness.report.labels import PEAK_TITLES
-from harness.report.lines import Line, finite_number
-from harness.report.text import byte_unit, bytes_text, format_numbers, join_words
+from harness.report.lines import Datum, Line, finite_number
+from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, join_words
 from harness.report.view import View
 
-_UNDIVIDED = "no breakdown recorded"
+_TOTAL, _UNDIVIDED, _LIMIT = "peak memory", "no breakdown recorded", "memory limit"
 
 _FARTHEST = 4.0  # times the highest peak: a limit beyond is mentioned and not drawn, as bars would be too short
 
@@ -26,36 +26,46 @@ def peak(view: View) -> Chart | None:
     highest = max(filter(None, peaks), default=0.0)
     if not highest:
         return None
-    unit, title = byte_unit(peaks), "peak memory"
-    limits = sorted({limit for line in lines if (limit := line.number("memory_limit_bytes"))})
+    unit, limits = byte_unit(peaks), _limits(lines)
     near = [limit for limit in limits if limit <= _FARTHEST * highest]
 
     def beside(value: float) -> float:
         """Return where a bar's figure begins: at its end, or at the limit that would cross it."""
         return next((limit for limit in near if value <= limit < value + 0.18 * highest), value)
 
-    sizes = [_parts(line) | {title: line.peak, "memory limit": line.number("memory_limit_bytes")} for line in lines]
-    fields = {"status": column("status", [line.status for line in lines], True)} | row_fields(sizes, unit)
-    fields |= endings(lines, is_timed=False) | {
+    parts = row_fields([_peak_parts(line) for line in lines], unit)
+    fields = {
+        "status": column("status", [line.status for line in lines], True),
+        **parts,
+        **endings(lines, is_timed=False),
         "total": unseen([value and beside(value) / unit.size for value in peaks]),
         "shown": unseen(format_numbers(peaks, unit)),
     }
-    plot = bars(view, lines, fields, axis(fields[title].title))
-    rules = [{"strategy": "", "limit": size / unit.size, "shown": f"memory limit {bytes_text(size)}"} for size in near]
+    plot = bars(view, lines, fields, axis(parts[_TOTAL].title))
     layers = [
         plot.stack((*PEAK_TITLES.values(), _UNDIVIDED), unit, ("value", unit.name, ",.4~f"), ("exact", "bytes", ",d")),
         plot.mark("rule limit", "limit", None, data="limits", tooltip=marks.tooltip(("shown", "device", ""))),
         plot.mark("text top", "limit", {"value": 0}, data="limits", text="shown"),
     ]
-    facts = {"limits": limits, "is_near": bool(near)}
-    return plot.chart("peak", "Breakdown of peak memory", title, layers, data={"limits": rules}, facts=facts)
+    data, facts = {"limits": _rules(near, unit)}, {"limits": limits, "is_near": bool(near)}
+    return plot.chart("peak", "Breakdown of peak memory", _TOTAL, layers, data=data, facts=facts)
 
 
-def _parts(line: Line) -> dict[str, float | None]:
-    """Return the parts of a peak by their titles, or the whole peak if they are not known."""
+def _peak_parts(line: Line) -> dict[str, float | None]:
+    """Return the parts of a peak by their titles, or the whole peak if they are not known; the peak; and the limit."""
     row = line.peak_run.row if line.ok else {}
     parts = {title: finite_number(row.get(f"at_peak_{part}_bytes")) or None for part, title in PEAK_TITLES.items()}
-    return parts | {_UNDIVIDED: None if any(parts.values()) else finite_number(row.get("peak_allocated_bytes"))}
+    whole = None if any(parts.values()) else finite_number(row.get("peak_allocated_bytes"))
+    return parts | {_UNDIVIDED: whole, _TOTAL: line.peak, _LIMIT: line.number("memory_limit_bytes")}
+
+
+def _limits(lines: Sequence[Line]) -> list[float]:
+    return sorted({limit for line in lines if (limit := line.number("memory_limit_bytes"))})
+
+
+def _rules(limits: Sequence[float], unit: Unit) -> list[Datum]:
+    """Return the data of lines at the memory limits of devices."""
+    return [{"strategy": "", "limit": size / unit.size, "shown": f"memory limit {bytes_text(size)}"} for size in limits]
 
 
 def batches(view: View) -> Chart | None:
@@ -68,23 +78,23 @@ def batches(view: View) -> Chart | None:
     measured, planned = (
         [line.number(name) for _, line in points] for name in ("activation_bytes", "predicted_activation_bytes")
     )
-    unit = byte_unit([*measured, *planned])
+    unit, sizes = byte_unit([*measured, *planned]), sorted(set(batch))
     fields = {
-        "x": Field("micro-batch size (sequences)", batch, [f"{size}" for size in batch], ",d"),
+        "x": figures("micro-batch size (sequences)", batch, ",d"),
         "y": numbers("measured", measured, unit),
         "predicted": numbers("predicted", planned, unit),
     }
-    rows = Rows([curve for curve, _ in points], fields)
-    sizes, heights = sorted(set(batch)), [*fields["y"].values, *fields["predicted"].values]
-    x = axis("micro-batch (sequences)", (0, sizes[-1] * 1.03), ticks=sizes, form="d")
-    y = axis(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights))))
-    curves = Curves(view, rows, x, y)
+    highest = max(filter(None, [*fields["y"].values, *fields["predicted"].values]))
+    curves = Curves(
+        view,
+        Rows([curve for curve, _ in points], fields),
+        axis("micro-batch (sequences)", (0, sizes[-1] * 1.03), ticks=sizes, form="d"),
+        axis(f"activations ({unit.name})", (0, 1.05 * highest)),
+    )
     crosses = curves.mark("text predicted", y="predicted", text={"value": "×"})
     name = "Activation memory by micro-batch size (×: predicted)"
     return curves.chart("batches", name, "y", len(series), above=[crosses])
 
-
-_MILLION = 1e6
 
 _ROOM = 150  # pixels behind the longest bar for the size that did not fit
 
@@ -96,70 +106,57 @@ def memory_wall(view: View) -> Chart | None:
         return None
     points = curve_points(series)
     lines = [line for _, line in points]
-    peaks, sizes = [line.peak for line in lines], [_millions(line) for line in lines]
-    unit = byte_unit(peaks)
-    failed = [None if line.ok else marks.scaled(line.number(_LIMIT), unit) for line in lines]
+    unit, sizes = byte_unit([line.peak for line in lines]), [_millions(line) for line in lines]
+    limits = _rules(_limits(lines), unit)
     fields = {
         "status": column("status", [line.status for line in lines], True),
-        "x": Field("parameters (millions)", sizes, [f"{size:,.3f}" for size in sizes], ",.3f"),
-        "y": numbers("peak memory", peaks, unit),
-        "failed": unseen(failed),
+        "x": figures("parameters (millions)", sizes, ",.3f"),
+        "y": numbers("peak memory", [line.peak for line in lines], unit),
+        "failed": unseen(
+            [None if line.ok else marks.scaled(line.number("memory_limit_bytes"), unit) for line in lines]
+        ),
     }
-    rows = Rows([curve for curve, _ in points], fields)
-    limits = [
-        {"strategy": "", "limit": size / unit.size, "shown": f"memory limit {bytes_text(size)}"}
-        for size in _limits(lines)
-    ]
-    heights = [*fields["y"].values, *failed, *(limit["limit"] for limit in limits)]
+    heights = [*fields["y"].values, *fields["failed"].values, *(limit["limit"] for limit in limits)]
     margin = 0.03 * (max(sizes) - min(sizes))
-    x = axis("parameters (millions)", (min(sizes) - margin, max(sizes) + margin))
-    y = axis(fields["y"].title, (0.0, 1.1 * max(filter(None, heights))))
-    curves = Curves(view, rows, x, y)
+    curves = Curves(
+        view,
+        Rows([curve for curve, _ in points], fields),
+        axis("parameters (millions)", (min(sizes) - margin, max(sizes) + margin)),
+        axis(fields["y"].title, (0.0, 1.1 * max(filter(None, heights)))),
+    )
     above = [
         curves.mark("rule limit", None, "limit", data="limits"),
         curves.mark("text above", {"value": 4}, "limit", data="limits", text="shown"),
         curves.mark("text failed", y="failed", text={"value": "×"}),
     ]
-    name = "Peak memory by model size (×: out of memory)"
-    facts = {"failed": sum(not line.ok for line in lines)}
+    name, facts = "Peak memory by model size (×: out of memory)", {"failed": sum(not line.ok for line in lines)}
     return curves.chart("wall", name, "y", len(series), above=above, data={"limits": limits}, facts=facts)
 
 
 def largest_model(view: View) -> Chart | None:
     """Draw the largest model that each configuration trained, the largest first, if some ran out of memory."""
-    series = by_parameters(view.lines) if any(line.status == "oom" for line in view.lines) else []
+    series = by_parameters(view.lines)
     lines = [line for curve in series for line in curve.points]
     if not any(line.status == "oom" for line in lines):
         return None
     largest = {curve.label: max((_millions(line) for line in curve.points if line.ok), default=0.0) for curve in series}
-    ordered = [
-        replace(curve, position=rank)
-        for rank, curve in enumerate(sorted(series, key=lambda curve: -largest[curve.label]))
-    ]
-    ran = [largest[curve.label] for curve in ordered]
-    failed = [min((_millions(line) for line in curve.points if not line.ok), default=None) for curve in ordered]
+    curves = sorted(series, key=lambda curve: -largest[curve.label])
+    ran = [largest[curve.label] for curve in curves]
+    failed = [min((_millions(line) for line in curve.points if not line.ok), default=None) for curve in curves]
     texts = [f" (not {size:,.2f})" if size else "" for size in failed]
     fields = {
-        "value": Field("largest that ran (millions of parameters)", ran, [f"{size:,.3f}" for size in ran], ",.3f"),
-        "failed": Field(
-            "smallest that did not fit", failed, [f"{size:,.3f}" if size else "" for size in failed], ",.3f"
-        ),
+        "value": figures("largest that ran (millions of parameters)", ran, ",.3f"),
+        "failed": figures("smallest that did not fit", failed, ",.3f"),
         "total": unseen(ran),
         "shown": unseen([f"{size:,.2f}{text}" for size, text in zip(ran, texts, strict=True)]),
     }
-    plot = bars(view, ordered, fields, axis("parameters of the largest model that ran (millions)"))
-    limits = [bytes_text(limit) for limit in _limits(lines)]
-    within = f" within {join_words(list(dict.fromkeys(limits)))} per rank" if limits else ""
+    items = [replace(curve, position=rank) for rank, curve in enumerate(curves)]
+    plot = bars(view, items, fields, axis("parameters of the largest model that ran (millions)"))
+    limits = list(dict.fromkeys(map(bytes_text, _limits(lines))))
+    within = f" within {join_words(limits)} per rank" if limits else ""
     title, layers = f"Largest model that fits{within}", [plot.mark("bar", "value", "bar")]
     return plot.chart("largest", title, "value", layers, _ROOM, facts={"within": within})
 
 
-_LIMIT = "memory_limit_bytes"
-
-
-def _limits(lines: Sequence[Line]) -> list[float]:
-    return sorted({limit for line in lines if (limit := line.number(_LIMIT))})
-
-
 def _millions(line: Line) -> float:
-    return (line.number("parameters") or 0.0) / _MILLION
+    return (line.number("parameters") or 0.0) / 1e6

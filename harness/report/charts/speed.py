@@ -1,10 +1,10 @@
 """Charts of speed: tokens per second by configuration and over ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from harness.report.charts.bars import Bars, bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.marks import Field, Rows, axis, column, numbers, unseen
+from harness.report.charts.marks import Field, Rows, axis, column, figures, numbers, unseen
 from harness.report.charts.series import by_world
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
@@ -26,8 +26,8 @@ def throughput(view: View) -> Chart | None:
     lines = ordered(view.lines, lambda line: -line.drawn_speed if line.drawn_speed else None)
     if not view.draws_speeds or not any(line.drawn_speed for line in lines):
         return None
-    status = {"status": column("status", [line.state for line in lines], True)}
-    plot = bars(view, lines, status | speed_fields(lines) | endings(lines, is_timed=True), axis(TOKENS))
+    fields = {"status": column("status", [line.state for line in lines], True), **speed_fields(lines)}
+    plot = bars(view, lines, fields | endings(lines, is_timed=True), axis(TOKENS))
     return plot.chart("throughput", "Tokens per second", "median", speed_marks(plot))
 
 
@@ -38,10 +38,9 @@ def speed_fields(lines: Sequence[Line]) -> dict[str, Field]:
         name: numbers(title, [getattr(speed, name, None) for speed in speeds], ONE, ",.2f")
         for name, title in (("median", TOKENS), ("low", "slowest run"), ("high", "fastest run"))
     }
-    runs = [speed.runs if speed else None for speed in speeds]
     texts = zip(speeds, fields["median"].cells, strict=True)
     return fields | {
-        "runs": Field("runs", runs, [str(count or "") for count in runs], "d"),
+        "runs": figures("runs", [speed.runs if speed else None for speed in speeds], "d"),
         "ranked": unseen([speed and speed.is_ranked for speed in speeds]),
         "total": unseen([speed and (speed.high if speed.is_ranked else speed.median) for speed in speeds]),
         "shown": unseen(
@@ -52,11 +51,10 @@ def speed_fields(lines: Sequence[Line]) -> dict[str, Field]:
 
 def speed_marks(plot: Bars) -> list[VegaLite]:
     """Return the layers of speeds: bars with ranges of those that are ranked, hollow points of the others."""
-    ends = [plot.mark("tick end", end, "bar", "datum.ranked") for end in ("low", "high")]
     return [
         plot.mark("bar", "median", "bar", "datum.ranked"),
         plot.mark("rule spread", "low", "bar", "datum.ranked", x2="high"),
-        *ends,
+        *(plot.mark("tick end", end, "bar", "datum.ranked") for end in ("low", "high")),
         plot.mark("point hollow", "median", "bar", "!datum.ranked"),
     ]
 
@@ -67,43 +65,37 @@ def scaling(view: View) -> Chart | None:
     if not series:
         return None
     points = curve_points(series)
-    ranks, speeds = (
-        [line.number("world_size") or 0 for _, line in points],
-        [line.drawn_speed or 0.0 for _, line in points],
-    )
-    per_rank = [_speed_per_rank(curve.points[0]) for curve, _ in points]
-    ideals = [speed * count for speed, count in zip(per_rank, ranks, strict=True)]
+    ranks, speeds = [line.row["world_size"] for _, line in points], [line.speed.median for _, line in points]
+    firsts = [curve.points[0] for curve, _ in points]
+    ideals = [line.speed.median / line.row["world_size"] * count for line, count in zip(firsts, ranks, strict=True)]
     shares = [speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]
     ends = [share if curve.points[-1] is line else None for (curve, line), share in zip(points, shares, strict=True)]
     fields = {
         "x": Field("ranks", ranks, list(map(str, ranks)), ",d"),
         "y": numbers(TOKENS, speeds, ONE, ",.2f"),
         "ideal": numbers("linear scaling", ideals, ONE, ",.2f"),
-        "efficiency": Field(
-            "efficiency (%)", [100 * share for share in shares], format_numbers(shares, PERCENT), ".2f"
-        ),
+        "efficiency": numbers("efficiency (%)", shares, PERCENT, ".2f"),
         "last": Field("", ends, format_numbers(ends, PERCENT)),
     }
-    rows = Rows([curve for curve, _ in points], fields)
-    counts = sorted(set(ranks))
+    counts, lowest, highest = sorted(set(ranks)), min(speeds), max(*speeds, *ideals)
     is_wide = counts[-1] / counts[0] > _WIDE
-    across, up = (0.0, counts[-1] * 1.03), (0.0, max(*speeds, *ideals) * 1.05)
+    across, up = (0.0, counts[-1] * 1.03), (0.0, highest * 1.05)
     if is_wide:
-        across, up = (counts[0] / 1.1, counts[-1] * 1.1), (min(speeds) / 1.2, max(*speeds, *ideals) * 1.2)
+        across, up = (counts[0] / 1.1, counts[-1] * 1.1), (lowest / 1.2, highest * 1.2)
     x, y = axis("number of ranks", across, is_wide, counts, "d"), axis(TOKENS, up, is_wide)
-    curves = Curves(view, rows, x, y)
-    linear = curves.mark("line linear", y="ideal", detail="label")
-    name = "Tokens per second by number of ranks (dotted: linear scaling)"
-    facts = {
-        "counts": list(map(str, counts)),
-        "is_ranked": all(line.speed.is_ranked for _, line in points),
-        "lines": view.lines,
-    }
-    return curves.chart("scaling", name, "y", len(series), [linear], facts=facts)
-
-
-def _speed_per_rank(line: Line) -> float:
-    return (line.drawn_speed or 0.0) / (line.number("world_size") or 1)
+    curves = Curves(view, Rows([curve for curve, _ in points], fields), x, y)
+    return curves.chart(
+        "scaling",
+        "Tokens per second by number of ranks (dotted: linear scaling)",
+        "y",
+        len(series),
+        [curves.mark("line linear", y="ideal", detail="label")],
+        facts={
+            "counts": list(map(str, counts)),
+            "is_ranked": all(line.speed.is_ranked for _, line in points),
+            "lines": view.lines,
+        },
+    )
 
 
 _TOTAL = "step time"
@@ -112,74 +104,68 @@ _EXPOSED = "exposed_communication_seconds"
 
 _EXACT = ("value", "ms", ",.4f")
 
-# What is overlapped follows the parts of a step, so that exposed communication has its own color in both charts.
-_OVERLAPPED = "overlapped with computing"
-
 
 def step(view: View) -> Chart | None:
     """Draw the parts of the step time of every line's median repeat, the shortest step first."""
-    lines = [line for line in view.lines if not line.ok or line.row.get("step_seconds") is not None]
-    times = {line.label: [value or None for value in _seconds(line, *STEP_TITLES)] for line in lines}
-    totals = {label: sum(filter(None, seconds)) or None for label, seconds in times.items()}
-    if not view.draws_speeds or not any(totals.values()):
+    known = [line for line in view.lines if not line.is_timed or _step_parts(line)[_TOTAL]]
+    lines = ordered(known, lambda line: _step_parts(line)[_TOTAL])
+    rows = [_step_parts(line) for line in lines]
+    totals = [row[_TOTAL] for row in rows]
+    if not view.draws_speeds or not any(totals):
         return None
-    lines = [line for line in lines if not line.is_timed or totals[line.label]]
-    lines = ordered(lines, lambda line: totals[line.label])
-    parts = STEP_TITLES.values()
-    rows = [dict(zip((*parts, _TOTAL), (*times[line.label], totals[line.label]), strict=True)) for line in lines]
-    fields = {"status": column("status", [line.state for line in lines], True)} | row_fields(rows, MILLISECONDS)
-    ends = [row[_TOTAL] for row in rows]
-    plot = _stacked(view, lines, fields, fields[_TOTAL].title, ends, ends)
+    parts = row_fields(rows, MILLISECONDS)
+    fields = {
+        "status": column("status", [line.state for line in lines], True),
+        **parts,
+        **endings(lines, is_timed=True),
+        "total": unseen(parts[_TOTAL].values),
+        "shown": unseen(format_numbers(totals, MILLISECONDS)),
+    }
+    plot = bars(view, lines, fields, axis(parts[_TOTAL].title))
     facts = {
-        "parts": [part for part in parts if plot.rows.known(part)],
+        "parts": [part for part in STEP_TITLES.values() if plot.rows.known(part)],
         "is_repeated": any(len(line.runs) > 1 for line in lines),
     }
-    stack = plot.stack(list(parts), MILLISECONDS, _EXACT)
+    stack = plot.stack(list(STEP_TITLES.values()), MILLISECONDS, _EXACT)
     return plot.chart("step", "Breakdown of step time", _TOTAL, [stack], facts=facts)
+
+
+def _step_parts(line: Line) -> dict[str, float | None]:
+    """Return the parts of a step by their titles, and their sum, None where there is none."""
+    parts = {title: _seconds(line, name) or None for name, title in STEP_TITLES.items()}
+    return parts | {_TOTAL: sum(filter(None, parts.values())) or None}
 
 
 def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
-    lines = view.lines if view.draws_speeds else []
-    timed = [line for line in lines if line.ok and line.row.get("step_seconds") is not None]
+    timed = [line for line in view.lines if line.ok and line.row.get("step_seconds") is not None]
     ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
-    times = {line.label: _seconds(line, _EXPOSED, "overlapped_communication_seconds") for line in ranks}
-    lines = [line for line in ranks if not line.is_timed or (line.row.get("pp") or 1) == 1 or any(times[line.label])]
-    if not any(times[line.label][0] for line in lines):
+    known = [line for line in ranks if (line.row.get("pp") or 1) == 1 or line.untimed or any(_communication(line))]
+    lines = ordered(known, lambda line: _communication(line)[0])
+    exposed, overlapped = [_communication(line)[0] for line in lines], [_communication(line)[1] for line in lines]
+    if not view.draws_speeds or not any(exposed):
         return None
-    lines = ordered(lines, lambda line: times[line.label][0])
-    exposed, overlapped = ([times[line.label][place] for line in lines] for place in (0, 1))
+    ends = [first if first is None else first + (more or 0.0) for first, more in zip(exposed, overlapped, strict=True)]
+    title, behind = STEP_TITLES[_EXPOSED], "overlapped with computing"
     fields = {
-        STEP_TITLES[_EXPOSED]: numbers("exposed", exposed, MILLISECONDS),
-        _OVERLAPPED: numbers(_OVERLAPPED, overlapped, MILLISECONDS),
-    }
-    ends = [
-        None if first is None else first + (second or 0.0) for first, second in zip(exposed, overlapped, strict=True)
-    ]
-    title = "communication per step (ms; the figure is what is exposed)"
-    plot = _stacked(view, lines, fields, title, ends, exposed)
-    stack = plot.stack([*STEP_TITLES.values(), _OVERLAPPED], MILLISECONDS, _EXACT)
-    facts = {"has_pipelines": len(lines) < len(ranks)}
-    return plot.chart("exposed", "Exposed communication", STEP_TITLES[_EXPOSED], [stack], facts=facts)
-
-
-def _seconds(line: Line, *names: str) -> list[float | None]:
-    """Return times of a line's median repeat; the parts of a step add up within one run only."""
-    row = line.median_run.row if line.is_timed else {}
-    return [finite_number(row.get(name)) for name in names]
-
-
-def _stacked(
-    view: View,
-    lines: Sequence[Line],
-    fields: Mapping[str, Field],
-    title: str,
-    ends: Sequence[float | None],
-    figures: Sequence[float | None],
-) -> Bars:
-    """Return stacked bars of times, with these figures in ms behind their ends."""
-    behind = {
+        title: numbers("exposed", exposed, MILLISECONDS),
+        behind: numbers(behind, overlapped, MILLISECONDS),
+        **endings(lines, is_timed=True),
         "total": unseen(numbers("", ends, MILLISECONDS).values),
-        "shown": unseen(format_numbers(figures, MILLISECONDS)),
+        "shown": unseen(format_numbers(exposed, MILLISECONDS)),
     }
-    return bars(view, lines, {**fields, **endings(lines, is_timed=True), **behind}, axis(title))
+    plot = bars(view, lines, fields, axis("communication per step (ms; the figure is what is exposed)"))
+    # What is overlapped follows the parts of a step, so that exposed communication has its own color in both charts.
+    stack = plot.stack([*STEP_TITLES.values(), behind], MILLISECONDS, _EXACT)
+    facts = {"has_pipelines": len(lines) < len(ranks)}
+    return plot.chart("exposed", "Exposed communication", title, [stack], facts=facts)
+
+
+def _communication(line: Line) -> tuple[float | None, float | None]:
+    return _seconds(line, _EXPOSED), _seconds(line, "overlapped_communication_seconds")
+
+
+def _seconds(line: Line, name: str) -> float | None:
+    """Return a time of a step of the median repeat, as parts add up within one run only; a virtual run has no step."""
+    has_step = line.is_timed and line.row.get("step_seconds") is not None
+    return finite_number(line.median_run.row.get(name)) if has_step else None

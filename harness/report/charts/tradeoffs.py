@@ -7,21 +7,20 @@ from harness.report.charts import style
 from harness.report.charts.bars import bars
 from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, draw, numbers, spanning, unseen, words
 from harness.report.charts.points import Points
+from harness.report.charts.speed import TOKENS, speed_fields
 from harness.report.claim_peers import ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Datum, Line
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
-from harness.report.text import ONE, PERCENT, format_numbers, pluralize
+from harness.report.text import PERCENT, format_numbers, pluralize
 from harness.report.view import View
 from harness.util.text import sanitize
 
 _ROOM = 90  # pixels behind the longest bar for the time added
 
 _MOST_FRONTS = 3  # groups of comparable configurations that are drawn beside each other
-
-_RATE = "tokens per second"
 
 
 def trade(view: View) -> Chart | None:
@@ -51,16 +50,16 @@ def trade(view: View) -> Chart | None:
 
 def _rows(lines: Sequence[Line]) -> Rows:
     """Return the lines with their peaks, speeds and repeats, by which the page finds the front of those it shows."""
-    speeds = [line.speed for line in lines]
+    speeds = speed_fields(lines)
     fields = {
         "y": bytes_field("peak", [line.peak for line in lines]),
-        "x": numbers(_RATE, [speed.median for speed in speeds], ONE, ",.2f"),
-        "low": Field("slowest run", [speed.low for speed in speeds], form=",.2f"),
-        "high": Field("fastest run", [speed.high for speed in speeds], form=",.2f"),
-        "runs": Field("runs", [speed.runs for speed in speeds], [str(speed.runs) for speed in speeds], "d"),
+        "x": speeds["median"],
+        "low": replace(speeds["low"], cells=()),
+        "high": replace(speeds["high"], cells=()),
+        "runs": speeds["runs"],
         "on": column("on the front", ["yes" if line.is_on_front else "" for line in lines]),
         "first": unseen([line.is_on_front for line in lines]),
-        "ranked": unseen([speed.is_ranked for speed in speeds]),
+        "ranked": speeds["ranked"],
         "group": unseen([line.group for line in lines]),
         "name": unseen(
             [line.label.removesuffix(f" on {pluralize(line.row.get('world_size') or 1, 'rank')}") for line in lines]
@@ -72,7 +71,7 @@ def _rows(lines: Sequence[Line]) -> Rows:
 def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[VegaLite, list[Datum]]:
     """Return the plot of a group, with its front, points, ranges of speeds and labels; and the data of the labels."""
     points = [datum for datum in rows.data if datum["group"] == number]
-    x = spanning(f"{_RATE} (higher is better)", [point[at] for point in points for at in ("x", "low", "high")])
+    x = spanning(f"{TOKENS} (higher is better)", [point[at] for point in points for at in ("x", "low", "high")])
     y = spanning(rows.fields["y"].title.replace(")", ", lower is better)"), [point["y"] for point in points])
     plot = Points(view, rows, x, y)
     front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
@@ -99,7 +98,7 @@ def checkpointing(view: View) -> Chart | None:
 
     Each is relative to the same run without checkpointing. The largest saving comes first.
     """
-    pairs = sorted(_pairs(view), key=lambda pair: _change("peak_allocated_bytes", *pair) or 0.0)
+    pairs = sorted(_pairs(view), key=lambda pair: pair[0].ratio("peak_allocated_bytes", pair[1]) or 0.0)
     if not pairs:
         return None
     lines = [replace(line, position=place) for place, (line, _) in enumerate(pairs)]
@@ -107,8 +106,8 @@ def checkpointing(view: View) -> Chart | None:
     cells = [f"{format_numbers([cost], PERCENT)[0]}{mark}" for cost, mark in costs]
     fields = {
         "kind": words("checkpointing", [sanitize(line.row["checkpointing"]) for line in lines]),
-        "value": _saved("peak memory saved (%)", pairs, "peak_allocated_bytes"),
-        "activations": _saved("activations saved (%)", pairs, "activation_bytes"),
+        "value": _saved("peak memory saved (%)", "peak_allocated_bytes", pairs),
+        "activations": _saved("activations saved (%)", "activation_bytes", pairs),
         "cost": Field("step time added (%)", [cost and 100 * cost for cost, _ in costs], cells, "+.2f"),
         "shown": unseen([None if cost is None else f"{100 * cost:+.0f} %{mark}" for cost, mark in costs]),
     }
@@ -116,40 +115,35 @@ def checkpointing(view: View) -> Chart | None:
     fields["total"] = unseen([max(peak, part or 0.0, 0.0) for peak, part in saved])
     uncertain = [line.label for line, (_, mark) in zip(lines, costs, strict=True) if mark]
     figure = f", figure: step time added{f', {UNSETTLED_MARK}: not certain' * bool(uncertain)}"
-    title = f"memory saved (%; bar: peak, |: activations{figure * any(cells)})"
-    plot = bars(view, lines, fields, axis(title))
-    layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "activations", "bar")]
-    name = "Memory savings and cost of activation checkpointing" if any(cells) else "Memory saved by checkpointing"
-    facts = {"has_costs": any(cells), "uncertain": uncertain}
-    return plot.chart("checkpointing", name, "value", layers, _ROOM * any(cells), facts=facts)
+    plot = bars(view, lines, fields, axis(f"memory saved (%; bar: peak, |: activations{figure * any(cells)})"))
+    return plot.chart(
+        "checkpointing",
+        "Memory savings and cost of activation checkpointing" if any(cells) else "Memory saved by checkpointing",
+        "value",
+        [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "activations", "bar")],
+        _ROOM * any(cells),
+        facts={"has_costs": any(cells), "uncertain": uncertain},
+    )
 
 
 def _pairs(view: View) -> Iterator[tuple[Line, Line]]:
     """Yield the lines that checkpoint, each with its peer that does not, of which both peaks are known."""
     runs = ok_runs(view.lines)
     for run in runs:
-        if run.get("checkpointing") not in (None, "none"):
-            plain = peer(run, runs, checkpointing="none")
-            if plain and _change("peak_allocated_bytes", run["line"], plain["line"]) is not None:
-                yield run["line"], plain["line"]
+        plain = peer(run, runs, checkpointing="none") if run["line"].checkpoints else None
+        if plain and run["line"].ratio("peak_allocated_bytes", plain["line"]) is not None:
+            yield run["line"], plain["line"]
 
 
-def _change(name: str, line: Line, plain: Line) -> float | None:
-    """Return the relative increase of a column."""
-    old, new = plain.number(name), line.number(name)
-    return new / old - 1 if old and new is not None else None
+def _saved(title: str, name: str, pairs: Sequence[tuple[Line, Line]]) -> Field:
+    """Return the part of a column's bytes that checkpointing saves."""
+    ratios = [line.ratio(name, plain) for line, plain in pairs]
+    return numbers(title, [None if ratio is None else 1 - ratio for ratio in ratios], PERCENT, ".2f")
 
 
 def _cost(line: Line, plain: Line) -> tuple[float | None, str]:
     """Return the relative increase of step time, if both speeds are ranked, and the mark of one that is not certain."""
-    speeds = line.speed, plain.speed
-    cost = _change("step_seconds", line, plain)
-    if cost is None or not all(speed.is_ranked or speed.is_simulated for speed in speeds):
+    speeds, ratio = (line.speed, plain.speed), line.ratio("step_seconds", plain)
+    if ratio is None or not all(speed.is_ranked or speed.is_simulated for speed in speeds):
         return None, ""
-    return cost, UNSETTLED_MARK * (not line.speed.is_simulated and are_alike(*speeds))
-
-
-def _saved(title: str, pairs: Sequence[tuple[Line, Line]], name: str) -> Field:
-    changes = [_change(name, *pair) for pair in pairs]
-    shares = [None if change is None else -change for change in changes]
-    return Field(title, [share and 100 * share for share in shares], format_numbers(shares, PERCENT), ".2f")
+    return ratio - 1, UNSETTLED_MARK * (not line.speed.is_simulated and are_alike(*speeds))
