@@ -14,7 +14,7 @@ from harness.report.document import charts
 from harness.report.files import FOLDER, FORMATS, export, parse_formats, parse_width, write_files
 from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
-from harness.report.view import merge_folders
+from harness.report.view import view_of
 from harness.util.errors import UserError
 from harness.util.text import sanitize
 
@@ -53,7 +53,7 @@ def main(options: Namespace) -> None:
         raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
     width = None if options.width is None else parse_width(options.width)
     limit = None if options.fits_in is None else parse_bytes(options.fits_in, "--fits-in")
-    view = merge_folders([(folder, read_comparison(folder)) for folder in folders])
+    view = view_of(*((folder, read_comparison(folder)) for folder in folders))
     if options.pivot is not None and all(options.pivot not in line.values for line in view.runs):
         raise UserError(
             f"--pivot={options.pivot} is not a column of these runs: choose one of runs.csv, such as world_size"

@@ -15,7 +15,7 @@ from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report.tables import print_answers, print_table, terminal
-from harness.report.view import view
+from harness.report.view import view_of
 from harness.runner.rejected import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
@@ -131,7 +131,7 @@ class RunCommand:
         if self.planned_order is not None and self.comparison is not None:
             self.planned_order.validate(self.comparison, records, self.display.print_line)
         if records and self.comparison is not None:
-            shown = view(self.comparison.path, read_all(self.comparison.path))
+            shown = view_of((self.comparison.path, read_all(self.comparison.path)))
             print_table(shown, terminal(), [record.run_id for record in records])
             if self.is_sweep:
                 print_answers(shown, terminal())

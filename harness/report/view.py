@@ -99,32 +99,24 @@ def truncate(whole: View, most: int) -> View:
     return whole.part([line for line in whole.lines if line in shown])
 
 
-def view(folder: Path, loaded: LoadedRecords) -> View:
-    """Return the view of one folder, results/NAME."""
-    running = [record.run_id for record in loaded.running]
-    folders = {run_id: folder / run_id for run_id in (record.run_id for record in loaded.records)}
-    return View(folder.resolve().name, loaded.records, loaded.problems, running, folders)
-
-
-def merge_folders(comparisons: Sequence[tuple[Path, LoadedRecords]]) -> View:
+def view_of(*comparisons: tuple[Path, LoadedRecords]) -> View:
     """Return the view of all folders' runs. With several folders a run's id is preceded by its folder's name, NAME/RUN.
 
     A name that several folders share is replaced by their whole path.
     """
-    if len(comparisons) == 1:
-        return view(*comparisons[0])
     names = [folder.resolve().name for folder, _ in comparisons]
     names = [
-        str(folder) if names.count(name) > 1 else name for (folder, _), name in zip(comparisons, names, strict=True)
+        str(folder) if names.count(name) > 1 else name for name, (folder, _) in zip(names, comparisons, strict=True)
     ]
     records, problems, running, folders = [], [], [], {}
     for name, (folder, loaded) in zip(names, comparisons, strict=True):
+        prefix = f"{name}/" if len(comparisons) > 1 else ""
         for record in loaded.records:
-            run_id = f"{name}/{record.run_id}"
-            folders[run_id] = folder / record.run_id
-            records.append(record.with_row(run_id=run_id, name=name))
+            shown = record.with_row(run_id=f"{prefix}{record.run_id}", name=name) if prefix else record
+            folders[shown.run_id] = folder / record.run_id
+            records.append(shown)
         problems += loaded.problems
-        running += [f"{name}/{record.run_id}" for record in loaded.running]
+        running += [f"{prefix}{record.run_id}" for record in loaded.running]
     return View(" + ".join(names), records, problems, running, folders)
 
 

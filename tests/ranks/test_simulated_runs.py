@@ -12,7 +12,7 @@ from harness.proof.simulation import NO_REFERENCE, verify_simulation
 from harness.records.rank_report import RankReport
 from harness.records.store import read_all
 from harness.report.sources import sources
-from harness.report.view import view
+from harness.report.view import view_of
 from harness.runner.plan import make_plan
 from harness.runner.simulation import machine_of_run, simulated_ranks
 from harness.simulator.process import StepRequest
@@ -51,7 +51,7 @@ def test_a_simulated_run_is_a_row_of_its_own(harness: Harness, tmp_path: Path) -
     assert fits.get("loss_first") is fits.get("loss_deviation") is None
     proofs = [record.proof for record in loaded.records if record.status == "ok"]
     assert [(proof["layout"], proof["reference"]) for proof in proofs] == [("proven", NO_REFERENCE["simulated"])]
-    (section,) = sources(view(folder, loaded))
+    (section,) = sources(view_of((folder, loaded)))
     assert len(section.parts[0].rows) == 1  # type: ignore[union-attr]
 
 

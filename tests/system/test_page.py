@@ -24,7 +24,7 @@ from harness.report.document import Section, charts
 from harness.report.explorer import build_explorer
 from harness.report.files import FOLDER, FORMATS, export, write_files
 from harness.report.sections import sections
-from harness.report.view import View, view
+from harness.report.view import View, view_of
 from tests.support import pages
 from tests.support.pages import ASCENDING, DESCENDING, HOSTILE, NUMBERS
 
@@ -491,7 +491,7 @@ def test_more_columns_are_shown_on_demand(opened: Opened, written: Path) -> None
 def test_a_figure_opens_its_arithmetic(opened: Opened, folder: Path, tmp_path: Path) -> None:
     """The fault was that columns without a derivation were not counted, so that figures opened those of others."""
     recorded = Path(__file__).parents[1] / "data" / "schema_1" / "all"
-    read = view(recorded, read_all(recorded))
+    read = view_of((recorded, read_all(recorded)))
     write_files(tmp_path, read, sections(read))
     shutil.copy(tmp_path / "report.html", folder / "derived.html")
     page = opened("derived")

@@ -28,7 +28,7 @@ from harness.report.lines import column_values, lines_of
 from harness.report.overview import best, pivots
 from harness.report.sections import sections
 from harness.report.sentences import labels_text
-from harness.report.view import MOST, View, merge_folders, truncate
+from harness.report.view import MOST, View, truncate, view_of
 from tests.support.example_records import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records, row
 from tests.support.tables import printed
 
@@ -546,12 +546,12 @@ def stored(folder: Path, entries: list[Record]) -> Path:
 def test_several_folders_form_a_single_comparison(tmp_path: Path) -> None:
     """The same run in both folders keeps its place and its own steps."""
     folders = [stored(tmp_path / name, records()) for name in ("a", "b")]
-    view = merge_folders([(folder, read_all(folder)) for folder in folders])
+    view = view_of(*((folder, read_all(folder)) for folder in folders))
     assert len(view.records) == len(view.folders) == 2 * len(records()) and view.name == "a + b"
     assert len(set(column_values(view.lines, "label"))) == len(view.lines)
     for run_id, folder in view.folders.items():
         assert folder == tmp_path / run_id and (folder / "record.json").exists()
-    alone = merge_folders([(folders[0], read_all(folders[0]))])
+    alone = view_of((folders[0], read_all(folders[0])))
     assert alone.name == "a" and not any("/" in record.row["run_id"] for record in alone.records)
 
 
