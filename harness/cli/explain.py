@@ -4,9 +4,10 @@ from argparse import Namespace
 from pathlib import Path
 
 from harness.cli.command import argument, command
+from harness.metrics.derivations import derivations_of
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
-from harness.report.derivations import derivation_lines, derive
+from harness.report.derivations import derivation_lines
 from harness.util.errors import UserError
 
 
@@ -30,7 +31,7 @@ def main(options: Namespace) -> None:
     if not RunFolder(run).record.exists():
         raise UserError(f"{run} is not the folder of a run: choose one of results/NAME/RUN")
     record = read_record(run)
-    derivations = derive(record)
+    derivations = derivations_of(record)
     if not derivations:
         raise UserError(f"{run} has no figures to explain: its status is {record.status}")
     for column in columns:

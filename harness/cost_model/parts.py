@@ -21,3 +21,16 @@ PEAK_PARTS = {
     "temporaries": "at_peak_temporary_bytes",
     "workspaces": "at_peak_workspace_bytes",
 }
+
+# The parts that add up to a measured peak, in the columns at_peak_<part>_bytes, with their titles.
+PEAK_TITLES = {
+    "parameter": "parameters",
+    "optimizer": "optimizer state",
+    "gradient": "gradients",
+    "gathered": "gathered parameters",
+    "activation": "activations",
+    "communication": "communication buffers",
+    "temporary": "temporary tensors",
+    "rounding": "allocator rounding",
+    "unmatched": "unattributed",
+}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.metrics.formulas import Quantities, quantities
 from harness.report.comparability import PARTITION_COLUMNS, claim_key
-from harness.report.formulas import Quantities, quantities
 from harness.report.lines import Line
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("claims.toml").read_text("utf-8"))

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
 
+from harness.metrics.formulas import ENVIRONMENT, EXACT, Quantities, text_of, value_of
 from harness.report.charts.expected import measured_against_papers
 from harness.report.claim_peers import TABLE, Claim, ok_runs, peer
 from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section
-from harness.report.formulas import ENVIRONMENT, EXACT, Quantities, text_of, value_of
 from harness.report.lines import Line
 from harness.report.sentences import sentence
+from harness.report.speeds import is_undisturbed
 from harness.report.view import View
 
 TIMED = 0.20  # the relative tolerance of seconds
@@ -77,7 +78,7 @@ def layer_ratio(run: Quantities, other: Quantities) -> str:
     return sentence("layer_ratio", ratio=ratio, formulas=[formula.replace("*", "") for formula in formulas])
 
 
-ENVIRONMENT.globals |= {"state_widths": state_widths, "layer_ratio": layer_ratio}
+ENVIRONMENT.globals |= {"is_undisturbed": is_undisturbed, "state_widths": state_widths, "layer_ratio": layer_ratio}
 
 
 def literature(view: View) -> list[Section]:

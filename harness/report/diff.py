@@ -25,14 +25,9 @@ from harness.report.folder_changes import (
 from harness.report.regressions import SPEED, Change
 from harness.report.sentences import sentence
 from harness.report.tables import fit_width, rich_table
-from harness.report.text import (
-    RATIO,
-    deviation_text,
-    format_numbers,
-    pluralize,
-)
+from harness.report.text import RATIO, deviation_text, format_numbers
 from harness.util.files import JsonObject
-from harness.util.text import sanitize
+from harness.util.text import count_text, sanitize
 
 EXACT = 0.01  # the relative tolerance of figures that a machine's load does not change
 
@@ -57,7 +52,7 @@ _DEVIATIONS = (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4))
 
 def print_names(sides: Mapping[str, Sequence[Record]], out: Console) -> None:
     """Print the names of both sides, which say what is A and what is B, with the number of their runs."""
-    names = {f"{name}, {pluralize(len(records), 'run')}": True for name, records in sides.items()}
+    names = {f"{name}, {count_text(len(records), 'run')}": True for name, records in sides.items()}
     _print_notes(names, out, soft_wrap=True)
 
 

@@ -48,19 +48,6 @@ _SELF_EXPLANATORY = (
 
 _MOST_KEYS = 3  # of a configuration that a label has
 
-# The parts that add up to a peak (columns at_peak_<part>_bytes) and to the median step, with their titles.
-PEAK_TITLES = {
-    "parameter": "parameters",
-    "optimizer": "optimizer state",
-    "gradient": "gradients",
-    "gathered": "gathered parameters",
-    "activation": "activations",
-    "communication": "communication buffers",
-    "temporary": "temporary tensors",
-    "rounding": "allocator rounding",
-    "unmatched": "unattributed",
-}
-
 STEP_TITLES = {name: column(name).title for name in STEP_PARTS}
 
 

@@ -1,11 +1,11 @@
 """The report's sections on memory: the maximum of each kind, and what fills the peak."""
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.columns import column
 from harness.records.schema import Record
 from harness.report.charts import memory as memory_charts
 from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.document import BulletList, Paragraph, Section, section
-from harness.report.labels import PEAK_TITLES
 from harness.report.lines import MEMORY_COLUMNS, Line, baseline_name, column_values
 from harness.report.sentences import sentence
 from harness.report.text import bytes_text

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.schema import Record
-from harness.report.labels import PEAK_TITLES, STEP_TITLES
+from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line
 from harness.report.sentences import sentence
 

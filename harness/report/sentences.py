@@ -13,14 +13,13 @@ from harness.report.text import (
     bytes_text,
     duration_text,
     format_numbers,
-    join_words,
     outcome_text,
     percent_text,
-    pluralize,
     rounded_up,
     span_text,
 )
 from harness.util.sentences import Sentences
+from harness.util.text import count_text, join_words
 
 MOST_LABELS = 6  # that a note lists
 
@@ -51,7 +50,7 @@ _MACROS = Sentences(
         "labels": labels_text,
         "outcome": outcome_text,
         "percent": percent_text,
-        "plural": pluralize,
+        "plural": count_text,
         "ratio": lambda number: format_numbers([number], RATIO)[0],
         "rounded_up": lambda size: rounded_up(size, byte_unit([size])),
         "span": span_text,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from harness.records.schema import Record, Row
-from harness.report.text import pluralize
+from harness.util.text import count_text
 
 MINIMUM_RUNS = 3  # undisturbed repeats that a speed needs to be ranked
 
@@ -61,7 +61,7 @@ class Speed:
         """Why the speed may not be compared with others, such as "1 undisturbed run"; empty if it may or is unknown."""
         if self.is_disturbed or self.is_simulated or self.is_crowded:
             return "disturbed" if self.is_disturbed else "simulated" if self.is_simulated else CROWDED
-        return pluralize(self.runs, "undisturbed run") if self.has_too_few_runs else ""
+        return count_text(self.runs, "undisturbed run") if self.has_too_few_runs else ""
 
 
 NO_SPEED = Speed(math.nan, math.nan, math.nan, 0, is_disturbed=False)  # of a configuration that has none

@@ -94,19 +94,9 @@ def outcome_text(row: Row) -> str:
     return f"{row['status']}: {row.get('reason') or 'no reason recorded'}"
 
 
-def pluralize(number: int, noun: str) -> str:
-    """Return the number with its noun: "1 line", "2 lines"."""
-    return f"{number} {noun}{'s' if number != 1 else ''}"
-
-
 def percent_text(share: float) -> str:
     """Return a share as a percentage for a sentence: one decimal below 10 %, none above."""
     return f"{100 * share:.1f} %" if abs(share) < 0.0995 else f"{100 * share:.0f} %"
-
-
-def join_words(parts: Sequence[str]) -> str:
-    """Return an enumeration: "a", "a and b", "a, b and c"."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def at_most(parts: Sequence[str], most: int) -> list[str]:

@@ -1,7 +1,7 @@
 """The record of a run: its row, its configuration, its ranks' reports, and the machine and versions that made it."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 
 from harness.config.command import CommandConfig, merge_values
@@ -13,6 +13,7 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.measure.environment import collect_environment
+from harness.metrics.derivations import derive
 from harness.metrics.memory import max_known
 from harness.metrics.simulation import virtual_columns
 from harness.proof.simulation import verify_simulation
@@ -53,7 +54,7 @@ def build_record(
     local_ranks = layout.world_size // machine.nodes_needed(layout.world_size) if layout else None
     threads = local_ranks and threads_per_rank(local_ranks)
     variables = rank_environment(machine.device, local_ranks) if local_ranks else {}
-    return Record.from_json(
+    record = Record.from_json(
         {
             "row": row | ending,
             "config": merge_values(config, command),
@@ -65,6 +66,8 @@ def build_record(
             **(parts or {}),
         }
     )
+    derivations = {column: asdict(derivation) for column, derivation in derive(record).items()}
+    return replace(record, derivations=derivations, parts=(*record.parts, "derivations")) if derivations else record
 
 
 def predicted_columns(plan: RunPlan) -> Cells:

@@ -1,4 +1,6 @@
-"""Text for the user: messages reduced to one printable line, counts with their nouns, and durations."""
+"""Text for the user: messages reduced to one printable line, counts with their nouns, enumerations and durations."""
+
+from collections.abc import Sequence
 
 
 def one_line(message: object) -> str:
@@ -9,6 +11,11 @@ def one_line(message: object) -> str:
 def count_text(count: int, noun: str) -> str:
     """Return a count with its noun, such as 1 run or 2 runs."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def join_words(parts: Sequence[str]) -> str:
+    """Return an enumeration: "a", "a and b", "a, b and c"."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 
 def format_duration(seconds: float) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from harness.metrics.derivations import Derivation, derive
 from harness.records.schema import Record
-from harness.report.derivations import Derivation, derivation_lines, derive
+from harness.report.derivations import derivation_lines
 
 ALWAYS = (
     *("step_seconds", "tokens_per_second", "tokens_per_second_per_device", "model_flops", "executed_flops"),

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
@@ -24,7 +25,7 @@ from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
 from harness.report.charts.points import Points
 from harness.report.document import Chart
-from harness.report.labels import PEAK_TITLES, STEP_TITLES
+from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item
 from harness.report.view import View, truncate
 

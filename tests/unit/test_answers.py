@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.report.comparison_columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings
 from harness.report.first_screen import FirstScreen, first_screen, launch_bound
-from harness.report.labels import PEAK_TITLES, STEP_TITLES
+from harness.report.labels import STEP_TITLES
 from harness.report.view import View
 from tests.support.example_records import FAILED, MIB, record_of, row
 

@@ -15,15 +15,15 @@ from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
+from harness.metrics.derivations import DERIVATIONS
+from harness.metrics.formulas import ENVIRONMENT
 from harness.records.columns import COLUMN_TYPES
 from harness.records.schema import Record
 from harness.report import markdown
 from harness.report.batches import batches
 from harness.report.claim_peers import TABLE, Claim
 from harness.report.claims import claims, literature
-from harness.report.derivations import DERIVATIONS
 from harness.report.document import Section
-from harness.report.formulas import ENVIRONMENT
 from harness.report.lines import lines_of
 from harness.report.view import View
 from harness.runner.config_columns import config_columns

@@ -14,10 +14,11 @@ from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
+from harness.metrics.derivations import Derivation, Term, derive, state_formula
+from harness.metrics.formulas import quantities
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
-from harness.report.derivations import Derivation, Term, derivation_lines, derive, derive_line, pack, state_formula
-from harness.report.formulas import quantities
+from harness.report.derivations import derivation_lines, derive_line, pack
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
 from tests.support.example_records import record_of

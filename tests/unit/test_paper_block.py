@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from harness.metrics.formulas import value_of
 from harness.report.claim_peers import TABLE
-from harness.report.formulas import value_of
 
 
 @pytest.mark.parametrize("attention", ["flash", "eager"])

@@ -14,9 +14,9 @@ from harness.report.comparability import comparability_key, group_by
 from harness.report.document import Chart
 from harness.report.lines import Datum, Line
 from harness.report.sentences import labels_text
-from harness.report.text import at_most, join_words
+from harness.report.text import at_most
 from harness.report.view import View
-from harness.util.text import sanitize
+from harness.util.text import join_words, sanitize
 
 _DASH = 10  # pixels
 

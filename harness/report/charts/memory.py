@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.report.charts import marks
 from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
 from harness.report.charts.marks import Rows, axis, column, figures, numbers, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
-from harness.report.labels import PEAK_TITLES
 from harness.report.lines import Datum, Line, finite_number
-from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, join_words
+from harness.report.text import Unit, byte_unit, bytes_text, format_numbers
 from harness.report.view import View
+from harness.util.text import join_words
 
 _TOTAL, _UNDIVIDED, _LIMIT = "peak memory", "no breakdown recorded", "memory limit"
 

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 
 from harness.records.schema import Record
 from harness.report.labels import value_text
-from harness.report.text import join_words, pluralize
 from harness.report.view import View
-from harness.util.text import sanitize
+from harness.util.text import count_text, join_words, sanitize
 
 _MOST_VALUES = 3  # of one part that are listed
 
@@ -47,7 +46,7 @@ def _device(record: Record) -> str:
     if measured_on != "cpu":
         return str(environment.get("device_name") or measured_on or "")
     cores, processor = environment.get("cores"), environment.get("processor")
-    return "CPU" + (f" {processor}" if processor else "") + (f", {pluralize(cores, 'core')}" if cores else "")
+    return "CPU" + (f" {processor}" if processor else "") + (f", {count_text(cores, 'core')}" if cores else "")
 
 
 def _some(values: Iterable[object], noun: str) -> str:

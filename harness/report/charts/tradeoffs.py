@@ -14,9 +14,9 @@ from harness.report.comparison_columns import UNSETTLED_MARK
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Datum, Line
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
-from harness.report.text import PERCENT, format_numbers, pluralize
+from harness.report.text import PERCENT, format_numbers
 from harness.report.view import View
-from harness.util.text import sanitize
+from harness.util.text import count_text, sanitize
 
 _ROOM = 90  # pixels behind the longest bar for the time added
 
@@ -62,7 +62,7 @@ def _rows(lines: Sequence[Line]) -> Rows:
         "ranked": speeds["ranked"],
         "group": unseen([line.group for line in lines]),
         "name": unseen(
-            [line.label.removesuffix(f" on {pluralize(line.row.get('world_size') or 1, 'rank')}") for line in lines]
+            [line.label.removesuffix(f" on {count_text(line.row.get('world_size') or 1, 'rank')}") for line in lines]
         ),
     }
     return Rows(lines, fields)

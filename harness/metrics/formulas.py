@@ -1,4 +1,4 @@
-"""Formulas and texts of the tables claims.toml and derivations.toml, over quantities of a run by their names."""
+"""Formulas and texts of tables, such as derivations.toml and the report's claims.toml, over quantities of a run."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,10 +21,8 @@ from harness.layout.layout import Layout
 from harness.metrics import columns, memory, step_time, traffic
 from harness.records import rank_report
 from harness.records.schema import Record
-from harness.report import speeds
-from harness.report.sentences import sentence
-from harness.report.text import pluralize
 from harness.util.errors import UserError
+from harness.util.text import count_text
 
 EXACT = 0.05  # the relative tolerance of bytes, counts and operations
 
@@ -69,8 +67,8 @@ ENVIRONMENT = jinja2.Environment(undefined=jinja2.ChainableUndefined)  # what is
 ENVIRONMENT.globals |= {"recomputing_modes": RECOMPUTING_MODES} | {
     named.__name__.rpartition(".")[2]: named
     for named in (
-        *(columns, communication, flops, memory, model_profile, rank_report, speeds, step_time, traffic),
-        *(estimate_memory, most_parameters, pluralize, sentence),
+        *(columns, communication, flops, memory, model_profile, rank_report, step_time, traffic),
+        *(estimate_memory, most_parameters, count_text),
     )
 }
 ENVIRONMENT.tests["near"] = lambda value, expected: abs(value - expected) <= EXACT * expected
