@@ -7,7 +7,7 @@ from typing import Any
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records.columns import column
 from harness.records.schema import Record
-from harness.report.charts import expected, losses
+from harness.report.charts import expected
 from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
@@ -119,4 +119,4 @@ def proof_section(view: View) -> list[Section]:
         return []
     compares = any("deviation" in column.header and column.is_known for column in columns)
     words = sentence("proof", compares=compares, skips=any(skipped), is_chained=any(layers))
-    return section("Proof", *losses.losses(view), proof_table, Paragraph(words))
+    return section("Proof", *expected.losses(view), proof_table, Paragraph(words))

@@ -19,7 +19,7 @@ from harness.cost_model.parts import PEAK_TITLES
 from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
-from harness.report.charts import expected, first, losses, memory, render, speed, style, tradeoffs
+from harness.report.charts import expected, first, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
@@ -49,7 +49,7 @@ PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "checkpointing": tradeoffs.checkpointing,
     "predicted": expected.predicted,
     "batches": memory.batches,
-    "losses": lambda view: next(iter(losses.losses(view)), None),
+    "losses": lambda view: next(iter(expected.losses(view)), None),
     "wall": memory.memory_wall,
     "largest": memory.largest_model,
 }
@@ -795,7 +795,7 @@ def test_colors_are_distinct_under_color_vision_deficiencies(deficiency: str) ->
 def test_the_library_that_draws_is_imported_by_its_own_process() -> None:
     code = (
         "import sys\n"
-        "from harness.report.charts import expected, first, losses, memory, render, speed, style, tradeoffs\n"
+        "from harness.report.charts import expected, first, memory, render, speed, style, tradeoffs\n"
         "print(*(name for name in ('vl_convert',) if name in sys.modules))"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

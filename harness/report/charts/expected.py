@@ -1,46 +1,63 @@
-"""Charts of what is measured beside what is expected: of peaks, of bytes sent, and of the figures of papers."""
+"""Charts of what is measured beside what is expected: peaks, bytes, figures of papers, and losses, which coincide."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from harness.report.charts import marks
+import numpy as np
+import pandas as pd
+
+from harness.records.run_folder import RunFolder
 from harness.report.charts.bars import bars, ordered
-from harness.report.charts.marks import Rows, axis, figures, numbers, spanning, unseen, words
+from harness.report.charts.curves import ONE_OF_EACH, select
+from harness.report.charts.marks import (
+    Field,
+    Plot,
+    Rows,
+    axis,
+    column,
+    draw,
+    figures,
+    numbers,
+    single,
+    spanning,
+    tooltip,
+    unseen,
+    words,
+)
 from harness.report.charts.points import Points
+from harness.report.charts.setting import model_name
 from harness.report.claim_peers import Claim
-from harness.report.comparability import EQUAL_BYTES, is_measured
+from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, is_measured
 from harness.report.document import Chart
-from harness.report.lines import Item, Line, finite_number
-from harness.report.text import byte_unit, format_numbers
+from harness.report.lines import Datum, Item, Line, finite_number
+from harness.report.sentences import labels_text
+from harness.report.text import at_most, byte_unit, format_numbers
 from harness.report.view import View
-from harness.util.text import sanitize
+from harness.util.text import join_words, sanitize
 
 
 def predicted(view: View) -> Chart | None:
     """Draw the predicted peak against the measured one; on the diagonal they are equal."""
-    known = [line for line in view.lines if line.peak and is_measured(line.row)]
-    lines = [line for line in known if line.number("predicted_peak_bytes")]
+    lines = [line for line in view.lines if line.peak and line.number("predicted_peak_bytes") and is_measured(line.row)]
     if not lines:
         return None
     planned, measured = [line.number("predicted_peak_bytes") or 0 for line in lines], [line.peak or 0 for line in lines]
     unit = byte_unit([*planned, *measured])
     errors = [100 * (size / peak - 1) for size, peak in zip(planned, measured, strict=True)]
-    farthest = sorted(range(len(lines)), key=lambda place: abs(errors[place]))[-_MOST_LABELS:]
-    named = [place for place in farthest if abs(errors[place]) >= _LEAST_ERROR]
+    least = max(_LEAST_ERROR, sorted(map(abs, errors))[-_MOST_LABELS:][0])
     fields = {
         "x": numbers("predicted peak memory", planned, unit),
         "y": numbers("measured peak memory", measured, unit),
         "error": figures("error (%)", errors, "+.2f"),
-        "name": unseen([line.label if place in named else "" for place, line in enumerate(lines)]),
+        "name": unseen([line.label if abs(error) >= least else "" for line, error in zip(lines, errors, strict=True)]),
     }
     rows = Rows(lines, fields)
     both = [*fields["x"].values, *fields["y"].values]
     plot = Points(view, rows, spanning(fields["x"].title, both), spanning(fields["y"].title, both))
     ends = [{"strategy": "", "x": end, "y": end} for end in plot.x["scale"]["domain"]]
-    labels = plot.placed(rows.data, [ends])
-    layers = marks.single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
-    name = "Predicted and measured peak memory"
-    return marks.draw(view, "predicted", name, rows, "error", layers, data={"ends": ends, "labels": labels})
+    data = {"ends": ends, "labels": plot.placed(rows.data, [ends])}
+    layers = single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
+    return draw(view, "predicted", "Predicted and measured peak memory", rows, "error", layers, data=data)
 
 
 _MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
@@ -51,8 +68,8 @@ def traffic(view: View) -> Chart | None:
 
     There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
     """
-    known = [line for line in view.lines if line.ok and _entries(line)]
-    lines = ordered(known, lambda line: sum(sent for _, sent, _ in _entries(line)))
+    ok = [line for line in view.lines if line.ok]
+    lines = ordered(ok, lambda line: sum(sent for _, sent, _ in _entries(line)))
     entries = [(line, *entry) for line in lines for entry in _entries(line)]
     if not entries:
         return None
@@ -116,3 +133,120 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
 def _apart(claim: Claim) -> float:
     ratio = claim.measured / claim.expected
     return max(ratio, 1 / ratio)
+
+
+_DASH = 10  # pixels
+
+_COINCIDE = 1e-3  # relative
+
+_POINTS = 240  # of one curve
+
+_MOST = 24  # curves of one chart, most of which coincide
+
+_COLUMNS = 8  # steps of the table of losses
+
+
+def losses(view: View) -> list[Chart]:
+    """Draw the losses of the median repeat of every line, one chart for each training: model, precision and batch."""
+    trainings = group_by([line for line in view.lines if line.ok], lambda line: comparability_key(line.row))
+    charts: list[Chart] = []
+    for lines in trainings.values():
+        curves = {line: curve for line in select(lines, _MOST) if len(curve := _curve(view, line))}
+        if curves:
+            name = f"losses-{len(charts) + 1}" if charts else "losses"
+            title = "Training loss by step" + (f": {_training(lines[0])}" if len(trainings) > 1 else "")
+            charts.append(_chart(view, name, title, list(curves), list(curves.values()), len(lines)))
+    return charts
+
+
+def _curve(view: View, line: Line) -> pd.DataFrame:
+    """Return the step, the loss and the phase of each step of a line's median run; no rows where none are on file."""
+    try:
+        file = RunFolder(view.folders[line.median_run.run_id]).steps
+        steps = pd.read_json(file, lines=True, precise_float=True)[["step", "loss", "phase"]]
+        curve: pd.DataFrame = steps[np.isfinite(steps["loss"])].astype({"step": int, "loss": float})
+    except (KeyError, OSError, ValueError, TypeError):  # there is no such file, or it is damaged
+        return pd.DataFrame()
+    return curve.assign(phase=curve["phase"].map(sanitize))
+
+
+def _training(line: Line) -> str:
+    row = line.row
+    return sanitize(f"{model_name(line.record)}, {row['precision']}, {row['global_batch']} × {row['seq_len']} tokens")
+
+
+def _chart(
+    view: View, name: str, title: str, lines: Sequence[Line], curves: Sequence[pd.DataFrame], total: int
+) -> Chart:
+    table = pd.concat(
+        [curve.set_index("step")["loss"] for curve in curves], axis=1, keys=range(len(curves))
+    ).sort_index()
+    steps = table.index.tolist()
+    last = table.ffill().iloc[-1].tolist()
+    fields = {"last": Field("", last, [f"{loss:.6g}" for loss in last])}
+    for step, at_step in _thinned(table, _COLUMNS).iterrows():
+        cells = ["" if np.isnan(loss) else f"{loss:.7f}" for loss in at_step]
+        fields[f"loss at step {step}"] = column(f"loss at step {step}", cells)
+    apart = (table.max(axis=1) - table.min(axis=1)).max()
+    title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(lines) > 1 else "step"
+    plot = Plot(
+        view,
+        Rows(lines, fields),
+        axis(title_x, (steps[0], steps[-1]), form="d"),
+        spanning("loss", [loss for curve in curves for loss in curve["loss"]]),
+    )
+    exact = tooltip(("label", "run", ""), ("step", "step", ",d"), ("loss", "loss", ".7f"), ("phase", "phase", ""))
+    layers = [
+        plot.mark("line dashed", "step", "loss", data="points", tooltip=exact, detail="label"),
+        plot.mark("text ending", "step", "loss", data="ends", text="short"),
+    ]
+    points: list[Datum] = []
+    ends: list[Datum] = []
+    for bundle in group_by(range(len(lines)), lambda place: _first_equal(table, place)).values():
+        points += _points([(lines[place], curves[place]) for place in bundle])
+        ends.append(_end([lines[place] for place in bundle], len(lines), curves[bundle[0]]))
+    return draw(
+        view,
+        name,
+        title,
+        plot.rows,
+        "",
+        single(layers),
+        {"steps": max(map(len, curves)), "apart": apart},
+        {"points": points, "ends": ends},
+        rule=ONE_OF_EACH,
+        total=total,
+    )
+
+
+def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
+    """Return at most so many rows, evenly spaced, the first and the last among them."""
+    return table.iloc[np.linspace(0, len(table) - 1, min(len(table), most), dtype=int)]
+
+
+def _first_equal(table: pd.DataFrame, place: int) -> int:
+    """Return the first curve that coincides with the curve at a place, which may be that one itself."""
+    bound = _COINCIDE * table[place].abs()
+    return next(first for first in range(place + 1) if not ((table[first] - table[place]).abs() > bound).any())
+
+
+def _points(bundle: Sequence[tuple[Line, pd.DataFrame]]) -> list[Datum]:
+    """Return the points of curves that coincide: their dashes, in pixels, alternate along the way."""
+    points = []
+    for rank, (line, curve) in enumerate(bundle):
+        dash = {"dash": [_DASH, _DASH * (len(bundle) - 1)], "begin": -_DASH * rank}
+        drawn = _thinned(curve, _POINTS).itertuples(index=False)
+        points += [line.datum(step=step, loss=loss, phase=phase, **dash) for step, loss, phase in drawn]
+    return points
+
+
+def _end(bundle: Sequence[Line], total: int, curve: pd.DataFrame) -> Datum:
+    """Return the name at the end of curves that coincide; it belongs to no strategy."""
+    labels = [line.label for line in bundle]
+    short = labels_text(labels, total, 1) if len(labels) == total else join_words(at_most(labels, 1))
+    return {
+        "strategy": "",
+        "step": curve["step"].iloc[-1].item(),
+        "loss": curve["loss"].iloc[-1].item(),
+        "short": short,
+    }

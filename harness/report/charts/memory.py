@@ -4,10 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from harness.cost_model.parts import PEAK_TITLES
-from harness.report.charts import marks
 from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, curve_points
-from harness.report.charts.marks import Rows, axis, column, figures, numbers, unseen
+from harness.report.charts.marks import Rows, axis, column, figures, numbers, scaled, tooltip, unseen
 from harness.report.charts.series import by_micro_batch, by_parameters
 from harness.report.document import Chart
 from harness.report.lines import Datum, Line, finite_number
@@ -45,7 +44,7 @@ def peak(view: View) -> Chart | None:
     plot = bars(view, lines, fields, axis(parts[_TOTAL].title))
     layers = [
         plot.stack((*PEAK_TITLES.values(), _UNDIVIDED), unit, ("value", unit.name, ",.4~f"), ("exact", "bytes", ",d")),
-        plot.mark("rule limit", "limit", None, data="limits", tooltip=marks.tooltip(("shown", "device", ""))),
+        plot.mark("rule limit", "limit", None, data="limits", tooltip=tooltip(("shown", "device", ""))),
         plot.mark("text top", "limit", {"value": 0}, data="limits", text="shown"),
     ]
     data, facts = {"limits": _rules(near, unit)}, {"limits": limits, "is_near": bool(near)}
@@ -113,9 +112,7 @@ def memory_wall(view: View) -> Chart | None:
         "status": column("status", [line.status for line in lines], True),
         "x": figures("parameters (millions)", sizes, ",.3f"),
         "y": numbers("peak memory", [line.peak for line in lines], unit),
-        "failed": unseen(
-            [None if line.ok else marks.scaled(line.number("memory_limit_bytes"), unit) for line in lines]
-        ),
+        "failed": unseen([None if line.ok else scaled(line.number("memory_limit_bytes"), unit) for line in lines]),
     }
     heights = [*fields["y"].values, *fields["failed"].values, *(limit["limit"] for limit in limits)]
     margin = 0.03 * (max(sizes) - min(sizes))
@@ -142,7 +139,7 @@ def largest_model(view: View) -> Chart | None:
         return None
     largest = {curve.label: max((_millions(line) for line in curve.points if line.ok), default=0.0) for curve in series}
     curves = sorted(series, key=lambda curve: -largest[curve.label])
-    ran = [largest[curve.label] for curve in curves]
+    ran = sorted(largest.values(), reverse=True)
     failed = [min((_millions(line) for line in curve.points if not line.ok), default=None) for curve in curves]
     texts = [f" (not {size:,.2f})" if size else "" for size in failed]
     fields = {

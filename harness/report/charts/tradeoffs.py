@@ -35,21 +35,6 @@ def trade(view: View) -> Chart | None:
     if not shown:
         return None
     lines = [line for number in shown for line in groups[number]]
-    rows = _rows(lines)
-    columns, height, beside = (1, style.HEIGHT, 29) if len(shown) == 1 else (2, 280, 45)  # pixels
-    size = style.plot_width(style.WIDTH, columns, beside), height
-    panels = [_panel(view, rows, number, size) for number in shown]
-    labels = {f"labels{number}": placed for number, (_, placed) in zip(shown, panels, strict=True)}
-    meta = {"beside": beside, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS}
-    plot = {"concat": [cell for cell, _ in panels], "columns": columns, "usermeta": meta}
-    fronts = [", ".join(line.label for line in view.groups[number].front) for number in shown]
-    facts = {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)}
-    front = {"front": [line.position for line in lines if line.is_on_front]}
-    return draw(view, "trade", "Peak memory and speed", rows, "x", plot, facts, labels, params=front)
-
-
-def _rows(lines: Sequence[Line]) -> Rows:
-    """Return the lines with their peaks, speeds and repeats, by which the page finds the front of those it shows."""
     speeds = speed_fields(lines)
     fields = {
         "y": bytes_field("peak", [line.peak for line in lines]),
@@ -65,7 +50,20 @@ def _rows(lines: Sequence[Line]) -> Rows:
             [line.label.removesuffix(f" on {count_text(line.row.get('world_size') or 1, 'rank')}") for line in lines]
         ),
     }
-    return Rows(lines, fields)
+    rows = Rows(lines, fields)
+    columns, height, beside = (1, style.HEIGHT, 29) if len(shown) == 1 else (2, 280, 45)  # pixels
+    size = style.plot_width(style.WIDTH, columns, beside), height
+    panels = [_panel(view, rows, number, size) for number in shown]
+    labels = {f"labels{number}": placed for number, (_, placed) in zip(shown, panels, strict=True)}
+    plot = {
+        "concat": [cell for cell, _ in panels],
+        "columns": columns,
+        "usermeta": {"beside": beside, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS},
+    }
+    fronts = [", ".join(line.label for line in view.groups[number].front) for number in shown]
+    facts = {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)}
+    front = {"front": [line.position for line in lines if line.is_on_front]}
+    return draw(view, "trade", "Peak memory and speed", rows, "x", plot, facts, labels, params=front)
 
 
 def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[VegaLite, list[Datum]]:
@@ -88,7 +86,8 @@ def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[
         ],
         "title": {"text": sanitize(title[:1].upper() + title[1:]), "fontSize": style.FONT_SIZE, "offset": 4},
         "transform": [{"filter": f"datum.group === {number}"}],
-        **dict(zip(("width", "height"), size, strict=True)),
+        "width": size[0],
+        "height": size[1],
     }
     return cell, plot.placed(points, [front, *ranges], size)
 
