@@ -28,7 +28,7 @@ from harness.planner.sentences import (
 from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render
-from harness.report.charts.front import GIB, front_chart, front_sentence
+from harness.report.charts.front import GIB, front_chart
 from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, bullets, section
 from harness.report.sentences import sentence
 from harness.util.files import atomic_write_text
@@ -94,7 +94,7 @@ def _answer(result: SearchResult) -> Iterator[str]:
     shown = (result.best or result.front)[:1]
     yield from (sentence("planned_settings", entry=entry) for entry in shown)
     yield sentence("fastest_plan", entry=result.best[0], gib=GIB) if result.best else sentence("no_plan")
-    yield front_sentence(result.front)
+    yield sentence("front_chart", front=result.front)
     for entry in shown:
         yield from (*error_sentences(entry), *basis_sentences(entry))
         if entry.is_runnable and entry.cluster.device == "cuda":

@@ -58,8 +58,11 @@ class Bars(Plot):
             unit: The unit of their values.
             exact: Name, title and format in a tooltip of `value` or of `exact`, which is without a unit.
         """
-        known = [name for name in names if name in self.rows.fields and self.rows.known(name)]
-        colors = {name: style.PALETTE[names.index(name)] for name in known}
+        colors = {
+            name: color
+            for name, color in zip(names, style.PALETTE, strict=False)
+            if name in self.rows.fields and self.rows.known(name)
+        }
         stacked = self.mark(
             "bar",
             "value",
@@ -96,10 +99,10 @@ def bars(view: View, items: Sequence[Item], fields: Mapping[str, Field], scale: 
 
 def row_fields(rows: Sequence[Mapping[str, float | None]], unit: Unit) -> dict[str, Field]:
     """Return the fields of parts and their sums, which have as many decimals as the largest of a row needs."""
-    cells = [format_numbers(list(row.values()), unit) for row in rows]
+    cells = zip(*(format_numbers(list(row.values()), unit) for row in rows), strict=True)
     return {
-        name: Field(f"{name} ({unit.name})", [scaled(row[name], unit) for row in rows], [row[place] for row in cells])
-        for place, name in enumerate(rows[0])
+        name: Field(f"{name} ({unit.name})", [scaled(row[name], unit) for row in rows], texts)
+        for name, texts in zip(rows[0], cells, strict=True)
     }
 
 

@@ -26,8 +26,6 @@ _MOST_ROOM = 74  # pixels of names at the right of small charts
 
 _LETTER = 6.2  # pixels of a label's character
 
-_END = {"field": "end", "type": "quantitative", "scale": None}  # in pixels
-
 
 def curve_points(series: Sequence[Series]) -> list[tuple[Series, Line]]:
     """Return the points of the curves that `select` chooses, each with its curve."""
@@ -59,9 +57,9 @@ class Curves(Plot):
         groups = list(group_by(curves, lambda label: curves[label].strategy).values())
         variants = {label: rank for group in groups for rank, label in enumerate(group)}
         is_one = len(curves) <= _FEW
-        panels, height = ([list(curves)], style.HEIGHT) if is_one else (groups, _CELL_HEIGHT)
         names = {label: shortened(label) if is_one else _variant(curve) for label, curve in curves.items()}
-        named = [[label for label in panel if names[label]] for panel in panels]
+        named = [[label for label in panel if names[label]] for panel in ([curves] if is_one else groups)]
+        height = style.HEIGHT if is_one else _CELL_HEIGHT
         ends = {row: top for panel in named for row, top in self._ends(panel, height).items()}
         fields = {
             "variant": unseen([variants[label] for label in labels]),
@@ -75,13 +73,17 @@ class Curves(Plot):
             self.mark("line curve", detail="label", strokeDash=dash),
             self.mark("point", shape=shape),
             *above,
-            self.mark("text value", y=_END, test="isValid(datum.end)", text="short"),
+            self.mark(
+                "text value",
+                y={"field": "end", "type": "quantitative", "scale": None},
+                test="isValid(datum.end)",
+                text="short",
+            ),
         ]
-        longest = round(_LETTER * max(map(len, names.values())))
-        room = longest if is_one else min(_MOST_ROOM, longest)
+        room = min(style.WIDTH if is_one else _MOST_ROOM, round(_LETTER * max(map(len, names.values()))))
         plot = single(layers) if is_one else _small_charts(layers, room)
-        rows, more = replace(self.rows, fields={**self.rows.fields, **fields}), more | {"right": room + 4}
-        return draw(self.view, name, title, rows, measure, plot, rule=ONE_OF_EACH, total=total, **more)
+        rows = replace(self.rows, fields={**self.rows.fields, **fields})
+        return draw(self.view, name, title, rows, measure, plot, right=room + 4, rule=ONE_OF_EACH, total=total, **more)
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from harness.report.charts import style
 from harness.report.charts.bars import LINES, Bars, bars, labels, ordered
@@ -28,9 +29,7 @@ def first_picture(view: View) -> Chart | None:
     lines = _sorted(view, by_speed)
     if not any(line.peak or line.drawn_speed for line in lines):
         return None
-    most = len(lines)
-    if most > _MOST:
-        most = min(_MOST, sum(line.group == 0 for line in lines) or _MOST)
+    most = len(lines) if len(lines) <= _MOST else min(_MOST, sum(line.group == 0 for line in lines) or _MOST)
     fields, drawn = _fields(view, lines), Rows(lines[:most], _fields(view, lines[:most]))
     name, measure, title = "Memory and speed", "median", f"tokens/s ({'median, range' if by_speed else 'not ranked'})"
     if not view.draws_speeds:
@@ -45,8 +44,8 @@ def first_picture(view: View) -> Chart | None:
     if not any(drawn.fields[measure].values):
         name, panels = "Peak memory", panels[:1]
     count = len(panels)
-    names = (line for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
-    beside = round(_LETTER * max(map(len, names))) + 8
+    longest = max(len(line) for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
+    beside = round(_LETTER * longest) + 8
     width = (style.WIDTH - beside - (count - 1) * _GAP - count * _VALUE) // count
     cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
     plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": {"beside": beside + _VALUE}}
@@ -90,11 +89,8 @@ def _sorted(view: View, by_speed: bool) -> list[Line]:
 
     They are under names that say the ranks of those that are not in the first group, and of no others.
     """
-    sizes: dict[Line, float | None] = {line: line.peak for line in view.lines}
-    if by_speed:
-        sizes = {line: -line.drawn_speed for line in view.lines if line.drawn_speed and line.speed.is_ranked}
-    parts = [[line for line in view.lines if (line.group == 0) == is_first] for is_first in (True, False)]
-    lines = [line for part in parts for line in ordered(part, sizes.get)]
+    by_figure = ordered(view.lines, _negative_speed if by_speed else attrgetter("peak"))
+    lines = sorted(by_figure, key=lambda line: line.group != 0)
     varies = len({line.row.get("world_size") for line in lines}) > 1
     names = [_name(line, varies) for line in lines]
     is_unique = len(set(names)) == len(names)
@@ -102,6 +98,10 @@ def _sorted(view: View, by_speed: bool) -> list[Line]:
         replace(line, position=place, label=name if is_unique else line.label)
         for place, (line, name) in enumerate(zip(lines, names, strict=True))
     ]
+
+
+def _negative_speed(line: Line) -> float | None:
+    return -line.drawn_speed if line.drawn_speed and line.speed.is_ranked else None
 
 
 def _name(line: Line, varies: bool) -> str:

@@ -8,19 +8,9 @@ from harness.report.charts import style
 from harness.report.charts.marks import Field, Plot, Rows, axis, draw, palette, single
 from harness.report.document import Chart
 from harness.report.lines import Item
-from harness.report.sentences import sentence
 from harness.report.view import View
 
 GIB = 2**30
-
-
-def front_sentence(front: Sequence[Prediction]) -> str:
-    """Return the front in one sentence."""
-    return sentence("front_chart", rows=front, ends=_ends(front))
-
-
-def _ends(front: Sequence[Prediction]) -> list[str]:
-    return [f"{entry.tokens_per_second:,.0f} tokens/s in {_gib(entry):.1f} GiB" for entry in front]
 
 
 def front_chart(front: Sequence[Prediction]) -> Chart | None:
@@ -43,10 +33,16 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
         plot.mark("text corner", "limit", {"value": 0}, data="limits", text="shown"),
         plot.mark("point", color=palette("kind", style.strategy_colors(kinds), {"orient": "bottom"})),
     ]
-    setting = [f"{front[0].config.model.name} on {front[0].layout.world_size} devices of {front[0].cluster.name}"]
-    data = {"limits": [{"strategy": "", "limit": limit, "shown": f"a device: {limit:.1f} GiB"}]}
     return draw(
-        plot.view, "front", "Memory and speed", rows, "", single(layers), {"ends": _ends(front)}, data, subtitle=setting
+        plot.view,
+        "front",
+        "Memory and speed",
+        rows,
+        "",
+        single(layers),
+        facts={"front": front},
+        data={"limits": [{"strategy": "", "limit": limit, "shown": f"a device: {limit:.1f} GiB"}]},
+        subtitle=[f"{front[0].config.model.name} on {front[0].layout.world_size} devices of {front[0].cluster.name}"],
     )
 
 

@@ -21,8 +21,6 @@ from harness.report.view import View
 # What the page draws: marks of strategies that are not hidden, and of bars the first ones. Some marks have neither.
 _VISIBLE = "indexof(hidden, datum.strategy) < 0 && !(datum.position > last)"
 
-_LEFT = 20  # pixels at the left, so that labels are whole where the reader's fonts are wider than those of FONT
-
 _TITLE = 38  # characters of a line of an axis's title, which fits the narrowest picture
 
 _COLORED = ("", "hollow", "failed", "linear", "curve", "dashed")  # the styles of marks in the colors of strategies
@@ -106,9 +104,8 @@ class Rows:
         """The exact values, without columns of numbers that are empty throughout."""
         fields = [field for field in self.shown.values() if field.is_text or any(field.cells)]
         cells = [list(row) for row in zip(*(field.cells for field in fields), strict=True)]
-        strategies = [item.strategy for item in self.items]
         header, texts = [field.title for field in fields], sum(field.is_text for field in fields)
-        return Table(header, cells, texts, strategies=strategies)
+        return Table(header, cells, texts, strategies=[item.strategy for item in self.items])
 
     @property
     def tooltip(self) -> list[VegaLite]:
@@ -224,17 +221,22 @@ class Plot:
             channels: More channels, which may be names of fields.
         """
         kind, _, look = mark.partition(" ")
-        axes = [(name, own, at) for name, own, at in (("x", self.x, x), ("y", self.y, y)) if at]
-        places = {name: {"field": at} | own if isinstance(at, str) else at for name, own, at in axes}
-        tests = [f"isValid(datum['{at}'])" for *_, at in axes if isinstance(at, str)]
-        colors = style.strategy_colors(line.strategy for line in self.view.lines)  # alike in all charts of a report
-        color = {"color": palette("strategy", colors)} if look in _COLORED else {}
-        exact = {} if data or kind == "line" else {"tooltip": self.rows.tooltip}
-        named = {name: {"field": of} if isinstance(of, str) else of for name, of in channels.items()}
-        return ({"data": {"name": data}} if data else {}) | {
+        tests = [f"isValid(datum['{field}'])" for field in (x, y) if isinstance(field, str)]
+        of: dict[str, Any] = {"x": x, "y": y}
+        if look in _COLORED:
+            of["color"] = palette("strategy", style.strategy_colors(line.strategy for line in self.view.lines))
+        if kind != "line" and not data:
+            of["tooltip"] = self.rows.tooltip
+        axes = {"x": self.x, "y": self.y}
+        return {
+            **({"data": {"name": data}} if data else {}),
             "mark": {"type": kind, "style": look or kind},
             "transform": [{"filter": " && ".join([_VISIBLE, *tests, test])}],
-            "encoding": places | color | exact | named,
+            "encoding": {
+                name: {"field": channel} | axes.get(name, {}) if isinstance(channel, str) else channel
+                for name, channel in (of | channels).items()
+                if channel
+            },
         }
 
 
@@ -292,7 +294,8 @@ def draw(
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "title": {"text": title, "subtitle": list(subtitle or setting_lines(view))},
         "description": text,
-        "padding": {"left": _LEFT, "top": 4, "right": 4 + right, "bottom": 4},
+        # Labels at the left are whole where the reader's fonts are wider than those of FONT.
+        "padding": {"left": 20, "top": 4, "right": 4 + right, "bottom": 4},
         "params": [{"name": name, "value": value} for name, value in values.items()],
         "datasets": {"rows": rows.data} | dict(data or {}),
         "data": {"name": "rows"},

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from itertools import pairwise
 
+import numpy as np
+
 from harness.report.charts import style
 from harness.report.charts.marks import Plot, share
 from harness.report.document import VegaLite
@@ -10,22 +12,21 @@ from harness.report.lines import Datum
 
 _LETTER, _LINE, _POINT = 0.54 * (style.FONT_SIZE - 1), style.FONT_SIZE + 1, 5.0  # pixels; a character's mean width
 
-_STEPS = 80  # points on each segment of a line
+_STEPS = 81  # points on each segment of a line
 
-LONGEST = 40  # characters of a label
+_LONGEST = 40  # characters of a label
 
-# Where a label may be: the alignment of its text and its offset from the point, to the right and down.
+# Where a label may be: the alignment of its text, its offset from the point, to the right and down, and where the
+# text's middle is from there, in halves of its width.
 _SIDES = (
-    *(("left", 8, 0), ("right", -8, 0), ("center", 0, -12), ("center", 0, 12)),
-    *(("left", 2, 12), ("right", -2, 12), ("left", 2, -12), ("right", -2, -12)),
+    *(("left", 8, 0, 1), ("right", -8, 0, -1), ("center", 0, -12, 0), ("center", 0, 12, 0)),
+    *(("left", 2, 12, 1), ("right", -2, 12, -1), ("left", 2, -12, 1), ("right", -2, -12, -1)),
 )
-
-_TOWARDS = {"left": 1, "center": 0, "right": -1}  # where a text's middle is, in halves of its width
 
 
 def shortened(text: str) -> str:
     """Return a label cut to its longest length."""
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
 
 
 class Points(Plot):
@@ -55,16 +56,13 @@ class Points(Plot):
         # The boxes that are taken: the middle, and the distance of the edges from it.
         taken = [(*pixels(point), _POINT, _POINT) for point in points]
         segments = [ends for line in lines for ends in pairwise(map(pixels, line))]
-        parts = [part / _STEPS for part in range(_STEPS + 1)]
-        taken += [
-            (x + (to_x - x) * at, y + (to_y - y) * at, 1.0, 1.0) for (x, y), (to_x, to_y) in segments for at in parts
-        ]
+        taken += [(x, y, 1.0, 1.0) for ends in segments for x, y in np.linspace(*ends, _STEPS)]
         labels: dict[int, Datum] = {}
         for place, point in sorted(enumerate(points), key=lambda entry: not entry[1].get("first")):
             text, (x, y) = shortened(point["name"]), pixels(point)
             half, tall = len(text) * _LETTER / 2, _LINE / 2
-            for align, right, down in _SIDES if text else ():
-                middle, level = x + right + _TOWARDS[align] * half, y + down
+            for align, right, down, halves in _SIDES if text else ():
+                middle, level = x + right + halves * half, y + down
                 is_inside = half <= middle <= size[0] - half and tall <= level <= size[1] - tall
                 is_free = all(abs(middle - x) >= half + w or abs(level - y) >= tall + h for x, y, w, h in taken)
                 if is_inside and is_free:
