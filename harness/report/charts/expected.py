@@ -1,6 +1,6 @@
 """Charts of what is measured beside what is expected: peaks, bytes, figures of papers, and losses, which coincide."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -41,7 +41,7 @@ def predicted(view: View) -> Chart | None:
     lines = [line for line in view.lines if line.peak and line.number("predicted_peak_bytes") and is_measured(line.row)]
     if not lines:
         return None
-    planned, measured = [line.number("predicted_peak_bytes") or 0 for line in lines], [line.peak or 0 for line in lines]
+    planned, measured = [line.row["predicted_peak_bytes"] for line in lines], [line.peak for line in lines]
     unit = byte_unit([*planned, *measured])
     errors = [100 * (size / peak - 1) for size, peak in zip(planned, measured, strict=True)]
     least = max(_LEAST_ERROR, sorted(map(abs, errors))[-_MOST_LABELS:][0])
@@ -51,13 +51,13 @@ def predicted(view: View) -> Chart | None:
         "error": figures("error (%)", errors, "+.2f"),
         "name": unseen([line.label if abs(error) >= least else "" for line, error in zip(lines, errors, strict=True)]),
     }
-    rows = Rows(lines, fields)
     both = [*fields["x"].values, *fields["y"].values]
-    plot = Points(view, rows, spanning(fields["x"].title, both), spanning(fields["y"].title, both))
+    x, y = (spanning(fields[name].title, both) for name in ("x", "y"))
+    plot = Points(view, Rows(lines, fields), x, y)
     ends = [{"strategy": "", "x": end, "y": end} for end in plot.x["scale"]["domain"]]
-    data = {"ends": ends, "labels": plot.placed(rows.data, [ends])}
+    data = {"ends": ends, "labels": plot.placed(plot.rows.data, [ends])}
     layers = single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
-    return draw(view, "predicted", "Predicted and measured peak memory", rows, "error", layers, data=data)
+    return draw(view, "predicted", "Predicted and measured peak memory", plot.rows, "error", layers, data=data)
 
 
 _MOST_LABELS, _LEAST_ERROR = 6, 1.0  # labels of a chart of predictions, of errors of at least so many percent
@@ -119,8 +119,8 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         "apart": figures("difference (%)", [100 * (claim.measured / claim.expected - 1) for claim in known], "+.1f"),
     }
     ends = [*fields["expected"].values, *fields["measured"].values]
-    scale = axis("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
-    plot = bars(view, items, fields, scale, noun="claim")
+    x = axis("× (◇ paper, ● measured)", (min(ends) / 1.2, max(ends) * 1.2), is_log=True)
+    plot = bars(view, items, fields, x, noun="claim")
     layers = [
         plot.mark("rule quiet", "expected", "bar", x2="measured"),
         plot.mark("point paper", "expected", "bar"),
@@ -155,7 +155,7 @@ def losses(view: View) -> list[Chart]:
         if curves:
             name = f"losses-{len(charts) + 1}" if charts else "losses"
             title = "Training loss by step" + (f": {_training(lines[0])}" if len(trainings) > 1 else "")
-            charts.append(_chart(view, name, title, list(curves), list(curves.values()), len(lines)))
+            charts.append(_chart(view, name, title, curves, len(lines)))
     return charts
 
 
@@ -175,48 +175,33 @@ def _training(line: Line) -> str:
     return sanitize(f"{model_name(line.record)}, {row['precision']}, {row['global_batch']} × {row['seq_len']} tokens")
 
 
-def _chart(
-    view: View, name: str, title: str, lines: Sequence[Line], curves: Sequence[pd.DataFrame], total: int
-) -> Chart:
-    table = pd.concat(
-        [curve.set_index("step")["loss"] for curve in curves], axis=1, keys=range(len(curves))
-    ).sort_index()
-    steps = table.index.tolist()
-    last = table.ffill().iloc[-1].tolist()
+def _chart(view: View, name: str, title: str, curves: Mapping[Line, pd.DataFrame], total: int) -> Chart:
+    table = pd.concat({line: curve.set_index("step")["loss"] for line, curve in curves.items()}, axis=1).sort_index()
+    steps, last = table.index.tolist(), table.ffill().iloc[-1].tolist()
     fields = {"last": Field("", last, [f"{loss:.6g}" for loss in last])}
     for step, at_step in _thinned(table, _COLUMNS).iterrows():
         cells = ["" if np.isnan(loss) else f"{loss:.7f}" for loss in at_step]
         fields[f"loss at step {step}"] = column(f"loss at step {step}", cells)
     apart = (table.max(axis=1) - table.min(axis=1)).max()
-    title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(lines) > 1 else "step"
+    title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(curves) > 1 else "step"
     plot = Plot(
         view,
-        Rows(lines, fields),
+        Rows(list(curves), fields),
         axis(title_x, (steps[0], steps[-1]), form="d"),
-        spanning("loss", [loss for curve in curves for loss in curve["loss"]]),
+        spanning("loss", [loss for curve in curves.values() for loss in curve["loss"]]),
     )
     exact = tooltip(("label", "run", ""), ("step", "step", ",d"), ("loss", "loss", ".7f"), ("phase", "phase", ""))
     layers = [
         plot.mark("line dashed", "step", "loss", data="points", tooltip=exact, detail="label"),
         plot.mark("text ending", "step", "loss", data="ends", text="short"),
     ]
-    points: list[Datum] = []
-    ends: list[Datum] = []
-    for bundle in group_by(range(len(lines)), lambda place: _first_equal(table, place)).values():
-        points += _points([(lines[place], curves[place]) for place in bundle])
-        ends.append(_end([lines[place] for place in bundle], len(lines), curves[bundle[0]]))
-    return draw(
-        view,
-        name,
-        title,
-        plot.rows,
-        "",
-        single(layers),
-        {"steps": max(map(len, curves)), "apart": apart},
-        {"points": points, "ends": ends},
-        rule=ONE_OF_EACH,
-        total=total,
-    )
+    bundles = group_by(curves, lambda line: _first_equal(table, line)).values()
+    data = {
+        "points": [point for bundle in bundles for point in _points(bundle, curves)],
+        "ends": [_end(bundle, table) for bundle in bundles],
+    }
+    facts = {"steps": max(map(len, curves.values())), "apart": apart}
+    return draw(view, name, title, plot.rows, "", single(layers), facts, data, rule=ONE_OF_EACH, total=total)
 
 
 def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
@@ -224,29 +209,25 @@ def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:
     return table.iloc[np.linspace(0, len(table) - 1, min(len(table), most), dtype=int)]
 
 
-def _first_equal(table: pd.DataFrame, place: int) -> int:
-    """Return the first curve that coincides with the curve at a place, which may be that one itself."""
-    bound = _COINCIDE * table[place].abs()
-    return next(first for first in range(place + 1) if not ((table[first] - table[place]).abs() > bound).any())
+def _first_equal(table: pd.DataFrame, line: Line) -> object:
+    """Return the first line whose losses coincide with those of a line, which may be that one itself."""
+    bound = _COINCIDE * table[line].abs()
+    return next(first for first in table if not ((table[first] - table[line]).abs() > bound).any())
 
 
-def _points(bundle: Sequence[tuple[Line, pd.DataFrame]]) -> list[Datum]:
+def _points(bundle: Sequence[Line], curves: Mapping[Line, pd.DataFrame]) -> list[Datum]:
     """Return the points of curves that coincide: their dashes, in pixels, alternate along the way."""
     points = []
-    for rank, (line, curve) in enumerate(bundle):
+    for rank, line in enumerate(bundle):
         dash = {"dash": [_DASH, _DASH * (len(bundle) - 1)], "begin": -_DASH * rank}
-        drawn = _thinned(curve, _POINTS).itertuples(index=False)
+        drawn = _thinned(curves[line], _POINTS).itertuples(index=False)
         points += [line.datum(step=step, loss=loss, phase=phase, **dash) for step, loss, phase in drawn]
     return points
 
 
-def _end(bundle: Sequence[Line], total: int, curve: pd.DataFrame) -> Datum:
+def _end(bundle: Sequence[Line], table: pd.DataFrame) -> Datum:
     """Return the name at the end of curves that coincide; it belongs to no strategy."""
+    *_, (step, loss) = table[bundle[0]].dropna().items()
     labels = [line.label for line in bundle]
-    short = labels_text(labels, total, 1) if len(labels) == total else join_words(at_most(labels, 1))
-    return {
-        "strategy": "",
-        "step": curve["step"].iloc[-1].item(),
-        "loss": curve["loss"].iloc[-1].item(),
-        "short": short,
-    }
+    short = labels_text(labels, len(labels), 1) if len(labels) == table.shape[1] else join_words(at_most(labels, 1))
+    return {"strategy": "", "step": step, "loss": loss, "short": short}

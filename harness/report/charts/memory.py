@@ -73,27 +73,24 @@ def batches(view: View) -> Chart | None:
     series = by_micro_batch(view.lines)
     if not series:
         return None
-    points = curve_points(series)
-    batch = [line.number("micro_batch") or 0 for _, line in points]
+    curves, lines = zip(*curve_points(series), strict=True)
+    sizes = [line.row["micro_batch"] for line in lines]
     measured, planned = (
-        [line.number(name) for _, line in points] for name in ("activation_bytes", "predicted_activation_bytes")
+        [line.number(name) for line in lines] for name in ("activation_bytes", "predicted_activation_bytes")
     )
-    unit, sizes = byte_unit([*measured, *planned]), sorted(set(batch))
+    heights = [*measured, *planned]
+    unit = byte_unit(heights)
     fields = {
-        "x": figures("micro-batch size (sequences)", batch, ",d"),
+        "x": figures("micro-batch size (sequences)", sizes, ",d"),
         "y": numbers("measured", measured, unit),
         "predicted": numbers("predicted", planned, unit),
     }
-    highest = max(filter(None, [*fields["y"].values, *fields["predicted"].values]))
-    curves = Curves(
-        view,
-        Rows([curve for curve, _ in points], fields),
-        axis("micro-batch (sequences)", (0, sizes[-1] * 1.03), ticks=sizes, form="d"),
-        axis(f"activations ({unit.name})", (0, 1.05 * highest)),
-    )
-    crosses = curves.mark("text predicted", y="predicted", text={"value": "×"})
+    x = axis("micro-batch (sequences)", (0, max(sizes) * 1.03), ticks=sorted(set(sizes)), form="d")
+    y = axis(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights)) / unit.size))
+    plot = Curves(view, Rows(curves, fields), x, y)
+    crosses = plot.mark("text predicted", y="predicted", text={"value": "×"})
     name = "Activation memory by micro-batch size (×: predicted)"
-    return curves.chart("batches", name, "y", len(series), above=[crosses])
+    return plot.chart("batches", name, "y", len(series), above=[crosses])
 
 
 _ROOM = 150  # pixels behind the longest bar for the size that did not fit
@@ -104,31 +101,27 @@ def memory_wall(view: View) -> Chart | None:
     series = by_parameters(view.lines)
     if not series:
         return None
-    points = curve_points(series)
-    lines = [line for _, line in points]
-    unit, sizes = byte_unit([line.peak for line in lines]), [_millions(line) for line in lines]
-    limits = _rules(_limits(lines), unit)
+    curves, lines = zip(*curve_points(series), strict=True)
+    peaks, sizes, limits = [line.peak for line in lines], [_millions(line) for line in lines], _limits(lines)
+    unit = byte_unit(peaks)
     fields = {
         "status": column("status", [line.status for line in lines], True),
         "x": figures("parameters (millions)", sizes, ",.3f"),
-        "y": numbers("peak memory", [line.peak for line in lines], unit),
+        "y": numbers("peak memory", peaks, unit),
         "failed": unseen([None if line.ok else scaled(line.number("memory_limit_bytes"), unit) for line in lines]),
     }
-    heights = [*fields["y"].values, *fields["failed"].values, *(limit["limit"] for limit in limits)]
     margin = 0.03 * (max(sizes) - min(sizes))
-    curves = Curves(
-        view,
-        Rows([curve for curve, _ in points], fields),
-        axis("parameters (millions)", (min(sizes) - margin, max(sizes) + margin)),
-        axis(fields["y"].title, (0.0, 1.1 * max(filter(None, heights)))),
-    )
+    x = axis("parameters (millions)", (min(sizes) - margin, max(sizes) + margin))
+    y = axis(fields["y"].title, (0.0, 1.1 * max(filter(None, [*peaks, *limits])) / unit.size))
+    plot = Curves(view, Rows(curves, fields), x, y)
     above = [
-        curves.mark("rule limit", None, "limit", data="limits"),
-        curves.mark("text above", {"value": 4}, "limit", data="limits", text="shown"),
-        curves.mark("text failed", y="failed", text={"value": "×"}),
+        plot.mark("rule limit", None, "limit", data="limits"),
+        plot.mark("text above", {"value": 4}, "limit", data="limits", text="shown"),
+        plot.mark("text failed", y="failed", text={"value": "×"}),
     ]
-    name, facts = "Peak memory by model size (×: out of memory)", {"failed": sum(not line.ok for line in lines)}
-    return curves.chart("wall", name, "y", len(series), above=above, data={"limits": limits}, facts=facts)
+    facts, data = {"failed": sum(not line.ok for line in lines)}, {"limits": _rules(limits, unit)}
+    name = "Peak memory by model size (×: out of memory)"
+    return plot.chart("wall", name, "y", len(series), above=above, data=data, facts=facts)
 
 
 def largest_model(view: View) -> Chart | None:

@@ -64,12 +64,12 @@ def scaling(view: View) -> Chart | None:
     series = by_world(view.lines) if view.draws_speeds else []
     if not series:
         return None
-    points = curve_points(series)
-    ranks, speeds = [line.row["world_size"] for _, line in points], [line.speed.median for _, line in points]
-    firsts = [curve.points[0] for curve, _ in points]
+    curves, lines = zip(*curve_points(series), strict=True)
+    ranks, speeds = [line.row["world_size"] for line in lines], [line.speed.median for line in lines]
+    firsts, lasts = ([curve.points[end] for curve in curves] for end in (0, -1))
     ideals = [line.speed.median / line.row["world_size"] * count for line, count in zip(firsts, ranks, strict=True)]
     shares = [speed / ideal for speed, ideal in zip(speeds, ideals, strict=True)]
-    ends = [share if curve.points[-1] is line else None for (curve, line), share in zip(points, shares, strict=True)]
+    ends = [share if line is last else None for line, last, share in zip(lines, lasts, shares, strict=True)]
     fields = {
         "x": Field("ranks", ranks, list(map(str, ranks)), ",d"),
         "y": numbers(TOKENS, speeds, ONE, ",.2f"),
@@ -77,22 +77,21 @@ def scaling(view: View) -> Chart | None:
         "efficiency": numbers("efficiency (%)", shares, PERCENT, ".2f"),
         "last": Field("", ends, format_numbers(ends, PERCENT)),
     }
-    counts, lowest, highest = sorted(set(ranks)), min(speeds), max(*speeds, *ideals)
+    counts, highest = sorted(set(ranks)), max(*speeds, *ideals)
     is_wide = counts[-1] / counts[0] > _WIDE
-    across, up = (0.0, counts[-1] * 1.03), (0.0, highest * 1.05)
-    if is_wide:
-        across, up = (counts[0] / 1.1, counts[-1] * 1.1), (lowest / 1.2, highest * 1.2)
+    across = (counts[0] / 1.1, counts[-1] * 1.1) if is_wide else (0.0, counts[-1] * 1.03)
+    up = (min(speeds) / 1.2, highest * 1.2) if is_wide else (0.0, highest * 1.05)
     x, y = axis("number of ranks", across, is_wide, counts, "d"), axis(TOKENS, up, is_wide)
-    curves = Curves(view, Rows([curve for curve, _ in points], fields), x, y)
-    return curves.chart(
+    plot = Curves(view, Rows(curves, fields), x, y)
+    return plot.chart(
         "scaling",
         "Tokens per second by number of ranks (dotted: linear scaling)",
         "y",
         len(series),
-        [curves.mark("line linear", y="ideal", detail="label")],
+        [plot.mark("line linear", y="ideal", detail="label")],
         facts={
             "counts": list(map(str, counts)),
-            "is_ranked": all(line.speed.is_ranked for _, line in points),
+            "is_ranked": all(line.speed.is_ranked for line in lines),
             "lines": view.lines,
         },
     )
@@ -100,7 +99,7 @@ def scaling(view: View) -> Chart | None:
 
 _TOTAL = "step time"
 
-_EXPOSED = "exposed_communication_seconds"
+_COMMUNICATION = ("exposed_communication_seconds", "overlapped_communication_seconds")
 
 _EXACT = ("value", "ms", ",.4f")
 
@@ -140,13 +139,17 @@ def exposed_communication(view: View) -> Chart | None:
     """Draw how long each line communicates in a step, in the open and while it computes; the most exposed come last."""
     timed = [line for line in view.lines if line.ok and line.row.get("step_seconds") is not None]
     ranks = [line for line in timed if (line.row.get("world_size") or 1) > 1]
-    known = [line for line in ranks if (line.row.get("pp") or 1) == 1 or line.untimed or any(_communication(line))]
-    lines = ordered(known, lambda line: _communication(line)[0])
-    exposed, overlapped = [_communication(line)[0] for line in lines], [_communication(line)[1] for line in lines]
+    known = [
+        line
+        for line in ranks
+        if line.untimed or (line.row.get("pp") or 1) == 1 or any(_seconds(line, name) for name in _COMMUNICATION)
+    ]
+    lines = ordered(known, lambda line: _seconds(line, _COMMUNICATION[0]))
+    exposed, overlapped = ([_seconds(line, name) for line in lines] for name in _COMMUNICATION)
     if not view.draws_speeds or not any(exposed):
         return None
     ends = [first if first is None else first + (more or 0.0) for first, more in zip(exposed, overlapped, strict=True)]
-    title, behind = STEP_TITLES[_EXPOSED], "overlapped with computing"
+    title, behind = STEP_TITLES[_COMMUNICATION[0]], "overlapped with computing"
     fields = {
         title: numbers("exposed", exposed, MILLISECONDS),
         behind: numbers(behind, overlapped, MILLISECONDS),
@@ -159,10 +162,6 @@ def exposed_communication(view: View) -> Chart | None:
     stack = plot.stack([*STEP_TITLES.values(), behind], MILLISECONDS, _EXACT)
     facts = {"has_pipelines": len(lines) < len(ranks)}
     return plot.chart("exposed", "Exposed communication", title, [stack], facts=facts)
-
-
-def _communication(line: Line) -> tuple[float | None, float | None]:
-    return _seconds(line, _EXPOSED), _seconds(line, "overlapped_communication_seconds")
 
 
 def _seconds(line: Line, name: str) -> float | None:

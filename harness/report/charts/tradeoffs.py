@@ -74,11 +74,14 @@ def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[
     plot = Points(view, rows, x, y)
     front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
     ranges = [[point | {"x": point[end]} for end in ("low", "high")] for point in points if point["ranked"]]
-    order = {"field": "x", "type": "quantitative"}
     title = view.groups[number].title
     cell = {
         "layer": [
-            plot.mark("line front", test="datum.ranked && indexof(front, datum.position) >= 0", order=order),
+            plot.mark(
+                "line front",
+                test="datum.ranked && indexof(front, datum.position) >= 0",
+                order={"field": "x", "type": "quantitative"},
+            ),
             plot.mark("rule spread", "low", test="datum.ranked", x2="high"),
             plot.mark("point", test="datum.ranked"),
             plot.mark("point hollow", test="!datum.ranked"),
