@@ -13,14 +13,13 @@ from harness.report.comparability import is_measured
 from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
 from harness.report.lines import Line, column_values, compared_layers, labels_by
 from harness.report.sentences import sentence
-from harness.report.text import outcome_text
 from harness.report.view import View
 
 
 def failures(view: View) -> list[Section]:
     """Return the section on runs that are not ok, with their reasons."""
     failed = [line for line in view.runs if not line.ok]
-    return section("Failures", _by_cause(failed, lambda line: outcome_text(line.row)))
+    return section("Failures", _by_cause(failed, lambda line: sentence("outcome", row=line.row)))
 
 
 def disturbed(view: View) -> list[Section]:

@@ -63,10 +63,9 @@ def _against_baseline(group: Group) -> Iterator[str]:
         return
     kind = base.get("checkpointing")
     compared = [line for line in group.members if line is not base and line.get("checkpointing") == kind]
-    is_ddp = base.get("strategy") == "ddp"  # which the papers' figures are relative to
-    group_claims = claims(group.members) if is_ddp else []
+    known_claims = claims(group.members) if base.get("strategy") == "ddp" else []  # papers' figures are relative to ddp
     for line in compared[:MOST_SENTENCES]:
-        yield beside(line, base, [claim for claim in group_claims if claim.label == line.label])
+        yield beside(line, base, [claim for claim in known_claims if claim.label == line.label])
     if len(compared) > MOST_SENTENCES:
         yield sentence("more_in_tables", count=len(compared) - MOST_SENTENCES)
 
@@ -123,20 +122,22 @@ def checkpointing_answer(group: Group) -> str:
     return sentence("checkpointing_saves", kinds=max(kinds.values(), key=len)) if kinds else ""
 
 
-def checkpointed(group: Group) -> Iterator[dict[str, Any]]:
-    """Yield every configuration that checkpoints, beside the same one that does not: what that saves and costs."""
+def checkpointed(group: Group) -> list[dict[str, Any]]:
+    """Return every configuration that checkpoints, beside the same one that does not: what that saves and costs."""
     plains = {_key(line): line for line in reversed(group.members) if not line.checkpoints}
-    for line in group.members:
-        plain = plains.get(_key(line))
-        if plain and line.checkpoints:
-            yield {
-                "line": line,
-                "plain": plain,
-                "activations": line.ratio("activation_bytes", plain),
-                "peak": line.ratio("peak_allocated_bytes", plain),
-                "speed": line.times_as_fast(plain),
-                "operations": line.ratio("executed_flops", plain),
-            }
+    pairs = [(line, plains.get(_key(line))) for line in group.members if line.checkpoints]
+    return [
+        {
+            "line": line,
+            "plain": plain,
+            "activations": line.ratio("activation_bytes", plain),
+            "peak": line.ratio("peak_allocated_bytes", plain),
+            "speed": line.times_as_fast(plain),
+            "operations": line.ratio("executed_flops", plain),
+        }
+        for line, plain in pairs
+        if plain
+    ]
 
 
 def _key(line: Line) -> tuple[Any, ...]:
@@ -146,9 +147,9 @@ def _key(line: Line) -> tuple[Any, ...]:
 
 def general_sentences(view: View) -> Iterator[str]:
     """Yield how far predicted peaks are from measured ones, whether plans were right, and how many runs failed."""
-    rows = [line.row for line in view.lines if line.ok and is_measured(line.row)]
-    pairs = [(row.get("predicted_peak_bytes"), row.get("peak_allocated_bytes")) for row in rows]
-    errors = [abs(predicted / measured - 1) for predicted, measured in pairs if predicted is not None and measured]
+    measured = [line for line in view.lines if line.ok and is_measured(line.row)]
+    pairs = [(line.get("predicted_peak_bytes"), line.get("peak_allocated_bytes")) for line in measured]
+    errors = [abs(predicted / peak - 1) for predicted, peak in pairs if predicted is not None and peak]
     if errors:
         yield sentence("prediction", errors=errors, median=statistics.median(errors))
     yield from validation_sentences(view)
@@ -159,7 +160,6 @@ def general_sentences(view: View) -> Iterator[str]:
 
 def validation_sentences(view: View) -> Iterator[str]:
     """Yield whether the predicted winner of a sweep won, for each folder whose sweep validated its plan."""
-    for folder in dict.fromkeys(path.parent for path in view.folders.values()):
-        validation = read_plan_validation(ComparisonFolder(folder))
-        if validation is not None:
-            yield validation.sentence()
+    folders = dict.fromkeys(path.parent for path in view.folders.values())
+    validations = (read_plan_validation(ComparisonFolder(folder)) for folder in folders)
+    return (validation.sentence() for validation in validations if validation is not None)

@@ -53,9 +53,13 @@ def warning(view: View) -> str:
     busy = sum(bool(line.get("noise_warning")) for line in view.lines if line.ok)
     if 2 * ignored <= len(timed):
         return ""
-    needs = remedy([line for line in timed if not line.speed.is_ranked])
-    kind = "busy_machine" if 2 * busy > ignored else "few_steps"
-    return sentence(kind, ignored=ignored, total=len(timed), is_all_busy=busy >= ignored, remedy=needs)
+    return sentence(
+        "busy_machine" if 2 * busy > ignored else "few_steps",
+        ignored=ignored,
+        total=len(timed),
+        is_all_busy=busy >= ignored,
+        remedy=remedy([line for line in timed if not line.speed.is_ranked]),
+    )
 
 
 def compared_text(view: View) -> str:
@@ -85,8 +89,8 @@ def _machine(record: Record) -> str:
     if record.row.get("measured_on") in (None, "cpu"):
         return sentence("processor", name=environment.get("processor"), cores=environment.get("cores"))
     cluster = record.config.get("cluster") or {} if record.row.get("launch") == "simulated" else environment
-    count, nodes = environment.get("devices"), cluster.get("nodes") or 1
-    return sentence("devices", name=record.row["measured_on"], count=count, nodes=nodes)
+    name, nodes = record.row["measured_on"], cluster.get("nodes") or 1
+    return sentence("devices", name=name, count=environment.get("devices"), nodes=nodes)
 
 
 def _days(records: Sequence[Record]) -> list[str]:
@@ -130,9 +134,13 @@ def _fitting(group: Group, fits_in: int) -> str:
     if not fitting:
         return sentence("nothing_fits", least=group.least)
     chosen = group.among(fitting).relabelled()
-    text = fastest(chosen) if len(chosen.ranked) > 1 else ""
-    needs, total = remedy(chosen.unranked), len(group.members)
-    return sentence("fitting", chosen=chosen, total=total, fastest=text, remedy=needs)
+    return sentence(
+        "fitting",
+        chosen=chosen,
+        total=len(group.members),
+        fastest=fastest(chosen) if len(chosen.ranked) > 1 else "",
+        remedy=remedy(chosen.unranked),
+    )
 
 
 def _without_groups(view: View) -> Iterator[Answer]:

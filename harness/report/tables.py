@@ -26,8 +26,7 @@ from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_screen, warning
 from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, shared_settings
 from harness.report.overview import pivots
-from harness.report.sentences import MOST_LABELS, labels_text
-from harness.report.text import outcome_text
+from harness.report.sentences import MOST_LABELS, labels_text, sentence
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 
@@ -93,7 +92,7 @@ def _legend(columns: Sequence[ShownColumn]) -> list[str]:
 def _notes(lines: Sequence[Line]) -> Iterator[str]:
     """Yield a note for each failure with its reason, and for each kind of reason why rows are stale or disturbed."""
     total = len(lines)
-    failures = _causes(lines, lambda row: row["status"] != "ok" and outcome_text(row))
+    failures = _causes(lines, lambda row: row["status"] != "ok" and sentence("outcome", row=row))
     if len(failures) <= MOST_LABELS:
         yield from (f"{name} {outcome}" for name, outcome in failures)
     else:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from harness.config.byte_size import BINARY
-from harness.records.schema import Row
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,6 @@ def duration_text(seconds: float) -> str:
     if seconds < 0.9995:
         return f"{1e3 * seconds:.3g} ms"
     return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
-
-
-def outcome_text(row: Row) -> str:
-    """Return the status of a row that is not ok, with the reason."""
-    return f"{row['status']}: {row.get('reason') or 'no reason recorded'}"
 
 
 def percent_text(share: float) -> str:
