@@ -182,17 +182,14 @@ def finite_number(value: Any) -> float | None:
 def lines_of(records: Sequence[Record]) -> list[Line]:
     """Return a line for each record, in their order."""
     names, others = labels_of(records)
-    speeds = [speed_of(record.runs or [record]) for record in records]
-    baseline, compared = common_baseline(records)
     installed = versions()
     lines: list[Line] = []
-    for position, (record, label, speed) in enumerate(zip(records, names, speeds, strict=True)):
-        row = record.row
+    for position, (record, label, other) in enumerate(zip(records, names, others, strict=True)):
+        row, speed = record.row, speed_of(record.runs or [record])
         state: list[Any] = [row.get(name) for name in STATE_COLUMNS]
-        base = baseline if position in compared else None
         values = row | {
             "label": label,
-            OTHER_OPTIONS: others[position],
+            OTHER_OPTIONS: other,
             "stale_reason": "; ".join(version_differences(record, installed)) or None,
             "state_bytes": None if None in state else sum(state),
             "is_crowded": speed.is_crowded,
@@ -200,13 +197,12 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
             "speed_low": speed.low if speed.is_ranked else None,
             "speed_high": speed.high if speed.is_ranked else None,
         }
-        if base is not None:
-            values |= _beside(row, records[base].row, speed, speeds[base])
-            values |= {"baseline": names[base]}
-            values["unsettled"] = values["unsettled"] and position != base
         program = program_key(record) or label
         strategy = sanitize(row.get("strategy") or "")
         lines.append(Line(label, strategy, position, record, speed, program, values))
+    compared = compared_lines(lines)
+    for line in compared:
+        line.values.update(_beside(line, compared[0]))
     return lines
 
 
@@ -218,40 +214,36 @@ def labels_of(records: Sequence[Record]) -> tuple[list[str], list[str | None]]:
     return labels([row | {OTHER_OPTIONS: other} for row, other in zip(rows, others, strict=True)], varying), others
 
 
-def _beside(row: Row, base: Row, speed: Speed, base_speed: Speed) -> Row:
-    """Return the ratios of a row to the baseline's, and whether a difference of their speeds is uncertain."""
-    ratios: Row = {}
-    for name in {*MEMORY_COLUMNS, *RATIO_COLUMNS}:
-        value, other = row.get(name), base.get(name)
-        ratios[f"{name}_ratio"] = value / other if other and value is not None else None
-    is_ranked = speed.is_ranked and base_speed.is_ranked
-    if not is_ranked:
-        ratios["tokens_per_second_ratio"] = None
-    return ratios | {"unsettled": is_ranked and are_alike(speed, base_speed)}
+def _beside(line: Line, base: Line) -> Row:
+    """Return the ratios of a line to the baseline's, and whether a difference of their speeds is uncertain."""
+    is_ranked = line.speed.is_ranked and base.speed.is_ranked
+    names = {*MEMORY_COLUMNS, *RATIO_COLUMNS} - (set() if is_ranked else {"tokens_per_second"})
+    unsettled = is_ranked and line is not base and are_alike(line.speed, base.speed)
+    ratios = {f"{name}_ratio": line.ratio(name, base) for name in names}
+    return ratios | {"baseline": base.label, "unsettled": unsettled}
 
 
-def common_baseline(lines: Sequence[Record | Line]) -> tuple[int | None, frozenset[int]]:
-    """Return the position of the one line that all ratios of a table refer to, and of those comparable with it.
+def compared_lines(lines: Sequence[Line]) -> list[Line]:
+    """Return the lines that ratios of a table are of, of which the first is the one that all refer to.
 
-    It is `ddp`, or where `ddp` ran on several numbers of ranks `single`, else `ddp` on the fewest, else the first, of
-    the largest set of comparable lines; among several the one without checkpointing, on the fewest ranks and with the
-    fewest other options. There is none if fewer than half of the lines that ended ok could be compared with it.
+    They are the largest set of comparable lines, and there are none if that is fewer than half of those that ended ok.
+    The first is `ddp`, or where `ddp` ran on several numbers of ranks `single`, else `ddp` on the fewest, else any;
+    among several the one without checkpointing, on the fewest ranks and with the fewest other options.
     """
-    ok = [position for position, line in enumerate(lines) if line.status == "ok"]
-    settings = group_by(ok, lambda position: comparability_key(lines[position].row))
+    ok = [line for line in lines if line.ok]
+    settings = group_by(ok, lambda line: comparability_key(line.row))
     largest = max(settings.values(), key=len, default=[])
     if len(largest) < 2 or 2 * len(largest) < len(ok):
-        return None, frozenset()
-    of_strategy = group_by(largest, lambda position: lines[position].row.get("strategy"))
+        return []
+    of_strategy = group_by(largest, lambda line: line.get("strategy"))
     ddp, single = of_strategy.get("ddp", []), of_strategy.get("single", [])
-    has_one_size = len({lines[position].row.get("world_size") for position in ddp}) == 1
-    candidates = ddp if has_one_size else single or ddp or largest
+    has_one_size = len({line.get("world_size") for line in ddp}) == 1
+    first = ddp if has_one_size else single or ddp
 
-    def variations(position: int) -> tuple[bool, int, int]:
-        row = lines[position].row
-        return row.get("checkpointing") not in (None, "none"), row.get("world_size") or 0, len(non_default(row))
+    def rank(line: Line) -> tuple[bool, bool, int, int]:
+        return line not in first, line.checkpoints, line.get("world_size") or 0, len(non_default(line.row))
 
-    return min(candidates, key=variations), frozenset(largest)
+    return sorted(largest, key=rank)
 
 
 def column_values(lines: Iterable[Line], name: str) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
-from harness.report.lines import Line, common_baseline, labels_of
+from harness.report.lines import Line, compared_lines, labels_of
 from harness.report.speeds import Speed, leads, pool
 
 
@@ -105,8 +105,7 @@ def _group(members: Sequence[Line], title: str) -> Group:
     least = min((line.peak for line in known), default=None)
     smallest = [line for line in known if line.peak == least]
     front = _front([line for line in ranked if line.peak])
-    baseline, _ = common_baseline(members)
-    baselines = [] if baseline is None else [members[baseline]]
+    baselines = compared_lines(members)[:1]
     return Group(members, ranked, *_fastest(members, ranked), smallest, front, baselines, title)
 
 
