@@ -133,7 +133,7 @@ def _fitting(group: Group, fits_in: int) -> str:
     fitting = [member for member in group.members if member.peak is not None and member.peak <= fits_in]
     if not fitting:
         return sentence("nothing_fits", least=group.least)
-    chosen = group.among(fitting).relabelled()
+    chosen = Group(fitting).relabelled()
     return sentence(
         "fitting",
         chosen=chosen,

@@ -1,6 +1,6 @@
 """The report's sections on the whole comparison: its table and its pivots."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -128,13 +128,14 @@ def best(view: View) -> dict[str, set[Line]]:
     Of speed and time it is the line that is certainly the fastest. Bytes are exact; a value that lines of different
     programs share is not marked.
     """
-    winners = {name: {*chain(*(_best(group, name) for group in view.groups))} for name in (*_TIMED, *_COUNTED)}
+    names, shown = (*_TIMED, *_COUNTED), set(view.lines)
+    winners = {name: {*chain(*(_best(group, name, shown) for group in view.groups))} for name in names}
     return {name: lines for name, lines in winners.items() if lines}
 
 
-def _best(group: Group, name: str) -> Sequence[Line]:
-    """Return the members with the best value, if they run one program and others do not."""
-    known = [line for line in group.members if line.get(name) is not None]
+def _best(group: Group, name: str, shown: Collection[Line]) -> list[Line]:
+    """Return the shown members with the best value, if they run one program and others do not."""
+    known = [line for line in group.members if line in shown and line.get(name) is not None]
     if name in _TIMED:
         return [line for line in group.fastest if line in known]
     smallest = least(known, name)

@@ -3,8 +3,9 @@
 Charts, tables and sentences take the answers from here.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
@@ -16,39 +17,46 @@ from harness.report.speeds import Speed, leads, pool
 class Group:
     """The lines that a reader may choose between: those that ended ok, comparable, on as many ranks."""
 
-    members: Sequence[Line]  # in the order of the report
-    ranked: Sequence[Line]  # those whose speeds may be compared, the fastest median first
-    fastest: Sequence[Line]  # the one that certainly leads, or all that run its program; empty if none does
-    contenders: Sequence[Line]  # if none leads: the ranked ones that may be the fastest, by their medians
-    smallest: Sequence[Line]  # those with the least peak memory
-    front: Sequence[Line]  # from the smallest to the fastest, each certainly faster than all before it, see _front
-    baselines: Sequence[Line]  # the one that sentences compare the others with, if there is one
+    members: Sequence[Line]  # in the order of the report, each with a speed
     title: str = ""  # what distinguishes it from other groups, such as "on 4 ranks"; empty where it is the only one
-
-    def mapped(self, places: Mapping[Line, Line]) -> "Group":
-        """Return the group of what stands in the place of each line, without those that nothing does."""
-        kinds = {kind: lines for kind, lines in vars(self).items() if kind != "title"}
-        mapped = {kind: [places[old] for old in own if old in places] for kind, own in kinds.items()}
-        return Group(**mapped, title=self.title)
-
-    def among(self, members: Collection[Line]) -> "Group":
-        """Return the group of some of its members alone, such as those that fit in a device's memory.
-
-        The front stays that of the whole group.
-        """
-        part = self.mapped({line: line for line in members})
-        fastest, contenders = _fastest(part.members, part.ranked)
-        return replace(part, fastest=fastest, contenders=contenders)
 
     def relabelled(self) -> "Group":
         """Return the group with labels that are as short as they can be in it."""
         names, _ = labels_of([line.record for line in self.members])
-        return self.mapped({line: replace(line, label=name) for line, name in zip(self.members, names, strict=True)})
+        members = [replace(line, label=name) for line, name in zip(self.members, names, strict=True)]
+        return Group(members, self.title)
+
+    @cached_property
+    def ranked(self) -> list[Line]:
+        """The lines whose speeds may be compared, the fastest median first."""
+        return sorted((line for line in self.members if line.speed.is_ranked), key=lambda line: -line.speed.median)
+
+    @cached_property
+    def _leaders(self) -> tuple[list[Line], list[Line]]:
+        """The line that certainly leads all others, else those that may be the fastest.
+
+        Identical programs are one rival. Undisturbed runs too few to be ranked block a winner if one was as fast.
+        """
+        rivals = group_by(self.ranked, lambda line: line.program)
+        if len(rivals) < 2:
+            return [], []
+        pooled = {program: pool([line.speed for line in same]) for program, same in rivals.items()}
+        first = max(pooled, key=lambda program: pooled[program].median)
+        close = [program for program in pooled if program != first and not leads(pooled[first], [pooled[program]])]
+        few = [line for line in self.members if line.program != first and line.speed.may_reach(pooled[first])]
+        if not close and not few:
+            return rivals[first], []
+        return [], [line for line in self.ranked if line.program in (first, *close)]
 
     @property
-    def baseline(self) -> Line | None:
-        """The line that sentences compare the others with."""
-        return next(iter(self.baselines), None)
+    def fastest(self) -> list[Line]:
+        """The line that certainly leads, or all that run its program; empty if none does."""
+        return self._leaders[0]
+
+    @property
+    def contenders(self) -> list[Line]:
+        """The ranked lines that may be the fastest, by their medians; empty if one leads."""
+        return self._leaders[1]
 
     @property
     def winner(self) -> Line | None:
@@ -66,9 +74,25 @@ class Group:
         return [line for line in self.ranked if line.program != self.first.program]
 
     @property
+    def unranked(self) -> list[Line]:
+        """The members whose speeds are not compared."""
+        return [line for line in self.members if not line.speed.is_ranked]
+
+    @cached_property
+    def smallest(self) -> list[Line]:
+        """The lines with the least peak memory."""
+        peak = min((line.peak for line in self.members if line.peak), default=None)
+        return [line for line in self.members if line.peak and line.peak == peak]
+
+    @property
     def least(self) -> Line | None:
         """The first line with the least peak memory."""
         return next(iter(self.smallest), None)
+
+    @cached_property
+    def baseline(self) -> Line | None:
+        """The line that sentences compare the others with."""
+        return next(iter(compared_lines(self.members)), None)
 
     @property
     def reference(self) -> Line | None:
@@ -76,10 +100,25 @@ class Group:
         reference = self.winner or self.baseline
         return reference if reference and reference.peak and reference is not self.least else None
 
-    @property
-    def unranked(self) -> list[Line]:
-        """The members whose speeds are not compared."""
-        return [member for member in self.members if not member.speed.is_ranked]
+    @cached_property
+    def front(self) -> list[Line]:
+        """The ranked lines to choose between by the memory that there is, from the smallest peak on.
+
+        Each is certainly faster than all before it on the front, and certainly slower than no smaller ranked line.
+        """
+        front: list[Line] = []
+        before: list[Speed] = []  # of smaller candidates
+        lowest = 0.0  # the highest lower end of all before
+        for line in sorted(
+            (line for line in self.ranked if line.peak), key=lambda line: (line.peak, -line.speed.median)
+        ):
+            speed = line.speed
+            is_clear = leads(speed, [other.speed for other in front])
+            if is_clear and not (lowest > speed.high and any(leads(other, [speed]) for other in before)):
+                front.append(line)
+            before.append(speed)
+            lowest = max(lowest, speed.low)
+        return front
 
 
 def rank(lines: Sequence[Line]) -> tuple[list[Line], list[Group]]:
@@ -89,59 +128,14 @@ def rank(lines: Sequence[Line]) -> tuple[list[Line], list[Group]]:
     titles = _titles(
         [group[0].row for group in ordered], [line.row for line in lines if line.ok and not line.speed.runs]
     )
-    groups = [_group(group, title) for group, title in zip(ordered, titles, strict=True)]
+    groups = [Group(group, title) for group, title in zip(ordered, titles, strict=True)]
     placed = {
         line: replace(line, group=number, is_on_front=line in group.front)
         for number, group in enumerate(groups)
         for line in group.members
     }
-    return [placed.get(line, line) for line in lines], [group.mapped(placed) for group in groups]
-
-
-def _group(members: Sequence[Line], title: str) -> Group:
-    """Return one group of comparable lines, each of which has a speed."""
-    ranked = sorted((line for line in members if line.speed.is_ranked), key=lambda line: -line.speed.median)
-    known = [line for line in members if line.peak]
-    least = min((line.peak for line in known), default=None)
-    smallest = [line for line in known if line.peak == least]
-    front = _front([line for line in ranked if line.peak])
-    baselines = compared_lines(members)[:1]
-    return Group(members, ranked, *_fastest(members, ranked), smallest, front, baselines, title)
-
-
-def _fastest(members: Sequence[Line], ranked: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """Return the line that certainly leads all others, else those that may be the fastest.
-
-    Identical programs are one rival. Undisturbed runs too few to be ranked block a winner if one of them was as fast.
-    """
-    rivals = group_by(ranked, lambda line: line.program)
-    if len(rivals) < 2:
-        return [], []
-    pooled = {program: pool([line.speed for line in same]) for program, same in rivals.items()}
-    first = max(pooled, key=lambda program: pooled[program].median)
-    close = [program for program in pooled if program != first and not leads(pooled[first], [pooled[program]])]
-    few = [line for line in members if line.program != first and line.speed.may_reach(pooled[first])]
-    if not close and not few:
-        return rivals[first], []
-    return [], [line for line in ranked if line.program in (first, *close)]
-
-
-def _front(candidates: Sequence[Line]) -> list[Line]:
-    """Return the candidates to choose between by the memory that there is, from the smallest peak on.
-
-    Each is certainly faster than all before it on the front, and certainly slower than no candidate that is smaller.
-    """
-    front: list[Line] = []
-    before: list[Speed] = []  # of smaller candidates
-    lowest = 0.0  # the highest lower end of all before
-    for line in sorted(candidates, key=lambda line: (line.peak, -line.speed.median)):
-        speed = line.speed
-        is_clear = leads(speed, [other.speed for other in front])
-        if is_clear and not (lowest > speed.high and any(leads(other, [speed]) for other in before)):
-            front.append(line)
-        before.append(speed)
-        lowest = max(lowest, speed.low)
-    return front
+    groups = [Group([placed[line] for line in group.members], group.title) for group in groups]
+    return [placed.get(line, line) for line in lines], groups
 
 
 _FORMATS = {

@@ -73,8 +73,7 @@ class View:
         """Return a view of these lines alone, whose ratios and places stay what they are in the whole view."""
         shown = {run.run_id for line in lines for run in line.runs}
         part = replace(self, records=[record for record in self.records if record.run_id in shown])
-        same = {line: line for line in lines}
-        part.__dict__["_ranked"] = lines, [group.mapped(same) for group in self.groups]  # where cached_property looks
+        part.__dict__["_ranked"] = lines, self.groups  # where cached_property looks
         return part
 
 
