@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from harness.records.schema import Record
+from harness.report.charts.tradeoffs import trade
 from harness.report.lines import Line
 from harness.report.ranking import rank
 from harness.report.speeds import Speed, leads
@@ -198,7 +199,9 @@ def test_places_are_those_among_all_runs_where_few_are_drawn() -> None:
     assert places(view, "front") == [0, 2]
     part = truncate(view, 6)
     assert [line.row["strategy"] for line in part.lines] == ["ddp", "fsdp"]
-    assert places(part, "front") == [0] and part.lines[0].is_on_front
+    assert [line.is_on_front for line in part.lines] == [True, False]
+    chart = trade(part)
+    assert chart is not None and "pp" not in chart.alt_text
 
 
 def test_no_module_takes_the_spread_of_steps_for_certainty() -> None:

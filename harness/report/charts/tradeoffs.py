@@ -60,7 +60,7 @@ def trade(view: View) -> Chart | None:
         "columns": columns,
         "usermeta": {"beside": beside, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS},
     }
-    fronts = [", ".join(line.label for line in view.groups[number].front) for number in shown]
+    fronts = [", ".join(line.label for line in view.groups[number].front if line in groups[number]) for number in shown]
     facts = {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)}
     front = {"front": [line.position for line in lines if line.is_on_front]}
     return draw(view, "trade", "Peak memory and speed", rows, "x", plot, facts, labels, params=front)
