@@ -71,7 +71,7 @@ def peak(view: View) -> list[Section]:
         return []
     largest = [(line.label, text) for line in lines if (text := _largest(line.record))]
     blocks = [
-        Paragraph("The largest buffers and temporary tensors, by their purpose or the operator that allocated them:"),
+        Paragraph(sentence("largest_note")),
         BulletList(largest),
     ]
     return section(

@@ -10,6 +10,7 @@ from functools import cached_property
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
 from harness.report.lines import Line, compared_lines, labels_of
+from harness.report.sentences import sentence
 from harness.report.speeds import Speed, leads, pool
 
 
@@ -138,16 +139,8 @@ def rank(lines: Sequence[Line]) -> tuple[list[Line], list[Group]]:
     return [placed.get(line, line) for line in lines], groups
 
 
-_FORMATS = {
-    "model": "with {}",
-    "parameters": "with {:,} parameters",
-    "precision": "in {}",
-    "global_batch": "at global batch {}",
-    "seq_len": "at sequence length {}",
-    "measured_on": "on {}",
-    "launch": "launched as {}",
-    "world_size": "on {} ranks",
-}
+# The columns that may distinguish a group from others.
+_TITLED = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch", "world_size")
 
 
 def _titles(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
@@ -155,8 +148,8 @@ def _titles(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
 
     A title is empty where there are no others: neither groups nor lines without a speed, which are in no group.
     """
-    differing = [name for name in _FORMATS if len({row.get(name) for row in (*rows, *others)}) > 1]
+    differing = [name for name in _TITLED if len({row.get(name) for row in (*rows, *others)}) > 1]
     if len(rows) < 2 and not differing:
         return [""] * len(rows)
-    known = [[_FORMATS[name].format(row[name]) for name in differing if row.get(name) is not None] for row in rows]
-    return [", ".join(parts).replace("on 1 ranks", "on 1 rank") or "a further setting" for parts in known]
+    known = [{name: row[name] for name in differing if row.get(name) is not None} for row in rows]
+    return [sentence("group_title", values=values) for values in known]

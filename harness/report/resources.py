@@ -14,18 +14,6 @@ from harness.report.sentences import sentence
 from harness.report.text import byte_unit, bytes_text, format_numbers
 from harness.report.view import View
 
-_HOW_TO_READ = (
-    "Working time is forward and backward. Idle time is the rest of a step without the optimizer: waiting for other"
-    " stages, sending, and the global gradient norm. The bubble is idle time over working time. The bubble in theory"
-    " assumes equal stages and free communication: with p ranks, m micro-batches and v stages per rank it is (p − 1)/m"
-    " for GPipe and 1F1B and (p − 1)/(vm) for interleaved 1F1B; for zero bubble it is a third of (p − 1)/(vm), if"
-    " forward and the two halves of backward take equally long. Ranks that share processor cores wait for those as"
-    " well, which no formula counts.",
-    "A micro-batch is in flight in a stage from its forward to the end of its backward, and counts once for each stage"
-    " of a rank that it is in flight in. GPipe has all m micro-batches in flight, 1F1B at most p; the activation memory"
-    " grows with them. Stages are numbered from 0.",
-)
-
 
 def pipeline_section(view: View) -> list[Section]:
     """Return the section on pipelines, with one row per rank of every run that has a pipeline."""
@@ -50,7 +38,9 @@ def pipeline_section(view: View) -> list[Section]:
         of_ranks(column("max_in_flight_micro_batches").title, "in_flight"),
         of_ranks("activations {unit}", "activation_bytes", "bytes"),
     ]
-    return section("Pipelines", table_of(columns), *map(Paragraph, _HOW_TO_READ))
+    return section(
+        "Pipelines", table_of(columns), Paragraph(sentence("bubble_note")), Paragraph(sentence("in_flight_note"))
+    )
 
 
 def time(view: View) -> list[Section]:
@@ -181,11 +171,7 @@ def _formula(view: View) -> list[Section]:
         "Bytes sent compared with the formula",
         expected.traffic(view),
         table_of(columns),
-        Paragraph(
-            "The formula is the volume that the papers give, for this layout, model and number of micro-batches. It"
-            " does not include scalars such as gradient norms, losses and overflow flags, which are listed under the"
-            " name of the function that sends them."
-        ),
+        Paragraph(sentence("formula_note")),
         inner=section("Message sizes", _sizes(view)),
     )
 

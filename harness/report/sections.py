@@ -67,7 +67,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
 def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
     """Return the first screen: what was compared, the answers, one picture, and what fits in a device's memory."""
     if not view.lines:
-        return section("", Paragraph("No runs are recorded."))
+        return section("", Paragraph(sentence("no_runs")))
     screen = first_screen(view, fits_in)
     return section(
         "Summary",
@@ -81,16 +81,10 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
     )
 
 
-_TERMS = {
-    "rank": "one process of a training, which has one device",
-    "micro-batch": "the sequences that a rank computes at once; the gradients of several add up to those of a step",
-    "activations": "the results of the forward pass that are kept for the backward pass",
-    "checkpointing": "activations are computed again in the backward pass instead of kept: nothing is saved to a disk",
-    "model state": "parameters, gradients and what the optimizer keeps",
-    "peak memory": "the most memory that a rank had allocated at one time",
-    "exposed communication": "time in which a rank only waits for messages, because it has nothing else to compute",
-    "bf16_mixed": "products are computed in 16 bit, while parameters and moments are kept in 32",
-}
+_TERMS = (
+    *("rank", "micro-batch", "activations", "checkpointing", "model state", "peak memory", "exposed communication"),
+    "bf16_mixed",
+)
 
 
 def words(view: View) -> list[Section]:
@@ -99,4 +93,8 @@ def words(view: View) -> list[Section]:
     names = dict.fromkeys(str(line.row.get("strategy")) for line in view.lines)
     about = {name: first_sentence(files[name].read_text(encoding="utf-8")) for name in names if name in files}
     known = [(name, text) for name, text in about.items() if text]
-    return section("Words", BulletList([*known, *_TERMS.items()])) if view.lines else []
+    return (
+        section("Words", BulletList([*known, *((term, sentence("term", name=term)) for term in _TERMS)]))
+        if view.lines
+        else []
+    )

@@ -74,19 +74,13 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
 def _legend(columns: Sequence[ShownColumn]) -> list[str]:
     """Return what the abbreviations and marks in these columns mean."""
     cells = [cell for column in columns if column.number for cell in column.cells]
-    meanings = {
-        abbreviations(columns): bool(abbreviations(columns)),
-        "[slowest–fastest run] stands behind the median of at least three undisturbed runs": any(
-            cell.endswith("]") for cell in cells
-        ),
-        "n is the number of undisturbed runs: with fewer than three, speeds are not ranked": any(
-            "(n = " in cell for cell in cells
-        ),
-        f"{UNSETTLED_MARK} marks a difference that is not certain": any(
-            cell.endswith(UNSETTLED_MARK) for cell in cells
-        ),
+    marks = {
+        "mark_of_range": any(cell.endswith("]") for cell in cells),
+        "mark_of_few_runs": any("(n = " in cell for cell in cells),
+        "mark_of_uncertainty": any(cell.endswith(UNSETTLED_MARK) for cell in cells),
     }
-    return [meaning for meaning, is_used in meanings.items() if is_used]
+    meanings = [sentence(kind, mark=UNSETTLED_MARK) for kind, is_used in marks.items() if is_used]
+    return [*filter(None, [abbreviations(columns)]), *meanings]
 
 
 def _notes(lines: Sequence[Line]) -> Iterator[str]:
