@@ -87,10 +87,8 @@ class Curves(Plot):
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""
-        heights = enumerate(self.rows.fields["y"].values)
-        last = {
-            self.rows.items[row].label: (height * (1 - share(self.y, y)), row) for row, y in heights if y is not None
-        }
+        points = enumerate(zip(self.rows.items, self.rows.fields["y"].values, strict=True))
+        last = {item.label: (height * (1 - share(self.y, y)), row) for row, (item, y) in points if y is not None}
         ordered = sorted(last[label] for label in labels if label in last)
         tops = list(accumulate((top for top, _ in ordered), lambda above, top: max(top, above + style.LINE)))
         overflow = max(0.0, max(tops, default=0.0) - height)

@@ -187,7 +187,7 @@ def _chart(view: View, name: str, title: str, curves: Mapping[Line, pd.DataFrame
     plot = Plot(
         view,
         Rows(list(curves), fields),
-        axis(title_x, (steps[0], steps[-1]), form="d"),
+        axis(title_x, (steps[0], steps[-1]), format="d", tickMinStep=1),
         spanning("loss", [loss for curve in curves.values() for loss in curve["loss"]]),
     )
     exact = tooltip(("label", "run", ""), ("step", "step", ",d"), ("loss", "loss", ".7f"), ("phase", "phase", ""))

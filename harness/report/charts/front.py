@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from harness.cost_model.prediction import Prediction
 from harness.layout.layout import Layout
 from harness.report.charts import style
-from harness.report.charts.marks import Field, Plot, Rows, axis, draw, palette, single
+from harness.report.charts.marks import Field, Plot, Rows, axis, draw, figures, palette, single
 from harness.report.document import Chart
 from harness.report.lines import Item
 from harness.report.view import View
@@ -17,11 +17,10 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
     """Draw the front, with the memory of the devices; None where there is nothing to draw."""
     if not front:
         return None
-    sizes, speeds = [_gib(entry) for entry in front], [entry.tokens_per_second for entry in front]
     kinds = [_kind(entry.layout) for entry in front]
     fields = {
-        "x": Field("GiB of a device", [round(size, 3) for size in sizes], [f"{size:.1f}" for size in sizes], ",.1f"),
-        "y": Field("tokens/s", [round(speed, 3) for speed in speeds], [f"{speed:,.0f}" for speed in speeds], ",.0f"),
+        "x": figures("GiB of a device", [round(entry.needed_bytes / GIB, 3) for entry in front], ",.1f"),
+        "y": figures("tokens/s", [round(entry.tokens_per_second, 3) for entry in front], ",.0f"),
         "kind": Field("model state", kinds),
     }
     rows = Rows([Item(entry.label(), "", place) for place, entry in enumerate(front)], fields, "layout")
@@ -50,7 +49,3 @@ def _kind(layout: Layout) -> str:
     """Return how a layout shares model state among data-parallel ranks, in two words."""
     whole = "replicas" if layout.dp > 1 else "no data parallelism"
     return f"ZeRO-{layout.zero_stage}" if layout.zero_stage else whole
-
-
-def _gib(prediction: Prediction) -> float:
-    return prediction.needed_bytes / GIB

@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +23,8 @@ from harness.report.view import View
 _VISIBLE = "indexof(hidden, datum.strategy) < 0 && !(datum.position > last)"
 
 _TITLE = 38  # characters of a line of an axis's title, which fits the narrowest picture
+
+_NONE: Mapping[str, Any] = {}
 
 _COLORED = ("", "hollow", "failed", "linear", "curve", "dashed")  # the styles of marks in the colors of strategies
 
@@ -84,13 +87,12 @@ class Rows:
     noun: str = "run"  # what a row is called in the table
     names: Sequence[str] = ()  # of rows in the text, by default their labels
 
-    @property
+    @cached_property
     def data(self) -> list[Datum]:
         """The data of the marks."""
-        rows = zip(self.items, *(field.values for field in self.fields.values()), strict=True)
         return [
-            item.datum(**{name: value for name, value in zip(self.fields, values, strict=True) if value is not None})
-            for item, *values in rows
+            item.datum(**{name: of.values[row] for name, of in self.fields.items() if of.values[row] is not None})
+            for row, item in enumerate(self.items)
         ]
 
     @property
@@ -110,8 +112,8 @@ class Rows:
     @property
     def tooltip(self) -> list[VegaLite]:
         """What is shown of a mark: the fields that some mark has."""
-        known = {name: field for name, field in self.shown.items() if any(value is not None for value in field.values)}
-        return tooltip(*((name, field.title, field.form) for name, field in known.items()))
+        known = {name for datum in self.data for name in datum}
+        return tooltip(*((name, field.title, field.form) for name, field in self.shown.items() if name in known))
 
     def known(self, name: str) -> list[tuple[float, str, str]]:
         """Return value, cell and name of the rows that have a field."""
@@ -142,29 +144,21 @@ def tooltip(*fields: tuple[str, str, str]) -> list[VegaLite]:
     ]
 
 
-def axis(
-    title: str,
-    domain: tuple[float, float] | None = None,
-    is_log: bool = False,
-    ticks: Sequence[float] = (),
-    form: str = "",
-) -> VegaLite:
+def axis(title: str, domain: tuple[float, float] | None = None, is_log: bool = False, **shown: Any) -> VegaLite:
     """Return an axis of numbers: the channel of every field on it, without the field.
 
     Args:
         title: The title.
         domain: The ends; by default from 0.
         is_log: Whether it is logarithmic.
-        ticks: Where ticks are; by default they are evenly spaced.
-        form: The format of the ticks' labels.
+        shown: How ticks are shown, as Vega-Lite has it.
     """
     scale = {"type": "log"} if is_log else {"zero": domain is None}
-    shown = {"format": form, "tickMinStep": 1} if form else {}
     return {
         "type": "quantitative",
         "title": textwrap.wrap(title, _TITLE),
         "scale": scale | ({"domain": list(domain), "nice": False} if domain else {}),
-        "axis": shown | ({"values": list(ticks)} if ticks else {}),
+        "axis": shown,
     }
 
 
@@ -257,13 +251,13 @@ def draw(
     rows: Rows,
     measure: str,
     plot: VegaLite,
-    facts: Mapping[str, Any] | None = None,
-    data: Mapping[str, Sequence[Datum]] | None = None,
+    facts: Mapping[str, Any] = _NONE,
+    data: Mapping[str, Sequence[Datum]] = _NONE,
     right: int = 0,
     rule: str = "",
     total: int = 0,
     most: int = 10**6,
-    params: Mapping[str, Any] | None = None,
+    params: Mapping[str, Any] = _NONE,
     subtitle: Sequence[str] = (),
 ) -> Chart:
     """Return a chart, as Vega-Lite without a config.
@@ -287,8 +281,8 @@ def draw(
     table, among = rows.table, {item.label for item in rows.items} if total else rows.items
     noun = "configuration" if rows.noun == "run" else rows.noun
     omitted = sentence("chart_omitted", drawn=min(most, len(among)), total=total or len(among), rule=rule, noun=noun)
-    text = sentence(f"{name.partition('-')[0]}_chart", rows=rows, **(facts or {})) + omitted
-    values = {"hidden": [], "last": most - 1} | dict(params or {})
+    text = sentence(f"{name.partition('-')[0]}_chart", rows=rows, **facts) + omitted
+    values = {"hidden": [], "last": most - 1, **params}
     order = {"order": table.strategies, "most": most} if len(rows.items) > most else {}
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -297,7 +291,7 @@ def draw(
         # Labels at the left are whole where the reader's fonts are wider than those of FONT.
         "padding": {"left": 20, "top": 4, "right": 4 + right, "bottom": 4},
         "params": [{"name": name, "value": value} for name, value in values.items()],
-        "datasets": {"rows": rows.data} | dict(data or {}),
+        "datasets": {"rows": rows.data, **data},
         "data": {"name": "rows"},
         **plot,
         "usermeta": plot.get("usermeta", {}) | order,

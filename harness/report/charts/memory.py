@@ -85,7 +85,7 @@ def batches(view: View) -> Chart | None:
         "y": numbers("measured", measured, unit),
         "predicted": numbers("predicted", planned, unit),
     }
-    x = axis("micro-batch (sequences)", (0, max(sizes) * 1.03), ticks=sorted(set(sizes)), form="d")
+    x = axis("micro-batch (sequences)", (0, max(sizes) * 1.03), values=sorted(set(sizes)), format="d")
     y = axis(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights)) / unit.size))
     plot = Curves(view, Rows(curves, fields), x, y)
     crosses = plot.mark("text predicted", y="predicted", text={"value": "×"})

@@ -81,7 +81,7 @@ def scaling(view: View) -> Chart | None:
     is_wide = counts[-1] / counts[0] > _WIDE
     across = (counts[0] / 1.1, counts[-1] * 1.1) if is_wide else (0.0, counts[-1] * 1.03)
     up = (min(speeds) / 1.2, highest * 1.2) if is_wide else (0.0, highest * 1.05)
-    x, y = axis("number of ranks", across, is_wide, counts, "d"), axis(TOKENS, up, is_wide)
+    x, y = axis("number of ranks", across, is_wide, values=counts, format="d"), axis(TOKENS, up, is_wide)
     plot = Curves(view, Rows(curves, fields), x, y)
     return plot.chart(
         "scaling",
