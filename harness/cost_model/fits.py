@@ -163,7 +163,7 @@ def _together(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[s
                 return
         changes = [{**settings, **change} for change in reversed(less_memory(current, layout, choices)[kind])]
         variants = ((choices.variant(config, layout, change), change) for change in changes)
-        variant, settings = next((found for found in variants if found[0]), (None, settings))
+        variant, settings = next((variant for variant in variants if variant[0]), (None, settings))
         if variant is not None:
             current, current_layout = changed(config, settings), variant.layout
             offers = [*choices.offers(typed(settings), variant)]
@@ -194,13 +194,13 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
 
     Strategies that shard all model state are for ranks that do not divide matrices or layers.
     """
-    kept, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
+    checkpointing, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
     is_divided = layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or offload != "none"
     sharded: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
     if layout.cp_enabled:
         sharded = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
     saved: list[Settings] = []
-    if kept == CheckpointingConfig("selective"):
+    if checkpointing == CheckpointingConfig("selective"):
         saved = [{"checkpointing.saved_products": "every_second"}]
     return {
         "sharding": [] if is_divided else sharded,
@@ -211,9 +211,9 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
         ],
         "checkpointing": saved
         + [
-            {"checkpointing": dataclasses.replace(kept, name=name, every=1, saved_products="all")}
+            {"checkpointing": dataclasses.replace(checkpointing, name=name, every=1, saved_products="all")}
             for name in RECOMPUTING
-            if kept.name not in (name, "full")
+            if checkpointing.name not in (name, "full")
         ],
         "micro_batch": [
             {"train.micro_batch": smaller}

@@ -85,13 +85,13 @@ def config_path(model: GroupValues) -> Path:
     names = [main.read_text().strip()] if main.is_file() else []
     snapshots = [cached / "snapshots" / name for name in names] + sorted((cached / "snapshots").glob("*"))
     candidates = (path, path / "config.json", *(snapshot / "config.json" for snapshot in snapshots))
-    found = next(filter(Path.is_file, candidates), None)
-    if found is None:
+    file = next(filter(Path.is_file, candidates), None)
+    if file is None:
         raise UserError(
             f"model.path={text} is no config.json, no folder with one, and no model in the hub's local cache: nothing"
             " is downloaded; name one of these"
         )
-    return found
+    return file
 
 
 def hub_folder() -> Path:
@@ -170,5 +170,5 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
 def versions() -> list[str]:
     """Return the versions of what a trace depends on; none for a package that is not installed."""
     packages = ("training-harness", "transformers", "torch")
-    found = (next(iter(importlib.metadata.distributions(name=package)), None) for package in packages)
-    return [distribution.version if distribution else "none" for distribution in found]
+    distributions = (next(iter(importlib.metadata.distributions(name=package)), None) for package in packages)
+    return [distribution.version if distribution else "none" for distribution in distributions]

@@ -84,12 +84,12 @@ def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunCon
     if fixed.checkpointing is not None:
         checkpointings = (fixed.checkpointing,)
     values = fixed.checkpointing_values.items()
-    kept = [choice for choice in checkpointings if all(getattr(choice, key) == value for key, value in values)]
+    allowed = [choice for choice in checkpointings if all(getattr(choice, key) == value for key, value in values)]
     sizes = MICRO_BATCHES if fixed.micro_batch is None else (fixed.micro_batch,)
     trains = [dataclasses.replace(config.train, micro_batch=size) for size in sizes]
     for strategy in filter(fixed.allows, strategies(config, space)):
         layout = resolve_layout(strategy, space.world_size)
-        for train, checkpointing in itertools.product(trains, kept):
+        for train, checkpointing in itertools.product(trains, allowed):
             if train.global_batch % (train.micro_batch * layout.dp) == 0:
                 changed = dataclasses.replace(config, strategy=strategy, checkpointing=checkpointing, train=train)
                 yield changed, layout

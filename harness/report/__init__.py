@@ -4,7 +4,7 @@
           |
         view.py ----- the runs, and a line for all repeats of a configuration
           |
-        lines.py, labels.py, comparability.py ----- a line's figures, its name, and which lines may be compared
+        lines.py, labels.py, settings.py, comparability.py ----- a line, its name, and which lines may be compared
         speeds.py -> ranking.py ------------------- what is certainly faster, smaller, on the front
           |
         sections.py ----- the table of contents; each part returns sections as plain data (document.py):

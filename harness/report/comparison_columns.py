@@ -8,15 +8,8 @@ from typing import Any
 
 from harness.report.columns import ShownColumn, write
 from harness.report.labels import cell_text, column_title
-from harness.report.lines import (
-    RATIO_COLUMNS,
-    Line,
-    baseline_name,
-    column_values,
-    distinct_values,
-    rows_of,
-    varying_columns,
-)
+from harness.report.lines import RATIO_COLUMNS, Line, baseline_name, column_values, distinct_values, rows_of
+from harness.report.settings import varying_columns
 from harness.report.text import ONE, RATIO, format_numbers
 from harness.util.text import sanitize
 

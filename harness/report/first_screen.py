@@ -11,9 +11,10 @@ from harness.report.comparability import group_by
 from harness.report.document import Table
 from harness.report.findings import checkpointing_answer, memory_wall, scaling_sentences
 from harness.report.labels import column_title
-from harness.report.lines import Line, distinct_values, rows_of, shared_settings, varying_columns
+from harness.report.lines import Line, distinct_values, rows_of
 from harness.report.ranking import Group
 from harness.report.sentences import sentence
+from harness.report.settings import shared_settings, varying_columns
 from harness.report.speeds import leads
 from harness.report.text import byte_unit, rounded_up
 from harness.report.view import View
@@ -72,7 +73,7 @@ def compared_text(view: View) -> str:
         lines=len(lines),
         runs=len(view.records),
         statuses=statuses,
-        shared=shared_settings(lines),
+        shared=shared_settings(rows_of(lines)),
         varied=varied + [column_title(name) for name in varying_columns(rows_of(lines))],
         is_without_speeds=statuses["ok"] > 1 and not view.draws_speeds,
         parts=[

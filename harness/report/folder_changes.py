@@ -91,14 +91,14 @@ def _text(value: Any) -> str:
 
 def changes(first: Sequence[Flat], second: Sequence[Flat]) -> Changes:
     """Return the keys whose values differ between the two, with all known values of both sides."""
-    found: Changes = {}
+    differing: Changes = {}
     for key in dict.fromkeys(key for flat in (*first, *second) for key in flat):
         before, after = (
             dict.fromkeys(_text(flat[key]) for flat in side if flat.get(key) is not None) for side in (first, second)
         )
         if before.keys() != after.keys():
-            found[key] = (", ".join(before) or "-", ", ".join(after) or "-")
-    return found
+            differing[key] = (", ".join(before) or "-", ", ".join(after) or "-")
+    return differing
 
 
 def configuration_changes(first: Sequence[Record], second: Sequence[Record]) -> Changes:

@@ -10,16 +10,12 @@ from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key
 from harness.report.labels import (
-    DEFAULTS,
-    IMPLIED_BY_STRATEGY,
     OTHER_OPTIONS,
-    VARYING,
     labels,
     non_default,
     other_differences,
-    value_text,
 )
-from harness.report.sentences import sentence
+from harness.report.settings import varying_columns
 from harness.report.speeds import CROWDED, Speed, are_alike, speed_of, timed_runs
 from harness.report.text import bytes_text
 from harness.util.text import sanitize
@@ -274,25 +270,6 @@ def rows_of(lines: Iterable[Line]) -> list[Row]:
     return [line.values for line in lines]
 
 
-def _settings(rows: Sequence[Row], name: str) -> list[Any]:
-    """Return the different values of a setting; None is one of them where it is the default."""
-    values = dict.fromkeys(row.get(name) for row in rows)
-    return [value for value in values if value is not None or DEFAULTS.get(name, "") is None]
-
-
-def varying_columns(rows: Sequence[Row]) -> list[str]:
-    """Return the columns that differ between rows, without those that strategy and ranks determine."""
-    by_strategy = group_by(rows, lambda row: (row.get("strategy"), row.get("world_size")))
-    alike = [members for key, members in by_strategy.items() if None not in key and len(members) > 1]
-
-    def varies(name: str) -> bool:
-        if name in IMPLIED_BY_STRATEGY:
-            return any(len({row.get(name) for row in members} - {None}) > 1 for members in alike)
-        return len(_settings(rows, name)) > 1
-
-    return list(filter(varies, VARYING))
-
-
 def baseline_name(lines: Iterable[Line]) -> str:
     """Return the label of the line that all ratios refer to; empty where no other line is compared with it."""
     return next((base for line in lines if (base := line.get("baseline")) not in (None, line.label)), "")
@@ -314,14 +291,3 @@ def compared_layers(record: Record) -> str:
     """Return how many of its layers a run was compared on with a single process, such as 2 of 4; '' where on all."""
     layers, all_layers = record.row.get("reference_layers"), (record.config.get("model") or {}).get("num_hidden_layers")
     return f"{layers} of {all_layers}" if layers and all_layers and layers < all_layers else ""
-
-
-def shared_settings(lines: Sequence[Line]) -> str:
-    """Return the settings that all lines share; settings that vary are left to the columns."""
-    rows = rows_of(lines)
-    distinct = {name: _settings(rows, name) for name in (*VARYING, "parameters", "checkpointing")}
-    shared = {name: values[0] for name, values in distinct.items() if len(values) == 1}
-    special = [name for name, default in DEFAULTS.items() if shared.get(name, default) != default]
-    return sentence(
-        "shared_settings", shared=shared, special={name: value_text(name, shared[name]) for name in special}
-    )

@@ -11,18 +11,10 @@ from harness.report.comparability import group_by
 from harness.report.comparison_columns import comparison_columns, speed_texts
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.labels import column_title, value_text
-from harness.report.lines import (
-    Line,
-    baseline_name,
-    column_values,
-    distinct_values,
-    least,
-    rows_of,
-    shared_settings,
-    varying_columns,
-)
+from harness.report.lines import Line, baseline_name, column_values, distinct_values, least, rows_of
 from harness.report.ranking import Group
 from harness.report.sentences import sentence
+from harness.report.settings import shared_settings, varying_columns
 from harness.report.view import View
 
 # The columns that the legend explains, where they have a value.
@@ -46,7 +38,7 @@ def comparison(view: View) -> list[Section]:
         for column in columns
     ]
     main = replace(
-        table_of(columns, caption=shared_settings(lines)),
+        table_of(columns, caption=shared_settings(rows_of(lines))),
         strategies=[line.strategy for line in lines],
         extra=[position for position, column in enumerate(columns) if column.is_extra],
         keys=[column.key for column in columns],

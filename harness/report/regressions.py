@@ -67,24 +67,24 @@ def compare(
     configuration = configuration_changes(baseline, current)
     other_keys = [key for key, values in configuration.items() if "-" in values]  # that only some versions have
     lines = pairs(baseline, current, other_keys)
-    held = [pair for pair in lines if pair.first.status == "ok"]
-    reasons = {pair.label: _why_unjudged(pair, across_versions) for pair in held if pair.is_ok}
-    found = [
+    compared = [pair for pair in lines if pair.first.status == "ok"]
+    reasons = {pair.label: _why_unjudged(pair, across_versions) for pair in compared if pair.is_ok}
+    differences = [
         Change(pair.label, column, before, after, growth, _verdict(growth, limit))
-        for pair in held
+        for pair in compared
         for column, before, after, growth in _differences(pair)
         if column != SPEED or (not reasons[pair.label] and abs(growth) > limit)
     ]
     labels = group_by(reasons, reasons.__getitem__)
     return {
         "limit": limit,
-        "compared": len(held),  # configurations that the baseline has as ok
-        "changes": sorted(found, key=lambda change: -change.growth),  # worst first
+        "compared": len(compared),  # configurations that the baseline has as ok
+        "changes": sorted(differences, key=lambda change: -change.growth),  # worst first
         "judged_speeds": len(labels.pop("", [])),
         "unjudged_speeds": labels,  # of the configurations, by the reason
         "configuration": {key: values for key, values in configuration.items() if key not in other_keys},
         "new": [pair.label for pair in lines if pair.first is MISSING],
-        "holds": all(change.verdict != "regressed" for change in found),
+        "holds": all(change.verdict != "regressed" for change in differences),
     }
 
 

@@ -24,9 +24,10 @@ from harness.report.comparison_columns import (
 )
 from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_screen, warning
-from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, shared_settings
+from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, rows_of
 from harness.report.overview import pivots
 from harness.report.sentences import MOST_LABELS, labels_text, sentence
+from harness.report.settings import shared_settings
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 
@@ -57,7 +58,7 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if text := warning(whole):
         console.print(Text(text, style="bold red"))
     baseline = baseline_name(lines)
-    caption = (shared_settings(lines), f"× is the ratio to {baseline}" if baseline else "")
+    caption = (shared_settings(rows_of(lines)), f"× is the ratio to {baseline}" if baseline else "")
     console.print(Text(sanitize("; ".join(filter(None, caption)))))
     columns = comparison_columns(lines, short=True)
     fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
