@@ -70,8 +70,7 @@ def compared_text(view: View) -> str:
     by_launch = group_by(view.records, lambda record: record.row.get("launch") == "simulated")
     return sentence(
         "compared",
-        lines=len(lines),
-        runs=len(view.records),
+        view=view,
         statuses=statuses,
         shared=shared_settings(rows_of(lines)),
         varied=varied + [column_title(name) for name in varying_columns(rows_of(lines))],
@@ -80,18 +79,15 @@ def compared_text(view: View) -> str:
             (is_simulated, list(dict.fromkeys(filter(None, map(_machine, records)))), _days(records))
             for is_simulated, records in sorted(by_launch.items())
         ],
-        running=view.running,
     )
 
 
 def _machine(record: Record) -> str:
     """Return the devices or the processor of a run; empty where it is not recorded."""
-    environment = record.environment
-    if record.row.get("measured_on") in (None, "cpu"):
-        return sentence("processor", name=environment.get("processor"), cores=environment.get("cores"))
-    cluster = record.config.get("cluster") or {} if record.row.get("launch") == "simulated" else environment
-    name, nodes = record.row["measured_on"], cluster.get("nodes") or 1
-    return sentence("devices", name=name, count=environment.get("devices"), nodes=nodes)
+    row, environment = record.row, record.environment
+    device = row.get("measured_on") if row.get("measured_on") != "cpu" else None
+    cluster = record.config.get("cluster") or {} if row.get("launch") == "simulated" else environment
+    return sentence("machine", device=device, environment=environment, nodes=cluster.get("nodes") or 1)
 
 
 def _days(records: Sequence[Record]) -> list[str]:
