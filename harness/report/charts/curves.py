@@ -87,8 +87,8 @@ class Curves(Plot):
 
     def _ends(self, labels: Sequence[str], height: float) -> dict[int, float]:
         """Return how far from the top the names of curves are, by their last rows, moved apart where they overlap."""
-        points = enumerate(zip(self.rows.items, self.rows.fields["y"].values, strict=True))
-        last = {item.label: (height * (1 - share(self.y, y)), row) for row, (item, y) in points if y is not None}
+        points = enumerate(self.rows.data)
+        last = {at["label"]: (height * (1 - share(self.y, at["y"])), row) for row, at in points if "y" in at}
         ordered = sorted(last[label] for label in labels if label in last)
         tops = list(accumulate((top for top, _ in ordered), lambda above, top: max(top, above + style.LINE)))
         overflow = max(0.0, max(tops, default=0.0) - height)

@@ -64,7 +64,7 @@ class Points(Plot):
             for align, right, down, halves in _SIDES if text else ():
                 middle, level = x + right + halves * half, y + down
                 is_inside = half <= middle <= size[0] - half and tall <= level <= size[1] - tall
-                is_free = all(abs(middle - x) >= half + w or abs(level - y) >= tall + h for x, y, w, h in taken)
+                is_free = all(abs(middle - at) >= half + w or abs(level - to) >= tall + h for at, to, w, h in taken)
                 if is_inside and is_free:
                     taken.append((middle, level, half, tall))
                     labels[place] = point | {"align": align, "dx": right, "dy": down, "short": text}

@@ -1,4 +1,4 @@
-"""The curves that charts draw: lines of a report that differ in one quantity alone, and losses by step."""
+"""The curves that charts draw: lines of a report that differ in one quantity alone."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
