@@ -1,11 +1,13 @@
 """The planned peak compared with what random runs measured, as results/random_runs.csv has them."""
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+import shlex
+from collections.abc import Iterator
+from functools import cache
 from statistics import median
 
 import pytest
 
+from harness.config.schema import RunConfig
 from harness.cost_model import sharding
 from harness.cost_model.deepspeed_zero import DeepSpeedZero
 from harness.cost_model.deepspeed_zero_2 import BucketedZero
@@ -14,10 +16,18 @@ from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parameter_coordinator import ParameterCoordinator
 from harness.cost_model.whole_parameters import whole_parameters
-from harness.runner import local_machine
-from harness.runner.plan import RunPlan, make_plan
-from tests.support.commands import ROOT, compose
+from harness.engines.base import load_engine
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.state_widths import StateWidths
+from tests.support.commands import ROOT, compose_config
 from tests.support.random_runs import read_table
+
+# Runs that were trained, proven and predicted, by their draws; no compiled run is predicted.
+RUNS = {
+    line["draw"]: line
+    for line in read_table(ROOT / "results" / "random_runs.csv")
+    if line["status"] == "ok" and line["predicted_peak_bytes"]
+}
 
 # Draws of every kind of data parallelism, by what their peak shows.
 DRAWS = {
@@ -32,82 +42,90 @@ DRAWS = {
     "5140": "DeepSpeed's stage 3 sums the gradients of a head in two parts in place",
 }
 
+# DDP's 16-bit buckets are reduced in fp32 copies, and stage 3 copies all gradients for its optimizer. Stage 2 keeps
+# whole gradients of the parameters in a rank's partition; stage 3 and gloo copy what they reduce. Draw 1013 (stage 3 on
+# one rank, the loss in two parts) is planned 5.8 % too high.
+COPIES_OF_GRADIENTS = [
+    "1008",
+    "1057",
+    "1104",
+    "1111",
+    "2017",
+    "2069",
+    "2076",
+    "2090",
+    "1046",
+    "1050",
+    "1061",
+    "1071",
+    "1094",
+    "2094",
+    "2127",
+    "1093",
+]
 
-@lru_cache(maxsize=1)
-def plans() -> dict[str, tuple[RunPlan, int]]:
-    """Return the plan and the measured peak of each of the draws."""
-    lines = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
-    chosen: dict[str, tuple[RunPlan, int]] = {}
-    for draw in DRAWS:
-        config, command = compose(*lines[draw]["overrides"].split(), "name=random")
-        plan = make_plan(config, local_machine.detect_machine(config.cluster), command)
-        chosen[draw] = (plan, int(lines[draw]["peak_allocated_bytes"]))
-    return chosen
+# With one warm-up step and accumulation, DDP's new buckets lie beside gradients in the first timed step. Without
+# accumulation (5013, 5118) no gradients exist then.
+NEW_BUCKETS = ["1048", "4051", "4067", "4087", "4144", "5013", "5118"]
+
+# A bucket has 2e8 to 2e9 bytes, far more than these models; BF16_Optimizer has none, stage 2 has 16-bit ones.
+WITH_BUCKETS = ("zero1_defaults", "zero1_tuned", "zero2_defaults", "zero2_tuned", "zero3_defaults")
+
+BUCKETS_OF_DEEPSPEED = [draw for draw, run in RUNS.items() if run["strategy"] in WITH_BUCKETS]
+
+# The most that a planned peak may be off, and the draws whose moments are known so well.
+BOUNDS = ((0.005, DRAWS), (0.0025, COPIES_OF_GRADIENTS), (0.0005, NEW_BUCKETS), (0.05, BUCKETS_OF_DEEPSPEED))
+
+CHOSEN = {draw for _, draws in BOUNDS for draw in draws}
 
 
-def errors() -> dict[str, float]:
-    """Return by how much the planned peak of each of the draws is off."""
-    return {
-        draw: abs(estimate_memory(plan.config, plan.layout, plan.widths, "cpu").peak_bytes / measured - 1)
-        for draw, (plan, measured) in plans().items()
-    }
+@cache
+def planned(draw: str) -> tuple[RunConfig, Layout, StateWidths]:
+    """Return a run's configuration, its layout and the bytes of its state."""
+    config = compose_config(*shlex.split(RUNS[draw]["overrides"]))
+    layout = resolve_layout(config.strategy, int(RUNS[draw]["world_size"]))
+    return config, layout, load_engine(layout.engine).state_widths(config, layout)
 
 
-def test_the_planned_peak_is_that_of_runs_whose_moments_are_known() -> None:
-    assert max(errors().values()) <= 0.005, errors()
+def planned_peak(draw: str) -> int:
+    """Return the peak that a run has by the present cost model."""
+    return estimate_memory(*planned(draw), "cpu").peak_bytes
 
 
-def test_the_table_has_what_the_present_cost_model_predicts() -> None:
+def error(draw: str, peak_bytes: int) -> float:
+    """Return by how much a planned peak is off, in units of the measured one."""
+    return abs(peak_bytes / int(RUNS[draw]["peak_allocated_bytes"]) - 1)
+
+
+@pytest.mark.parametrize(
+    "draw", [draw if draw in CHOSEN else pytest.param(draw, marks=pytest.mark.long) for draw in RUNS]
+)
+def test_the_table_has_what_the_present_cost_model_predicts(draw: str) -> None:
     """Else type python -m tests.support.random_runs --table results/random_runs.csv --predict."""
-    lines = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
-    for draw, (plan, _) in plans().items():
-        predicted = estimate_memory(plan.config, plan.layout, plan.widths, "cpu").peak_bytes
-        assert str(predicted) == lines[draw]["predicted_peak_bytes"], draw
+    assert planned_peak(draw) == int(RUNS[draw]["predicted_peak_bytes"])
 
 
 def test_the_errors_on_file_are_below_the_bars() -> None:
-    """A peak at which gloo's threads were late to free a copy is not predicted, so that the worst row has no bar."""
-    lines = read_table(ROOT / "results" / "random_runs.csv")
-    runs = [line for line in lines if line["status"] == "ok" and line["predicted_peak_bytes"]]
-    off = sorted(abs(int(run["predicted_peak_bytes"]) / int(run["peak_allocated_bytes"]) - 1) for run in runs)
-    assert len(off) >= 400
-    assert median(off) <= 0.005 and off[int(0.95 * len(off))] <= 0.05
+    """A peak at which gloo's threads were late to free a copy is not predicted, so that the worst row is far off."""
+    errors = {draw: error(draw, int(run["predicted_peak_bytes"])) for draw, run in RUNS.items()}
+    off = sorted(errors.values())
+    assert len(off) >= 400 and len(BUCKETS_OF_DEEPSPEED) >= 19
+    assert median(off) <= 0.002 and off[int(0.95 * len(off))] <= 0.05 and off[-1] <= 0.25
+    assert [(draw, errors[draw]) for bound, draws in BOUNDS for draw in draws if errors[draw] > bound] == []
 
 
-def forget_optimizer_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "optimizer_parameter_count", lambda *_: 0)
-
-
-def leave_out_reduced_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullyShard, "reduced", lambda *_: 0)
-
-
-def leave_out_copies_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeepSpeedZero, "gathered_copy", lambda *_: 0)
-
-
-def leave_out_gathered_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FullyShard, "whole", lambda *_: 0)
-
-
-def forget_waiting_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BucketedZero, "is_large", lambda *_: False)
-
-
-def free_second_forwards_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParameterCoordinator, "refer", lambda *_: None)
-
-
-def release_parameters_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ParameterCoordinator, "_stays", lambda *_: False)
-
-
-def forget_old_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistributedDataParallel, "old_bucket_bytes", lambda *_: 0)
-
-
-def keep_buckets_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DistributedDataParallel, "rebuilds_buckets", False)
+# What a fault leaves out of the plan, and what stands in its place.
+FAULTS = {
+    "optimizer state": (sharding, "optimizer_parameter_count", lambda *_: 0),
+    "reduced gradients": (FullyShard, "reduced", lambda *_: 0),
+    "copies of gloo": (DeepSpeedZero, "gathered_copy", lambda *_: 0),
+    "gathered tensors": (FullyShard, "whole", lambda *_: 0),
+    "waiting gradients": (BucketedZero, "is_large", lambda *_: False),
+    "what second forwards refer to": (ParameterCoordinator, "refer", lambda *_: None),
+    "parameters that stay": (ParameterCoordinator, "_stays", lambda *_: False),
+    "old buckets": (DistributedDataParallel, "old_bucket_bytes", lambda *_: 0),
+    "rebuilt buckets": (DistributedDataParallel, "rebuilds_buckets", False),
+}
 
 
 @pytest.fixture
@@ -119,22 +137,7 @@ def no_cached_buffers() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("no_cached_buffers")
-@pytest.mark.parametrize(
-    "fault",
-    (
-        forget_optimizer_state,
-        leave_out_reduced_gradients,
-        leave_out_copies_of_gloo,
-        leave_out_gathered_tensors,
-        forget_waiting_gradients,
-        free_second_forwards_at_once,
-        release_parameters_at_once,
-        forget_old_buckets,
-        keep_buckets_as_they_are,
-    ),
-)
-def test_a_fault_of_the_plan_shows_in_these_runs(
-    fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fault(monkeypatch)
-    assert max(errors().values()) > 0.02
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_plan_shows_in_these_runs(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[fault])
+    assert max(error(draw, planned_peak(draw)) for draw in DRAWS) > 0.02
