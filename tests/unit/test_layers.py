@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,8 @@ Sources = dict[str, str]  # module name -> source
 
 def sources() -> Sources:
     """Return the source of every module of the package by its dotted name."""
-    modules = {}
-    for path in ROOT.rglob("*.py"):
-        parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return modules
+    paths = {path.relative_to(ROOT.parent).with_suffix(""): path for path in ROOT.rglob("*.py")}
+    return {".".join(place.parts).removesuffix(".__init__"): path.read_text() for place, path in paths.items()}
 
 
 def imports(name: str, modules: Sources) -> Iterator[str]:
@@ -75,32 +73,15 @@ def layer_problems(modules: Sources) -> list[str]:
     return problems
 
 
-def cycles(modules: Sources) -> list[list[str]]:
-    """Return the groups of modules that import each other (Tarjan's strongly connected components)."""
-    graph = {name: sorted({t for t in imports(name, modules) if t in modules and t != name}) for name in modules}
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    components: list[list[str]] = []
-
-    def visit(name: str) -> None:
-        index[name] = low[name] = len(index)
-        stack.append(name)
-        for target in graph[name]:
-            if target not in index:
-                visit(target)
-            if target in stack:
-                low[name] = min(low[name], low[target])
-        if low[name] == index[name]:
-            group = stack[stack.index(name) :]
-            del stack[stack.index(name) :]
-            if len(group) > 1:
-                components.append(sorted(group))
-
-    for name in graph:
-        if name not in index:
-            visit(name)
-    return components
+def cycle(modules: Sources) -> list[str]:
+    """Return modules that import each other, the first again at the end; an empty list if there are none."""
+    graph = {name: {target for target in imports(name, modules) if target != name} & modules.keys() for name in modules}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found: list[str] = error.args[1]
+        return found
+    return []
 
 
 def test_every_package_imports_only_to_its_left() -> None:
@@ -108,7 +89,7 @@ def test_every_package_imports_only_to_its_left() -> None:
 
 
 def test_no_modules_import_each_other() -> None:
-    assert cycles(sources()) == []
+    assert cycle(sources()) == []
 
 
 @pytest.mark.parametrize(
@@ -139,4 +120,4 @@ def test_a_forbidden_import_is_reported(module: str, line: str, problem: str) ->
 def test_a_lazy_import_cycle_is_reported() -> None:
     modules = sources()
     modules["harness.util.errors"] += "\ndef f():\n    from harness.util import locks\n"
-    assert any("harness.util.errors" in group for group in cycles(modules))
+    assert "harness.util.errors" in cycle(modules)
