@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -11,11 +11,12 @@ from harness.config.checkpointing import CheckpointingConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
+from harness.config.strategy import StrategyConfig
 from harness.cost_model import rank_memory
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.cost_model.prediction import Prediction
-from harness.layout.partition import balanced_layers
+from harness.layout.layout import resolve_layout
 from harness.planner.bounds import LOWER_BOUNDS
 from harness.planner.plan import search_plan
 from harness.planner.problems import plan_problems, predict
@@ -60,36 +61,40 @@ def test_pruning_skips_nothing_that_wins(memory: str, stack: str) -> None:
 
 LONG = dataclasses.replace(MODEL, context_length=2048, vocab_size=4000)
 
-AXES_OF_SEARCH = {
-    "cp": Restrictions({"tp": 1, "pp": 1}, CheckpointingConfig("none"), 1),
-    "offload of state": Restrictions({"tp": 1, "cp": 1}, CheckpointingConfig("full"), 1),
-    "kinds of checkpointing": Restrictions({"tp": 2, "cp": 1, "schedule": "1f1b"}, None, 1),
+# What is searched, and what shows in a layout that its axis was.
+AXES_OF_SEARCH: dict[str, tuple[Restrictions, Callable[[Prediction], bool]]] = {
+    "cp": (
+        Restrictions({"tp": 1, "pp": 1}, CheckpointingConfig("none"), 1),
+        lambda prediction: prediction.layout.cp == 2,
+    ),
+    "offload of state": (
+        Restrictions({"tp": 1, "cp": 1}, CheckpointingConfig("full"), 1),
+        lambda prediction: prediction.layout.offload != "none",
+    ),
+    "kinds of checkpointing": (
+        Restrictions({"tp": 2, "cp": 1, "schedule": "1f1b"}, None, 1),
+        lambda prediction: prediction.config.checkpointing.offload_activations,
+    ),
 }
 
 
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 @pytest.mark.parametrize("axis", AXES_OF_SEARCH)
 def test_pruning_holds_along_every_axis(axis: str, precision: PrecisionConfig) -> None:
-    config = run(LONG, precision, global_batch=8)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=2048))
-    stack, eight = load_stack("harness"), cluster_of_eight(memory="1500MB")
-    results = [search(config, eight, stack, 8, AXES_OF_SEARCH[axis], 3, bounds) for bounds in (LOWER_BOUNDS, ())]
-    assert agree(*results)
-    shown = [*results[1].front, *results[1].best]
-    if axis == "cp":
-        assert any(prediction.layout.cp == 2 for prediction in shown)
-    elif axis == "offload of state":
-        assert any(prediction.layout.offload != "none" for prediction in shown)
-    else:
-        assert any(prediction.config.checkpointing.offload_activations for prediction in shown)
+    config, eight = run(LONG, precision, global_batch=8, seq_len=2048), cluster_of_eight(memory="1500MB")
+    restrictions, shows = AXES_OF_SEARCH[axis]
+    pruned, exhaustive = (
+        search(config, eight, load_stack("harness"), 8, restrictions, 3, bounds) for bounds in (LOWER_BOUNDS, ())
+    )
+    assert agree(pruned, exhaustive)
+    assert any(map(shows, [*exhaustive.front, *exhaustive.best]))
 
 
 def test_the_space_has_every_axis() -> None:
     """ZeRO-1 in pipelines is expressed by other stacks, and by this project's engines without master weights."""
 
     def choices(stack: str, precision: PrecisionConfig, offloads: bool = True) -> set[object]:
-        config = run(LONG, precision, global_batch=8)
-        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seq_len=4096))
+        config = run(LONG, precision, global_batch=8, seq_len=4096)
         space = SearchedSpace(8, 8, load_stack(stack), offloads, Restrictions({}, None, 1))
         names: set[object] = set()
         for candidate, layout in candidates(config, space):
@@ -113,35 +118,32 @@ def test_what_the_command_line_sets_stays() -> None:
     values = {"offload_activations": False}
     restrictions = Restrictions({"offload": "none", "cp": 2}, checkpointing_values=values)
     space = SearchedSpace(8, 8, load_stack("harness"), True, restrictions)
-    found_candidates = list(candidates(run(LONG, global_batch=8), space))
-    assert {layout.cp for _, layout in found_candidates} == {2}
-    assert {layout.offload for _, layout in found_candidates} == {"none"}
-    kinds = {candidate.checkpointing for candidate, _ in found_candidates}
+    found = list(candidates(run(LONG, global_batch=8), space))
+    assert {(layout.cp, layout.offload) for _, layout in found} == {(2, "none")}
+    kinds = {candidate.checkpointing for candidate, _ in found}
     assert len(kinds) == 5 and not any(kind.offload_activations for kind in kinds)
 
 
-def test_a_bound_that_is_too_high_loses_winners() -> None:
-    for position in range(2):
-
-        def too_high(prediction: Prediction, position: int = position) -> int:
-            """Return eight times one of the bounds."""
-            return 8 * LOWER_BOUNDS[position](prediction)
-
-        bounds = [too_high if place == position else bound for place, bound in enumerate(LOWER_BOUNDS)]
-        assert figures(searched("2GB", bounds).front) != figures(searched("2GB").front)
+@pytest.mark.parametrize("position", (0, 1))
+def test_a_bound_that_is_too_high_loses_winners(position: int) -> None:
+    bounds = list(LOWER_BOUNDS)
+    bounds[position] = lambda prediction: 8 * LOWER_BOUNDS[position](prediction)
+    assert figures(searched("2GB", bounds).front) != figures(searched("2GB").front)
 
 
 @pytest.mark.parametrize("stack", ("harness", "megatron", "modalities"))
 def test_the_bounds_are_below_every_peak(stack: str) -> None:
     space = SearchedSpace(8, 8, load_stack(stack), True, Restrictions({}, None, 2))
-    eight, valid = cluster_of_eight(), []
-    for candidate, layout in itertools.islice(candidates(CONFIG, space), 0, None, 7):
-        if not any(plan_problems(candidate, layout, eight, space.stack)):
-            valid.append(predict(candidate, layout, eight, space.stack))
+    every = itertools.islice(candidates(CONFIG, space), 0, None, 7)
+    eight = cluster_of_eight()
+    valid = [
+        predict(candidate, layout, eight, space.stack)
+        for candidate, layout in every
+        if not any(plan_problems(candidate, layout, eight, space.stack))
+    ]
     assert len(valid) > 20 or stack == "modalities"
-    for prediction in valid:
-        for bound in LOWER_BOUNDS:
-            assert bound(prediction) <= prediction.memory.peak_bytes, prediction.label()
+    too_high = (each for each in valid if max(bound(each) for bound in LOWER_BOUNDS) > each.memory.peak_bytes)
+    assert [prediction.label() for prediction in too_high] == []
 
 
 @pytest.mark.parametrize(("schedule", "virtual"), [("interleaved_1f1b", 3), ("zero_bubble", 2), ("1f1b", 1)])
@@ -176,8 +178,10 @@ def test_shortcuts_change_no_byte(
     """Every start of every rank with its own stages give the same estimate."""
     if checkpointing == "selective" and pipeline.get("schedule") == "zero_bubble":
         pytest.skip("zero bubble has no selective checkpointing")
-    config = run(MODEL, checkpointing=checkpointing, global_batch=24)
-    prediction = pipelined(config, pipeline)
+    strategy = StrategyConfig(name="pipeline", **pipeline)  # type: ignore[arg-type]
+    config = dataclasses.replace(run(MODEL, checkpointing=checkpointing, global_batch=24), strategy=strategy)
+    layout = resolve_layout(strategy, strategy.pp)
+    prediction = predict(config, layout, cluster_of_eight(), load_stack("harness"))
     short = estimate_memory(config, prediction.layout, prediction.widths, "cuda")
     monkeypatch.setattr(rank_memory.RankStep, "heaviest_starts", every_start)
     monkeypatch.setattr(rank_memory, "representative_stage", lambda stage, period: stage)
@@ -193,29 +197,6 @@ def every_start(step: rank_memory.RankStep, pp_ranks: tuple[int, ...]) -> dict[i
     """Return all starts of these ranks."""
     own = step.sharding
     return {rank: rank_memory.rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
-
-
-def pipelined(config: object, pipeline: dict[str, object]) -> Prediction:
-    """Return a prediction of this configuration as a pipeline."""
-    from harness.config.strategy import StrategyConfig
-    from harness.layout.layout import resolve_layout
-
-    strategy = StrategyConfig(name="pipeline", **pipeline)  # type: ignore[arg-type]
-    changed = dataclasses.replace(config, strategy=strategy)  # type: ignore[type-var]
-    return predict(changed, resolve_layout(strategy, strategy.pp), cluster_of_eight(), load_stack("harness"))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("first", "last"), [(0.0, 0.0), (2.3, 2.3), (0.4, 3.7), (6.0, 0.1)])
-def test_layers_are_balanced_as_well_as_any_split_is(first: float, last: float) -> None:
-    for depth, count in ((5, 2), (7, 3), (9, 4), (6, 6)):
-        splits = (split for split in itertools.product(range(1, depth + 1), repeat=count) if sum(split) == depth)
-
-        def largest(split: tuple[int, ...]) -> float:
-            """Return the size of the largest stage."""
-            extras = [first, *[0.0] * (len(split) - 2), last]
-            return max(number + extra for number, extra in zip(split, extras, strict=True))
-
-        assert largest(balanced_layers(depth, first, last, count)) == min(map(largest, splits))
 
 
 def test_offload_is_searched_on_request_or_where_nothing_fits_without() -> None:
