@@ -1,15 +1,14 @@
 """The fit of a calibration: points of a known machine give back its parameters, and what cannot be told is refused."""
 
 import dataclasses
-import functools
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 
 from harness.calibration.cluster import (
@@ -21,7 +20,7 @@ from harness.calibration.cluster import (
     write_cluster,
 )
 from harness.calibration.fit import collective_seconds, curve_errors, fit_links, fit_rates, fit_terms
-from harness.calibration.kernels import Stopwatch, _growing_messages
+from harness.calibration.kernels import _growing_messages
 from harness.calibration.points import (
     AttentionPoint,
     Collective,
@@ -32,19 +31,17 @@ from harness.calibration.points import (
     MemoryPoint,
     OverlapPoint,
 )
-from harness.config.command import CommandConfig
 from harness.config.from_dict import from_dict
 from harness.config.hardware import FittedHardware, HardwareConfig
-from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.schema import ClusterConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine
 from harness.hardware.described_cluster import described_devices
 from harness.layout.layout import resolve_layout
-from harness.runner.resolve import load_strategy_preset
 from harness.util.errors import UserError
-from tests.support.commands import compose
+from tests.support.commands import compose_config
 
 RANKS = 2
 
@@ -102,10 +99,9 @@ def measured_on(hardware: HardwareConfig, longest: int = 2**26, disturbed: float
         for in_cache, sizes in ((True, (2**18, 2**20)), (False, (2**25, 2**26, 2**27, 2**28)))
         for size in sizes
     ]
-    operations: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "send")
     blank = [
         CollectivePoint(operation, RANKS, 2**power, 1.0)
-        for operation in operations
+        for operation in get_args(Collective)
         for power in range(12, 27, 2)
         if 2**power <= longest
     ]
@@ -139,9 +135,7 @@ def rates_of(hardware: HardwareConfig) -> dict[str, float]:
 def test_points_of_a_known_machine_give_back_its_parameters(disturbed: float, tolerance: float) -> None:
     measured = measured_on(TRUTH, disturbed=disturbed)
     hardware = calibrated_hardware(MACHINE, measured, fit_rates(measured), None)
-    wanted = rates_of(TRUTH)
-    for name, value in rates_of(hardware).items():
-        assert value == pytest.approx(wanted[name], rel=tolerance, abs=1e-6), name
+    assert rates_of(hardware) == pytest.approx(rates_of(TRUTH), rel=tolerance, abs=1e-6)
     errors = {curve.name: curve.median_error for curve in curve_errors(measured, hardware)}
     assert errors.pop("memory in caches, not fitted") > 1
     assert max(errors.values()) < max(tolerance, 0.002)
@@ -155,40 +149,26 @@ def test_messages_too_short_for_a_bandwidth_are_refused() -> None:
         fit_rates(measured_on(TRUTH, longest=2**16))
 
 
-class Clock:
-    """A stopwatch that knows the seconds of a message instead of sending it."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, latency: float, bandwidth: float) -> None:
-        self.latency, self.bandwidth, self.total_bytes = latency, bandwidth, 2**10
-
-    def median_seconds(self, _: Callable[[], object], __: object) -> float:
-        """Return the seconds of the next longer message."""
-        self.total_bytes *= 4
-        return self.latency + self.total_bytes / self.bandwidth
+def growing_messages(seconds: Callable[[int], float], most_seconds: float) -> list[CollectivePoint]:
+    """Return what is measured of messages that take so many seconds by their bytes, which none of them sends."""
+    sizes = iter(2**12 * 4**index for index in range(30))
+    watch: Any = SimpleNamespace(device=torch.device("cpu"), median_seconds=lambda *_: seconds(next(sizes)))
+    group: Any = None
+    return list(_growing_messages(watch, "all_gather", 2, group, most_seconds))
 
 
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-5, 1e9), (1e-3, 1e9), (1e-4, 2e10)])
 def test_messages_grow_until_bytes_decide_their_time(latency: float, bandwidth: float) -> None:
-    clock = cast("Stopwatch", Clock(latency, bandwidth))
-    group = cast("dist.ProcessGroup", None)
-    points = list(_growing_messages(clock, "all_gather", 2, group, most_seconds=0.1))
-    longest = points[-1]
-    assert longest.total_bytes / bandwidth > 0.5 * longest.seconds
+    points = growing_messages(lambda size: latency + size / bandwidth, most_seconds=0.1)
+    assert points[-1].total_bytes / bandwidth > 0.5 * points[-1].seconds
     assert [p.total_bytes for p in points] == [2**12 * 4**index for index in range(len(points))]
 
 
 def test_disturbed_short_messages_do_not_end_the_measurement() -> None:
     """Ones that take longer than the longest may, and look as if their bytes decided the time."""
-
-    class Disturbed(Clock):
-        def median_seconds(self, _: Callable[[], object], __: object) -> float:
-            seconds = super().median_seconds(_, __)
-            return seconds + (self.total_bytes / 2**12 if self.total_bytes < 2**19 else 0.0)
-
-    clock = cast("Stopwatch", Disturbed(1e-4, 1e9))
-    points = list(_growing_messages(clock, "all_gather", 2, cast("dist.ProcessGroup", None), most_seconds=0.02))
+    points = growing_messages(
+        lambda size: 1e-4 + size / 1e9 + (size / 2**12 if size < 2**19 else 0.0), most_seconds=0.02
+    )
     assert points[-1].total_bytes >= 2**22
 
 
@@ -225,10 +205,9 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     measured = dataclasses.replace(measured_on(TRUTH), dtype="bfloat16")
     rates = fit_rates(measured)
     known = calibrated_hardware(machine, measured, rates, datasheet)
-    assert known.inter_node_bandwidth == datasheet.inter_node_bandwidth
-    assert known.fitted.node_contention == datasheet.fitted.node_contention
+    others = (known.inter_node_bandwidth, known.fitted.node_contention, known.peak_flops, known.processor)
+    assert others == (datasheet.inter_node_bandwidth, datasheet.fitted.node_contention, None, None)
     assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bandwidth, rel=1e-3)
-    assert known.peak_flops is None and known.processor is None
     assert "the file that describes this device" in assumptions(rates, datasheet)
     single = dataclasses.replace(measured, collectives=(), overlaps=())
     alone = fit_rates(single)
@@ -259,47 +238,39 @@ def test_a_fault_in_a_measurement_moves_the_parameters(fault: str) -> None:
     measured = measured_on(TRUTH)
     broken = dataclasses.replace(measured, **FAULTS[fault](measured))
     hardware = calibrated_hardware(MACHINE, broken, fit_rates(broken), None)
-    wanted = rates_of(TRUTH)
-    off = max(abs(value / wanted[name] - 1) for name, value in rates_of(hardware).items() if wanted[name] > 1e-4)
+    off = [
+        abs(value / wanted - 1)
+        for value, wanted in zip(rates_of(hardware).values(), rates_of(TRUTH).values(), strict=True)
+        if wanted > 1e-4
+    ]
     curves = [curve for curve in curve_errors(broken, hardware) if curve.name != "memory in caches, not fitted"]
-    worst = max(curve.largest_error for curve in curves)
-    assert off > 0.2 or worst > 0.2
+    assert max(*off, *(curve.largest_error for curve in curves)) > 0.2
 
 
 def step_seconds(strategy: str, hardware: HardwareConfig, timing: StackTiming) -> float:
     """Return the predicted step of a tiny model on two ranks."""
-    config, _ = base()
-    config = dataclasses.replace(config, strategy=load_strategy_preset(strategy))
+    words = ("model=tiny", "world_size=2", "data=synthetic", "precision=fp32")
+    config = compose_config(f"strategy={strategy}", *words)
     layout = resolve_layout(config.strategy, RANKS)
     widths = load_engine(layout.engine).state_widths(config, layout)
     return estimate_step_time(config, layout, hardware, timing, widths, RANKS).step_seconds
 
 
-@functools.cache
-def base() -> tuple[RunConfig, CommandConfig]:
-    """Return a tiny model in fp32."""
-    return compose("strategy=ddp", "model=tiny", "world_size=2", "data=synthetic", "precision=fp32")
-
-
 def test_the_host_s_work_counts_on_a_cpu_alone() -> None:
     """There FSDP2's and DeepSpeed's hooks and DTensor take longer than a tiny model's kernels; no GPU was measured."""
     timing = load_stack("harness").timing
-    without = dataclasses.replace(
-        timing,
-        layer_gather_launches=0,
-        parameter_gather_launches=0,
-        divided_layer_launches=0,
-        micro_batch_launches=0,
-    )
-    ddp, fsdp, tp, zero3 = (step_seconds(name, TRUTH, timing) for name in ("ddp", "fsdp_full_shard", "tp", "zero3"))
+    launches = ("layer_gather_launches", "parameter_gather_launches", "divided_layer_launches", "micro_batch_launches")
+    without = dataclasses.replace(timing, **dict.fromkeys(launches, 0))
+    names = ("ddp", "fsdp_full_shard", "tp", "zero3")
+    ddp, fsdp, tp, zero3 = (step_seconds(name, TRUTH, timing) for name in names)
     assert ddp < fsdp < tp and fsdp < zero3
-    layers, micro_batches, launch = base()[0].model.num_hidden_layers, 4, TRUTH.fitted.launch_seconds
-    gathers = 3 * timing.layer_gather_launches * layers * micro_batches * launch
-    others = timing.micro_batch_launches * micro_batches * launch
-    assert fsdp - step_seconds("fsdp_full_shard", TRUTH, without) == pytest.approx(gathers + others)
+    layers, micro_batches = compose_config("model=tiny").model.num_hidden_layers, 4
+    launched = 3 * timing.layer_gather_launches * layers * micro_batches + timing.micro_batch_launches * micro_batches
+    hooks = launched * TRUTH.fitted.launch_seconds
+    assert fsdp - step_seconds("fsdp_full_shard", TRUTH, without) == pytest.approx(hooks)
     h100 = described_devices()[H100]
-    for name in ("ddp", "fsdp_full_shard", "tp", "zero3"):
-        assert step_seconds(name, h100, timing) == step_seconds(name, h100, without)
+    of_gpu = ([step_seconds(name, h100, each) for name in names] for each in (timing, without))
+    assert next(of_gpu) == next(of_gpu)
 
 
 def test_ranks_on_a_cpu_share_its_cores_and_take_turns() -> None:

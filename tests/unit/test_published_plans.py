@@ -1,17 +1,26 @@
 """What is published of plans: every figure of its pages is a row's, and the rows are what the planner says now."""
 
-import csv
 import re
-import shlex
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 import pytest
 
-from harness.cost_model.prediction import Prediction
 from harness.planner.plan import LayoutPlan, plans
-from tests.support.published_plans import PAGE, PUBLISHED, SEARCHES, pages, read_rows, rows_of, searched, shown
+from tests.support.published_plans import (
+    PAGE,
+    PUBLISHED,
+    SEARCHES,
+    PublishedSearch,
+    csv_rows,
+    pages,
+    read_rows,
+    rows_of,
+    searched,
+    shown,
+)
 
 GIB = 2**30
 
@@ -34,49 +43,48 @@ def test_every_search_has_its_rows() -> None:
 
 
 @pytest.mark.parametrize("search", QUICK, ids=lambda search: f"{search.model} {search.cluster}")
-def test_rows_are_what_the_planner_says(search: object) -> None:
+def test_rows_are_what_the_planner_says(search: PublishedSearch) -> None:
     """The others are searched by `python -m tests.support.published_plans`, which takes a minute and a half."""
-    found = rows_of(search, searched(search))  # type: ignore[arg-type]
+    found = rows_of(search, searched(search))
     published = [row for row in read_rows() if row["search"] == found[0]["search"]]
-    assert len(published) == len(found)
     for row, again in zip(published, found, strict=True):
-        for name in ("choice", "layout", "overrides", "fits"):
-            assert row[name] == again[name], "run python -m tests.support.published_plans"
-        for name in ("predicted_step_seconds", "predicted_peak_bytes", "communication_bytes", "mfu"):
-            assert float(row[name]) == pytest.approx(float(str(again[name])), rel=1e-9)
+        names = ("choice", "layout", "overrides", "fits")
+        assert {name: row[name] for name in names} == {name: again[name] for name in names}
+        names = ("predicted_step_seconds", "predicted_peak_bytes", "communication_bytes", "mfu")
+        figures = {name: float(str(again[name])) for name in names}
+        assert {name: float(row[name]) for name in names} == pytest.approx(figures, rel=1e-9)
+
+
+def needed(row: dict[str, str]) -> int:
+    """Return the bytes that a device must have."""
+    return int(row["predicted_peak_bytes"]) + int(row["process_bytes"])
 
 
 def test_the_page_s_figures_follow_from_the_rows() -> None:
     """Worked out again: memory, speed and degrees of each line, and that the second layout needs less and is near."""
     rows, text = read_rows(), PAGE.read_text()
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| \[?\w+b\b", line)]
-    fastest = [row for row in rows if row["choice"] == "fastest"]
+    fastest = {row["search"]: row for row in rows if row["choice"] == "fastest"}
     least = [row for row in rows if row["choice"] != "fastest"]
-    assert len(lines) == len(rows)
-    for cells, row in zip(lines, [*fastest, *least], strict=True):
-        assert row["model"] in cells[0] and f"{int(row['world_size']):,} × " in cells[1]
+    for cells, row in zip(lines, [*fastest.values(), *least], strict=True):
+        assert row["model"] in cells[0] and cells[1].startswith(f"{int(row['world_size']):,} × ")
         assert cells[1].endswith("³") == (row["fits"] == "tight")
-        assert cells[2] == f"`{row['overrides']}`"
-        assert shlex.split(row["overrides"])[-1] == f"train.micro_batch={row['micro_batch']}"
-        axes = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-        assert cells[3].split(" × ") == [f"{axis} {row[axis]}" for axis in axes if int(row[axis]) > 1]
-        needed = (int(row["predicted_peak_bytes"]) + int(row["process_bytes"])) / GIB
-        assert cells[5 if row in fastest else 4].startswith(f"{needed:.1f}")
-    for cells, row in zip(lines, fastest, strict=False):
-        tokens = int(row["global_batch"]) * int(row["seq_len"]) / float(row["predicted_step_seconds"])
-        assert cells[4] == f"{int(row['global_batch']):,} × {int(row['seq_len']):,}"
-        assert cells[6] == f"{tokens / int(row['world_size']):,.0f}"
-        hours = int(row["world_size"]) * 1e9 / tokens / 3600
-        assert float(cells[7].replace(",", "")) == pytest.approx(hours, rel=0.005)
-        assert len(cells[7].replace(".", "").replace(",", "").rstrip("0").ljust(3, "0")) == 3
-        assert cells[8] == f"{100 * float(row['mfu']):.0f}"
-    by_search = {row["search"]: row for row in fastest}
+        axes = (f"{axis} {row[axis]}" for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp") if row[axis] != "1")
+        assert cells[2:4] == [f"`{row['overrides']}`", " × ".join(axes)]
+        assert row["overrides"].endswith(f"train.micro_batch={row['micro_batch']}")
+        assert cells[4 if row in least else 5].startswith(f"{needed(row) / GIB:.1f}")
+    for cells, row in zip(lines, fastest.values(), strict=False):
+        devices, sequences, length = (int(row[name]) for name in ("world_size", "global_batch", "seq_len"))
+        tokens = sequences * length / float(row["predicted_step_seconds"]) / devices
+        figures = [f"{sequences:,} × {length:,}", f"{tokens:,.0f}", f"{100 * float(row['mfu']):.0f}"]
+        assert [cells[4], cells[6], cells[8]] == figures
+        assert float(cells[7].replace(",", "")) == pytest.approx(1e9 / tokens / 3600, rel=0.005)
+        assert len(re.sub("[.,]", "", cells[7]).rstrip("0").ljust(3, "0")) == 3
     for cells, row in zip(lines[len(fastest) :], least, strict=True):
-        first = by_search[row["search"]]
+        first = fastest[row["search"]]
         longer = 100 * (float(row["predicted_step_seconds"]) / float(first["predicted_step_seconds"]) - 1)
         assert cells[5] == f"+{longer:.0f} %" and 0 <= longer <= 10
-        sizes = [int(entry["predicted_peak_bytes"]) + int(entry["process_bytes"]) for entry in (row, first)]
-        assert sizes[0] <= 0.95 * sizes[1]
+        assert needed(row) <= 0.95 * needed(first)
     assert f"For {len(fastest) - len(least)} of the models and clusters above no layout does." in text
     assert ("\n³ The verdict is *tight*" in text) == any(row["fits"] == "tight" for row in rows)
 
@@ -105,19 +113,16 @@ def test_the_page_s_figures_of_a_small_batch_follow_from_its_simulation() -> Non
     zero1, speeds = runs.loc["zero1"], runs.tokens_per_second
     assert zero1.global_batch == zero1.world_size * zero1.micro_batch
     plan_of_all = ["model=7b", "cluster=8xh100", "strategy=zero1", "checkpointing=selective", "train.micro_batch=2"]
-    batches = {}
-    for sequences in (128, 16):
-        (plan,) = plans([*plan_of_all, "train.seq_len=4096", f"train.global_batch={sequences}"])
-        assert isinstance(plan, LayoutPlan)
-        batches[sequences] = plan.predictions[0]
-    at_peak = {sequences: entry.memory.at_peak for sequences, entry in batches.items()}
-    assert at_peak[128]["gradients"] > 20 * GIB and at_peak[128]["activations"] > 20 * GIB
-    assert at_peak[16]["gradients"] > 20 * GIB and at_peak[16].get("activations", 0) == 0
+    many, few = (
+        planned(*plan_of_all, "train.seq_len=4096", f"train.global_batch={sequences}").predictions[0].memory
+        for sequences in (128, 16)
+    )
+    assert min(many.at_peak["gradients"], many.at_peak["activations"], few.at_peak["gradients"]) > 20 * GIB
+    assert few.at_peak.get("activations", 0) == 0
     text = " ".join(PAGE.read_text().split())
     assert f"eight H100 trains {zero1.global_batch} sequences a step" in text
-    sizes = [batches[128].memory.peak_bytes, zero1.peak_allocated_bytes]
-    allocated = "to allocate {:.0f} GiB with 128 sequences, and allocates {:.0f} GiB in that simulation"
-    assert allocated.format(*(size / GIB for size in sizes)) in text
+    assert f"to allocate {many.peak_bytes / GIB:.0f} GiB with 128 sequences, and allocates" in text
+    assert f"and allocates {zero1.peak_allocated_bytes / GIB:.0f} GiB in that simulation" in text
     fewer = 100 - 100 * speeds["zero1"] / speeds.max()
     assert f"`{speeds.idxmax()}` is the fastest there, and `zero1` has {fewer:.0f} % fewer tokens a second" in text
 
@@ -139,34 +144,20 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
     """The plan of the first command finds the row of 7b, that of 48 sequences another, and what is measured fits."""
     words = [words.split() for words in re.findall(r"^\| `harness ([^`]+)`", PAGE.read_text(), re.MULTILINE)[:3]]
     (row,) = (row for row in read_rows() if row["report"] == "7b_on_8_h100" and row["choice"] == "fastest")
-    found, by_default = (only_plan(arguments) for arguments in (words[0][1:], words[0][1:3]))
-    assert found.label() == row["layout"] != by_default.label()
-    assert by_default.config.train.global_batch == 48
+    found, by_default = (planned(*arguments).result for arguments in (words[0][1:], words[0][1:3]))
+    assert found is not None and by_default is not None
+    assert found.best[0].label() == row["layout"] != by_default.best[0].label()
+    assert by_default.best[0].config.train.global_batch == 48
     measured = [word for word in words[2] if not word.startswith("repeats=")]
-    verdicts = []
-    for plan in plans([*measured, "cluster=8xh100"]):
-        assert isinstance(plan, LayoutPlan)
-        verdicts += [entry.verdict.fits for entry in plan.predictions]
-    assert verdicts == ["likely"] * 4
+    layouts = [plan for plan in plans([*measured, "cluster=8xh100"]) if isinstance(plan, LayoutPlan)]
+    assert [entry.verdict.fits for plan in layouts for entry in plan.predictions] == ["likely"] * 4
 
 
-def only_plan(arguments: list[str]) -> Prediction:
-    """Return the fastest layout of a search."""
-    (plan,) = plans(arguments)
-    assert isinstance(plan, LayoutPlan) and plan.result is not None
-    return plan.result.best[0]
-
-
-class Front:
-    """A search's front, with layouts of these seconds and bytes that a device needs."""
-
-    def __init__(self, *sizes: tuple[float, int]) -> None:
-        self.best = self.front = [
-            SimpleNamespace(
-                step_seconds=seconds, needed_bytes=size, memory=SimpleNamespace(peak_bytes=size, process_bytes=0)
-            )
-            for seconds, size in sizes
-        ]
+def planned(*words: str) -> LayoutPlan:
+    """Return the one plan of these overrides."""
+    (plan,) = plans(words)
+    assert isinstance(plan, LayoutPlan)
+    return plan
 
 
 @pytest.mark.parametrize(
@@ -179,23 +170,21 @@ class Front:
     ],
 )
 def test_a_layout_with_less_memory_saves_a_twentieth(sizes: list[tuple[float, int]], least: int | None) -> None:
-    shown_layouts = dict(shown(LayoutPlan([], Front(*sizes))))  # type: ignore[arg-type]
-    assert shown_layouts["fastest"].needed_bytes == 1000
-    assert (shown_layouts["least memory"].needed_bytes if "least memory" in shown_layouts else None) == least
+    layouts = [
+        SimpleNamespace(step_seconds=seconds, needed_bytes=size, memory=SimpleNamespace(peak_bytes=size))
+        for seconds, size in sizes
+    ]
+    plan: Any = SimpleNamespace(result=SimpleNamespace(best=layouts, front=layouts))
+    expected = {"fastest": 1000} | ({"least memory": least} if least else {})
+    assert {choice: entry.needed_bytes for choice, entry in shown(plan)} == expected
 
 
 def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
-    guide = (PAGE.parent / "guides" / "strategies.md").read_text()
-    (plan,) = plans(["strategy=zero3", "model=7b", "cluster=8xh100"])
-    assert isinstance(plan, LayoutPlan)
-    (entry,) = plan.predictions
-    figures = f"{entry.memory.peak_bytes / GIB:.1f} GiB a rank, and {entry.step_seconds:.1f} seconds a step"
-    assert entry.mfu is not None and f"{figures} at {100 * entry.mfu:.0f} % of the device's peak" in " ".join(
-        guide.split()
-    )
-    (plan,) = plans(["strategy=ddp", "model=7b", "cluster=8xh100"])
-    assert isinstance(plan, LayoutPlan)
-    assert f"needs {plan.predictions[0].memory.peak_bytes / GIB:.0f} GiB a rank" in guide
+    guide = " ".join((PAGE.parent / "guides" / "strategies.md").read_text().split())
+    zero3, ddp = (planned(f"strategy={name}", "model=7b", "cluster=8xh100").predictions[0] for name in ("zero3", "ddp"))
+    figures = f"{zero3.memory.peak_bytes / GIB:.1f} GiB a rank, and {zero3.step_seconds:.1f} seconds a step"
+    assert f"{figures} at {100 * (zero3.mfu or 0):.0f} % of the device's peak" in guide
+    assert f"needs {ddp.memory.peak_bytes / GIB:.0f} GiB a rank" in guide
 
 
 def test_every_report_has_its_files_and_its_command() -> None:
@@ -206,9 +195,7 @@ def test_every_report_has_its_files_and_its_command() -> None:
         assert sorted(path.name for path in folder.iterdir()) == ["figures", "plans.csv", "report.md"]
         report = (folder / "report.md").read_text()
         assert f"harness plan {' '.join(search.overrides)}\n" in report and "](figures/front.svg)" in report
-        with open(folder / "plans.csv", newline="") as file:
-            first = next(csv.DictReader(file))
         (row,) = (row for row in read_rows() if row["report"] == name and row["choice"] == "fastest")
-        assert {key: first[key] for key in ("overrides", "predicted_peak_bytes", "predicted_step_seconds")} == {
-            key: row[key] for key in ("overrides", "predicted_peak_bytes", "predicted_step_seconds")
-        }
+        figures = ("overrides", "predicted_peak_bytes", "predicted_step_seconds")
+        first = csv_rows(folder / "plans.csv")[0]
+        assert {key: first[key] for key in figures} == {key: row[key] for key in figures}
