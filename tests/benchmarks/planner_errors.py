@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from harness.cost_model.stack_memory import predict_highest_rank
 from tests.benchmarks.other_estimators import (
     accelerate_estimate,
     best_constant_mfu,
@@ -24,10 +23,9 @@ from tests.benchmarks.other_estimators import (
 )
 from tests.benchmarks.planner_pictures import write_pictures
 from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
-from tests.support.published.memory_scores import nanotron_memory
+from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
 from tests.support.published.step_times import step_seconds
 from tests.support.published.time_scores import time_scores
-from tests.support.rank_memory import predict_rank_memory
 
 NANOTRON, MEGATRON, FMS = "nanotron grid, H100", "Megatron-LM golden values", "fms-acceleration, A100"
 
@@ -73,19 +71,9 @@ def memory_rows() -> dict[str, tuple[Sequence[PublishedRow], list[float]]]:
     grid, golden, cases = timed_rows()[NANOTRON], megatron.rows(), fms.rows()
     return {
         NANOTRON: (grid, [nanotron_memory(row).reserved_bytes for row in grid]),
-        MEGATRON: ([case.row for case in golden], [_golden_peak(case) for case in golden]),
-        FMS: ([case.row for case in cases], [_fms_peak(case) for case in cases]),
+        MEGATRON: ([case.row for case in golden], [golden_memory(case).estimate.peak_bytes for case in golden]),
+        FMS: ([case.row for case in cases], [fms_peak(case) for case in cases]),
     }
-
-
-def _golden_peak(case: megatron.GoldenRow) -> float:
-    row = case.row
-    memory = predict_rank_memory(row.config, row.layout, case.stack, case.last_rank, case.compute_capability)
-    return memory.estimate.peak_bytes
-
-
-def _fms_peak(case: fms.FmsRow) -> float:
-    return predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes
 
 
 def memory_lines(python: Path | None) -> Iterator[Line]:

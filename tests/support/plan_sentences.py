@@ -5,7 +5,7 @@ Every line that a plan prints must be one of these, with the figures that its ro
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,14 +80,9 @@ def separations(best: Sequence[Row]) -> list[str]:
     for row in best[1:]:
         own, other = parts_of_step(row), parts_of_step(best[0])
         part = max(own, key=lambda name: own[name] - other[name])
-        beginning = f"{label(row)} {longer(row, best[0])}"
-        verb = "take" if part.startswith("copies") else "takes"
-        if "within" in beginning:
-            lines.append(f"{beginning}.")
-        else:
-            lines.append(
-                f"{beginning}: its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first."
-            )
+        text, verb = f"{label(row)} {longer(row, best[0])}", "take" if part.startswith("copies") else "takes"
+        cause = f": its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first"
+        lines.append(f"{text}{'' if 'within' in text else cause}.")
     return lines
 
 
@@ -217,24 +212,23 @@ def unexplained(
 
     `settings` are the overrides of a search, `page` the data of its page.
     """
-    best = rows
     front = page["front"] if page else []
-    known = [line for row in [*rows, *front[:1]] for line in notes(row)]
-    if page:
-        known += [counts(page), *separations(best), *smaller(best, front), *of_offload(best), *to_run(settings, best)]
-    wrong = []
-    misfits = [row for row in [*front[:1], *front[-1:], *rows] if needed(row) > row["memory_limit_bytes"]]
+    expected = [*separations(rows), *smaller(rows, front), counts(page), *to_run(settings, rows)] if page else []
+    known = [*expected, *(of_offload(rows) if page else [])]
+    known += [line for row in [*rows, *front[:1]] for line in notes(row)]
+    shown = [*front[:1], *front[-1:], *rows]
+    misfits = tuple(misfit(row) for row in shown if needed(row) > row["memory_limit_bytes"])
+    wrong = [f"missing: {line}" for line in expected if line not in lines]
     for line in lines:
         number, _, text = line.partition(": ")
         if number.isdigit():
             row = rows[int(number) - 1]
-            is_right: Callable[[str], bool] = detail(row).__contains__
-            if not (is_right(text) or (text.startswith("sent by") and sent_is_right(text, row)) or derived(text, row)):
-                wrong.append(line)
-        elif line not in known and not any(line.startswith(misfit(row)) for row in misfits):
-            wrong.append(line)
-    expected = [*separations(best), *smaller(best, front), counts(page), *to_run(settings, best)] if page else []
-    return wrong + [f"missing: {line}" for line in expected if line not in lines]
+            sent = text.startswith("sent by") and sent_is_right(text, row)
+            is_right = sent or text in detail(row) or derived(text, row)
+        else:
+            is_right = line in known or line.startswith(misfits)
+        wrong += [] if is_right else [line]
+    return wrong
 
 
 def derived(text: str, row: Row) -> bool:

@@ -1,9 +1,10 @@
-"""A node of eight devices in round figures, for tests and benchmarks of the planner."""
+"""A node of eight devices in round figures and single plans, for tests and benchmarks of the planner."""
 
 import dataclasses
 
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.hardware.described_cluster import DescribedCluster
+from harness.planner.plan import LayoutPlan, plans
 
 FITTED = FittedHardware(0.8, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1, 0.1)
 
@@ -24,3 +25,10 @@ def cluster_of_eight(nodes: int = 1, **changes: object) -> DescribedCluster:
     """Return nodes of eight such devices, with these changes of the hardware."""
     hardware = dataclasses.replace(HARDWARE, **changes)  # type: ignore[arg-type]
     return DescribedCluster("eight", nodes, 8, hardware, "cuda")
+
+
+def planned(*words: str) -> LayoutPlan:
+    """Return the one plan of these overrides."""
+    (plan,) = plans(words)
+    assert isinstance(plan, LayoutPlan)
+    return plan

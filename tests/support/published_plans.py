@@ -18,9 +18,10 @@ from jinja2 import Environment, FileSystemLoader
 
 from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import LayoutPlan, plans
+from harness.planner.plan import LayoutPlan
 from harness.planner.row import csv_text, planned_row
 from harness.report.plan_page import write_page
+from tests.support.planned import planned
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -96,13 +97,6 @@ SEARCHES = (
 )
 
 
-def searched(entry: PublishedSearch) -> LayoutPlan:
-    """Return the plan of a search."""
-    (plan,) = plans(entry.overrides)
-    assert isinstance(plan, LayoutPlan)
-    return plan
-
-
 def shown(plan: LayoutPlan) -> Iterator[tuple[str, Prediction]]:
     """Yield the fastest layout that fits, and the one with least memory that is at most a tenth slower, if it saves."""
     assert plan.result is not None
@@ -128,7 +122,7 @@ def publish() -> None:
     """Search everything, and write reports and rows."""
     rows: list[dict[str, object]] = []
     for entry in SEARCHES:
-        plan = searched(entry)
+        plan = planned(*entry.overrides)
         rows += rows_of(entry, plan)
         if entry.report and plan.result is not None:
             shutil.rmtree(PUBLISHED / entry.report, ignore_errors=True)
@@ -223,16 +217,16 @@ def reserved_beyond_allocated() -> dict[str, str]:
 
 def small_batch(fastest: Sequence[dict[str, str]]) -> dict[str, str]:
     """Return what the simulation of 7b says of the layout that is planned as the fastest with a larger batch."""
-    (planned,) = (row for row in fastest if (row["model"], row["cluster"]) == ("7b", "8xh100"))
+    (own,) = (row for row in fastest if (row["model"], row["cluster"]) == ("7b", "8xh100"))
     rows = csv_rows(SIMULATED / "simulated_7b" / "runs.csv")
     same = ("strategy", "checkpointing", "micro_batch", "seq_len", "world_size")
-    (row,) = (row for row in rows if all(row[key] == planned[key] for key in same))
+    (row,) = (row for row in rows if all(row[key] == own[key] for key in same))
     assert row["strategy"] == "zero1" and row["grad_accumulation"] == "1"
     first = max(rows, key=lambda entry: float(entry["tokens_per_second"]))
     return {
         "sequences": row["global_batch"],
-        "planned_sequences": planned["global_batch"],
-        "planned": f"{int(planned['predicted_peak_bytes']) / GIB:.0f}",
+        "planned_sequences": own["global_batch"],
+        "planned": f"{int(own['predicted_peak_bytes']) / GIB:.0f}",
         "allocated": f"{int(row['peak_allocated_bytes']) / GIB:.0f}",
         "fastest": first["strategy"],
         "behind": f"{100 * (1 - float(row['tokens_per_second']) / float(first['tokens_per_second'])):.0f}",

@@ -1,7 +1,6 @@
 """The operations of every fused attention kernel by the layout of its schema, and the kernel that grouped heads get."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -29,25 +28,19 @@ SCORES = 2 * BATCH * HEADS * QUERIES * KEYS * HEAD_DIM  # the operations of one 
 aten = torch.ops.aten
 
 
-def attention_tensors(packet: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values in the layout of the operator, which its own meta kernel checks."""
+def run_forward(packet: Any) -> tuple[tuple[Any, ...], Any]:
+    """Return queries, keys, values and options in the layout of the operator, and what its own meta kernel makes."""
     sizes = [(BATCH, HEADS, length, HEAD_DIM) for length in (QUERIES, KEYS, KEYS)]
     tensors = [torch.empty(size, dtype=torch.bfloat16, device="meta") for size in sizes]
     if not packet.__name__.startswith("_scaled_dot_product"):  # these are what the operators of that name call
         tensors = [tensor.transpose(1, 2) for tensor in tensors]
-    query, key, value = tensors
-    return query, key, value
-
-
-def run_forward(packet: Any) -> tuple[tuple[Any, ...], Any]:
-    query, key, value = attention_tensors(packet)
     additional: dict[Any, tuple[Any, ...]] = {
         aten._flash_attention_forward: (None, None, QUERIES, KEYS, 0.0, False, False),
         aten._efficient_attention_forward: (None, None, None, None, None, 0.0, 0, True),
         aten._scaled_dot_product_efficient_attention: (None, True),
         aten._scaled_dot_product_cudnn_attention: (None, True),
     }
-    arguments = (query, key, value, *additional.get(packet, ()))
+    arguments = (*tensors, *additional.get(packet, ()))
     return arguments, packet.default(*arguments)
 
 
@@ -55,23 +48,18 @@ FORWARD = [packet for packet in ATTENTION_FLOPS if "backward" not in packet.__na
 
 
 @pytest.mark.parametrize("packet", FORWARD, ids=lambda packet: packet.__name__)
-def test_forward_is_two_products_in_the_layout_of_the_schema(packet: Any) -> None:
+def test_forward_is_two_products_and_backward_five_in_the_layout_of_the_schema(packet: Any) -> None:
     """The meta kernel's second result, the logarithms of sums, is by heads: so the tensors have its layout."""
     arguments, result = run_forward(packet)
     assert result[0].shape == arguments[0].shape and result[1].shape[1] == HEADS
     assert operator_flops(packet.default, arguments, {}, result) == 2 * SCORES
-
-
-@pytest.mark.parametrize("packet", FORWARD, ids=lambda packet: packet.__name__)
-def test_backward_is_five_products_in_the_layout_of_the_schema(packet: Any) -> None:
-    name = packet.__name__.removesuffix("_forward") + "_backward"
-    backward = getattr(aten, name)
+    backward = getattr(aten, packet.__name__.removesuffix("_forward") + "_backward")
     assert backward in ATTENTION_FLOPS
-    query, key, value = attention_tensors(packet)
-    names = [argument.name for argument in backward.default._schema.arguments[:4]]
-    assert [name.rstrip("_") for name in names] == ["grad_out", "query", "key", "value"]
-    result = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
-    assert operator_flops(backward.default, (query, query, key, value), {}, result) == 5 * SCORES
+    names = [argument.name.rstrip("_") for argument in backward.default._schema.arguments[:4]]
+    assert names == ["grad_out", "query", "key", "value"]
+    query, key, value = arguments[:3]
+    gradients = tuple(map(torch.empty_like, (query, key, value)))
+    assert operator_flops(backward.default, (query, query, key, value), {}, gradients) == 5 * SCORES
 
 
 def test_every_attention_kernel_that_torch_counts_has_a_rule() -> None:
@@ -144,16 +132,13 @@ def kept(*overrides: str) -> dict[str, int]:
 @pytest.mark.parametrize("parallel", [(), ("strategy=cp", "world_size=2", "strategy.data_parallel=none")])
 def test_repeated_heads_are_planned_in_fp32(parallel: tuple[str, ...]) -> None:
     """In fp32 on CUDA four grouped heads keep as much as four of their own, and no scores; in 16 bit they keep half."""
-    grouped, own = kept(*parallel), kept(*parallel, "model.num_key_value_heads=4")
-    if not parallel:
-        assert grouped == own
+    own_heads, narrow = "model.num_key_value_heads=4", "precision=bf16_mixed"
+    grouped, own = kept(*parallel), kept(*parallel, own_heads)
+    assert grouped == own or parallel
     assert grouped["attention.key"] == grouped["attention.value"] >= own["attention.key"]
     assert not any("weights" in name for name in grouped)
-    narrow = kept(*parallel, "precision=bf16_mixed")
-    assert (
-        2 * narrow["attention.key"]
-        == kept(*parallel, "precision=bf16_mixed", "model.num_key_value_heads=4")["attention.key"]
-    )
+    keys = (kept(*parallel, narrow, *more)["attention.key"] for more in ((), (own_heads,)))
+    assert 2 * next(keys) == next(keys)
 
 
 def test_repeated_heads_run_the_operations_of_a_fused_kernel() -> None:
@@ -164,8 +149,7 @@ def test_repeated_heads_run_the_operations_of_a_fused_kernel() -> None:
 
 def test_torchs_lower_right_mask_calls_the_kernel_of_positions_first() -> None:
     """The layouts above hold as long as torch transposes where it calls the kernel for fewer queries than keys."""
-    source: Callable[..., Any] = torch.nn.attention.bias.CausalBias._dispatch  # type: ignore[attr-defined]
-    text = inspect.getsource(source)
+    text = inspect.getsource(torch.nn.attention.bias.CausalBias._dispatch)  # type: ignore[attr-defined]
     assert "torch.ops.aten._efficient_attention_forward(\n                    query.transpose(1, 2)," in text
 
 

@@ -3,15 +3,13 @@
 import pytest
 
 from harness.cost_model.prediction import Prediction
-from harness.planner.plan import LayoutPlan, plans
+from tests.support.planned import planned
 
 
-def planned(strategy: str, *settings: str) -> Prediction:
+def predicted(strategy: str, *settings: str) -> Prediction:
     """Return the prediction for a strategy on eight H100, one sequence a micro-batch."""
     words = ("model=7b", "cluster=8xh100", "train.global_batch=32", "train.micro_batch=1", "train.seq_len=4096")
-    (plan,) = plans([*words, f"strategy={strategy}", *settings])
-    assert isinstance(plan, LayoutPlan)
-    return plan.predictions[0]
+    return planned(*words, f"strategy={strategy}", *settings).predictions[0]
 
 
 def exposed(prediction: Prediction) -> float:
@@ -24,7 +22,7 @@ def test_settings_of_the_papers_wait_for_what_tuned_ones_hide(stage: int) -> Non
 
     In stage 1 of mixed precision DeepSpeed reduces after the last backward whatever the settings are.
     """
-    papers, tuned = planned(f"zero{stage}"), planned(f"zero{stage}_tuned")
+    papers, tuned = predicted(f"zero{stage}"), predicted(f"zero{stage}_tuned")
     if stage == 1:
         assert exposed(papers) < exposed(tuned) < 2.5 * exposed(papers)
     else:
@@ -38,7 +36,7 @@ def test_settings_of_the_papers_wait_for_what_tuned_ones_hide(stage: int) -> Non
 def test_gradients_that_all_ranks_get_are_sent_twice(stage: int, precision: str) -> None:
     """Of an all-reduce each rank sends twice the bytes of a reduction; parameters are gathered as they were."""
     settings = (f"precision={precision}", "train.global_batch=8")
-    papers, tuned = (planned(f"zero{stage}{name}", *settings).sent_bytes for name in ("", "_tuned"))
+    papers, tuned = (predicted(f"zero{stage}{name}", *settings).sent_bytes for name in ("", "_tuned"))
     assert tuned == papers | {"dp_shard reduce": 2 * papers["dp_shard reduce"]}
     if precision == "fp32":
         assert sum(tuned.values()) == pytest.approx(1.5 * sum(papers.values()))

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 
 from harness.planner.plan import LayoutPlan, plans
+from tests.support.planned import planned
 from tests.support.published_plans import (
     PAGE,
     PUBLISHED,
@@ -18,7 +19,6 @@ from tests.support.published_plans import (
     pages,
     read_rows,
     rows_of,
-    searched,
     shown,
 )
 
@@ -45,7 +45,7 @@ def test_every_search_has_its_rows() -> None:
 @pytest.mark.parametrize("search", QUICK, ids=lambda search: f"{search.model} {search.cluster}")
 def test_rows_are_what_the_planner_says(search: PublishedSearch) -> None:
     """The others are searched by `python -m tests.support.published_plans`, which takes a minute and a half."""
-    found = rows_of(search, searched(search))
+    found = rows_of(search, planned(*search.overrides))
     published = [row for row in read_rows() if row["search"] == found[0]["search"]]
     for row, again in zip(published, found, strict=True):
         names = ("choice", "layout", "overrides", "fits")
@@ -151,13 +151,6 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
     measured = [word for word in words[2] if not word.startswith("repeats=")]
     layouts = [plan for plan in plans([*measured, "cluster=8xh100"]) if isinstance(plan, LayoutPlan)]
     assert [entry.verdict.fits for plan in layouts for entry in plan.predictions] == ["likely"] * 4
-
-
-def planned(*words: str) -> LayoutPlan:
-    """Return the one plan of these overrides."""
-    (plan,) = plans(words)
-    assert isinstance(plan, LayoutPlan)
-    return plan
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,15 @@ from tokens and samples per second.
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow, mapping
-from tests.support.published.mapping import Values, counted, published_model, published_row, train_config
+from tests.support.published import DATA, PublishedRow
+from tests.support.published.mapping import Values, counted, numbered_rows, published_model, published_row, train_config
 
 FILE = "fms_acceleration_a100.csv"
 
@@ -58,20 +57,15 @@ def exclusion(values: Values) -> str | None:
     return None
 
 
-def numbered_rows(path: Path = DATA / FILE) -> tuple[tuple[int, Values], ...]:
-    """Return all rows of the file with their line numbers."""
-    return mapping.numbered_rows(path)
-
-
-def excluded_rows(path: Path = DATA / FILE) -> dict[str, int]:
+def excluded_rows() -> dict[str, int]:
     """Return how many rows are left out for each reason."""
-    return counted(exclusion(values) for _, values in numbered_rows(path))
+    return counted(exclusion(values) for _, values in numbered_rows(DATA / FILE))
 
 
-@lru_cache(maxsize=4)
-def rows(path: Path = DATA / FILE) -> tuple[FmsRow, ...]:
+@cache
+def rows() -> tuple[FmsRow, ...]:
     """Return the rows of full fine-tuning that layouts of this project can express."""
-    return tuple(_row(number, values) for number, values in numbered_rows(path) if exclusion(values) is None)
+    return tuple(_row(number, values) for number, values in numbered_rows(DATA / FILE) if exclusion(values) is None)
 
 
 def _row(number: int, values: Values) -> FmsRow:

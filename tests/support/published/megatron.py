@@ -9,8 +9,7 @@ without a number of GPUs ran on the eight of their machine, as those of the same
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 
 from harness.config.architecture import ARCHITECTURES, Architecture
 from harness.config.checkpointing import CheckpointingConfig
@@ -18,8 +17,8 @@ from harness.config.model import ModelConfig
 from harness.config.precision import PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow, mapping
-from tests.support.published.mapping import BF16_MIXED, Values, counted, published_row, train_config
+from tests.support.published import DATA, PublishedRow
+from tests.support.published.mapping import BF16_MIXED, Values, counted, numbered_rows, published_row, train_config
 
 FILE = "megatron_golden_values.csv"
 
@@ -48,11 +47,6 @@ class GoldenRow:
     stack: StackConfig
     compute_capability: int
 
-    @property
-    def last_rank(self) -> int:
-        """The rank of the pipeline that the values are of."""
-        return self.row.layout.pp - 1
-
 
 def exclusion(values: Values) -> str | None:
     """Return why a row is left out, or None: what is trained is another model, or a flag that matters is not listed."""
@@ -75,20 +69,15 @@ def exclusion(values: Values) -> str | None:
     return "parameters in FP8, which no precision here has" if values["fp8-format"] else None
 
 
-def numbered_rows(path: Path = DATA / FILE) -> tuple[tuple[int, Values], ...]:
-    """Return all rows of the file with their line numbers."""
-    return mapping.numbered_rows(path)
-
-
-def excluded_rows(path: Path = DATA / FILE) -> dict[str, int]:
+def excluded_rows() -> dict[str, int]:
     """Return how many rows are left out for each reason."""
-    return counted(exclusion(values) for _, values in numbered_rows(path))
+    return counted(exclusion(values) for _, values in numbered_rows(DATA / FILE))
 
 
-@lru_cache(maxsize=4)
-def rows(path: Path = DATA / FILE) -> tuple[GoldenRow, ...]:
+@cache
+def rows() -> tuple[GoldenRow, ...]:
     """Return the rows of dense decoders that the flags in the file describe."""
-    return tuple(_row(number, values) for number, values in numbered_rows(path) if exclusion(values) is None)
+    return tuple(_row(number, values) for number, values in numbered_rows(DATA / FILE) if exclusion(values) is None)
 
 
 def _integer(values: Values, key: str, default: int) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from statistics import median
+from statistics import mean, median
 
 from harness.config.stack import StackConfig, load_stack
 from harness.cost_model.fits import fit_verdict
@@ -30,12 +30,20 @@ def error(predicted: float, measured: float) -> float:
     return abs(predicted / measured - 1)
 
 
+def golden_memory(golden: megatron.GoldenRow) -> RankMemory:
+    """Return the memory of the last rank of the pipeline, which a golden value is of."""
+    row = golden.row
+    return predict_rank_memory(row.config, row.layout, golden.stack, row.layout.pp - 1, golden.compute_capability)
+
+
+def fms_peak(case: fms.FmsRow) -> int:
+    """Return the peak of a row of fms-acceleration's benchmarks on A100."""
+    return predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes
+
+
 def megatron_scores() -> dict[str, float]:
     """Return the median errors of Megatron-LM's golden values, which are of the last rank; nothing is fitted."""
-    pairs = [
-        (golden.row.measured, predict_rank_memory(golden.row.config, golden.row.layout, *_golden_arguments(golden)))
-        for golden in megatron.rows()
-    ]
+    pairs = [(golden.row.measured, golden_memory(golden)) for golden in megatron.rows()]
     resting = [error(memory.resting_bytes, measured["resting_bytes"]) for measured, memory in pairs]
     peaks = [error(memory.estimate.peak_bytes, measured["peak_bytes"]) for measured, memory in pairs]
     return {
@@ -45,19 +53,9 @@ def megatron_scores() -> dict[str, float]:
     }
 
 
-def _golden_arguments(golden: megatron.GoldenRow) -> tuple[StackConfig, int, int]:
-    return golden.stack, golden.last_rank, golden.compute_capability
-
-
 def fms_scores() -> dict[str, float]:
     """Return the errors of the peaks of fms-acceleration's benchmarks; nothing is fitted."""
-    errors = [
-        error(
-            predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes,
-            case.row.measured["peak_bytes"],
-        )
-        for case in fms.rows()
-    ]
+    errors = [error(fms_peak(case), case.row.measured["peak_bytes"]) for case in fms.rows()]
     return {"fms_rows": len(errors), "fms_peak_median": median(errors), "fms_peak_worst": max(errors)}
 
 
@@ -108,17 +106,12 @@ def nanotron_scores() -> dict[str, float]:
         (row.row_number, value): nanotron_memory(row, value).reserved_bytes for row in rows for value in FRAGMENTATIONS
     }
     worst = max(held_out_median(rows, lambda row, value: predicted[row.row_number, value], seed) for seed in SEEDS)
-    own = [error(nanotron_memory(row).reserved_bytes, row.measured["peak_bytes"]) for row in rows]
     crashed = [nanotron_memory(row) for row in nanotron.rows() if row.status != "ok"]
     states = [memory for memory in crashed if state_bytes(memory) > H100_BYTES]
     return {
         "nanotron_rows": len(rows),
         "nanotron_memory_held_out": worst,
-        "nanotron_memory_median": median(own),
         "nanotron_no_of_ran": sum(map(exceeds, map(nanotron_memory, rows))) / len(rows),
-        "nanotron_likely_of_ran": sum(map(likely, map(nanotron_memory, rows))) / len(rows),
-        "nanotron_likely_of_crashed": sum(map(likely, crashed)) / len(crashed),
-        "nanotron_no_of_crashed": sum(map(exceeds, crashed)) / len(crashed),
         "nanotron_states_too_large": len(states),
         "nanotron_no_of_states_too_large": sum(map(exceeds, states)) / max(1, len(states)),
     }
@@ -130,11 +123,6 @@ def state_bytes(memory: RankMemory) -> int:
     return estimate.parameter_bytes + estimate.gradient_bytes + estimate.optimizer_bytes
 
 
-def likely(memory: RankMemory) -> bool:
-    """Return whether a rank of nanotron's is said to fit an H100."""
-    return fit_verdict(memory, H100_BYTES, load_stack_with(None).memory).fits == "likely"
-
-
 def exceeds(memory: RankMemory) -> bool:
     """Return whether a rank of nanotron's is said not to fit an H100."""
     return fit_verdict(memory, H100_BYTES, load_stack_with(None).memory).fits == "no"
@@ -143,17 +131,8 @@ def exceeds(memory: RankMemory) -> bool:
 @lru_cache(maxsize=1)
 def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
     """Return the group and measured over predicted peak bytes of every row, by stack."""
-    golden = (
-        (
-            case.row,
-            predict_rank_memory(case.row.config, case.row.layout, *_golden_arguments(case)).estimate.peak_bytes,
-        )
-        for case in megatron.rows()
-    )
-    tuned = (
-        (case.row, predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes)
-        for case in fms.rows()
-    )
+    golden = ((case.row, golden_memory(case).estimate.peak_bytes) for case in megatron.rows())
+    tuned = ((case.row, fms_peak(case)) for case in fms.rows())
     grid = ((row, nanotron_memory(row).reserved_bytes) for row in nanotron_rows())
     return {
         name: tuple((row.group, row.measured["peak_bytes"] / predicted) for row, predicted in pairs)
@@ -193,24 +172,17 @@ def half_scores(ratios: Mapping[str, Sequence[tuple[str, float]]], name: str) ->
     """Return the share of held-out rows inside the intervals of the other half of the groups, and their half-widths.
 
     The share is the lowest one of five halves, over the rows of all stacks. The half-widths' median is taken over
-    groups of rows, since the stacks have unequal numbers of rows in a group, and over rows.
+    groups of rows, since the stacks have unequal numbers of rows in a group.
     """
-    shares, group_widths, row_widths = [], [], []
+    shares, widths = [], []
     for seed in SEEDS:
-        covered = total = 0
+        inside: list[bool] = []
         for stack, pairs in ratios.items():
             groups = sorted({group for group, _ in pairs})
             random.Random(seed).shuffle(groups)
             fitted = set(groups[: len(groups) // 2])
             low, high = interval([ratio for group, ratio in pairs if group in fitted], SHARES.get(stack, 0.94))
-            others = [ratio for group, ratio in pairs if group not in fitted]
-            covered += sum(low <= ratio <= high for ratio in others)
-            total += len(others)
-            group_widths += [(high - low) / 2] * (len(groups) - len(fitted))
-            row_widths += [(high - low) / 2] * len(others)
-        shares.append(covered / total)
-    return {
-        f"{name}_inside_held_out": min(shares),
-        f"{name}_half_width_median_of_groups": median(group_widths),
-        f"{name}_half_width_median_of_rows": median(row_widths),
-    }
+            inside += [low <= ratio <= high for group, ratio in pairs if group not in fitted]
+            widths += [(high - low) / 2] * (len(groups) - len(fitted))
+        shares.append(mean(inside))
+    return {f"{name}_inside_held_out": min(shares), f"{name}_half_width_median_of_groups": median(widths)}

@@ -8,8 +8,7 @@ The vocabulary of 50,304 is that of the repository's configurations. Precision B
 """
 
 import dataclasses
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.strategy import StrategyConfig
@@ -32,10 +31,10 @@ VOCABULARY = 50_304
 SHAPES = {"2.7": (2560, 32, 32), "6.7": (4096, 32, 32), "13.0": (5120, 40, 40), "28.0": (6656, 52, 52)}
 
 
-@lru_cache(maxsize=4)
-def rows(path: Path = DATA / FILE) -> tuple[PublishedRow, ...]:
+@cache
+def rows() -> tuple[PublishedRow, ...]:
     """Return all rows."""
-    return tuple(_row(number, values) for number, values in numbered_rows(path))
+    return tuple(_row(number, values) for number, values in numbered_rows(DATA / FILE))
 
 
 def _row(number: int, values: Values) -> PublishedRow:

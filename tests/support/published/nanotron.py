@@ -2,7 +2,9 @@
 
 The shapes, the tied head below 10,000 inner features, as many key-value as query heads, and sequence parallelism of
 tensor-parallel ranks are from nanotron's scripts/scaling_benchmarks.py; the order of ranks (tensor innermost, pipeline
-outermost, as in harness.config.strategy.AXES) is from nanotron's parallel/context.py.
+outermost, as in harness.config.strategy.AXES) is from nanotron's parallel/context.py. Weights are in bf16, masters and
+moments in fp32, and so are the gradients that are accumulated (ACCUMULATE_GRAD_IN_FP32) and reduced (nanotron's
+optim/gradient_accumulator.py: the communication hook averages the fp32 buffers).
 """
 
 from functools import lru_cache
@@ -12,7 +14,6 @@ from harness.config.schema import TrainConfig
 from harness.config.strategy import StrategyConfig
 from tests.support.published import DATA, PublishedRow
 from tests.support.published.mapping import (
-    BF16_MIXED,
     Values,
     numbered_rows,
     published_model,
@@ -22,10 +23,6 @@ from tests.support.published.mapping import (
 
 FILE = "nanotron_h100_grid.csv"
 GPUS_PER_NODE = 8
-
-# bf16 weights, fp32 masters and moments, and gradients accumulated in fp32 (ACCUMULATE_GRAD_IN_FP32), in which they are
-# also reduced (nanotron's optim/gradient_accumulator.py: the communication hook averages the fp32 buffers).
-PRECISION = BF16_MIXED
 
 
 @lru_cache(maxsize=1)
@@ -70,7 +67,6 @@ def _row(number: int, values: Values) -> PublishedRow:
         gpus_per_node=GPUS_PER_NODE,
         measured=_measured(values, train),
         group=f"{values['model_b']}B on {gpus} GPUs",
-        precision=PRECISION,
         status=values["status"],
     )
 

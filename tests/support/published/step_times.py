@@ -66,15 +66,5 @@ def step_time(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) 
 
 
 def step_seconds(rows: Sequence[PublishedRow], parameters: Parameters | None = None) -> list[float]:
-    """Return the predicted step times of rows; hardware and timing are made once for all rows that share them."""
-    hardware: dict[tuple[str, tuple[tuple[str, float], ...]], HardwareConfig] = {}
-    timings: dict[str, StackTiming] = {}
-    seconds = []
-    for row in rows:
-        key = (row.cluster, tuple(row.hardware_changes.items()))
-        if key not in hardware:
-            hardware[key] = row_hardware(row, parameters)
-        if row.stack not in timings:
-            timings[row.stack] = row_timing(row, parameters)
-        seconds.append(step_time(row, hardware[key], timings[row.stack]).step_seconds)
-    return seconds
+    """Return the predicted step times of rows."""
+    return [step_time(row, row_hardware(row, parameters), row_timing(row, parameters)).step_seconds for row in rows]

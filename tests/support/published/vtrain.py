@@ -6,8 +6,7 @@ configurations of the same rows (config/validation) say what the tables do not: 
 nodes. The global batch is of all data-parallel ranks, and a row's micro-batches are what is left of it.
 """
 
-from functools import lru_cache
-from pathlib import Path
+from functools import cache
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.precision import PrecisionConfig
@@ -25,35 +24,31 @@ INTER_NODE_BANDWIDTH = 800e9 / 8 / GPUS_PER_NODE  # bytes per second of one GPU
 PRECISION = PrecisionConfig("fp16_mixed", compute="float16", master="float32", accumulate="float16", reduce="float16")
 
 
-@lru_cache(maxsize=1)
+@cache
 def single_node_rows() -> tuple[PublishedRow, ...]:
     """Return the rows of two to eight GPUs of a node."""
-    return _rows(DATA / SINGLE)
+    return tuple(_row(SINGLE, *entry) for entry in numbered_rows(DATA / SINGLE))
 
 
-@lru_cache(maxsize=1)
+@cache
 def multi_node_rows() -> tuple[PublishedRow, ...]:
     """Return the rows of eight to 64 nodes."""
-    return _rows(DATA / MULTI)
+    return tuple(_row(MULTI, *entry) for entry in numbered_rows(DATA / MULTI))
 
 
-def _rows(path: Path) -> tuple[PublishedRow, ...]:
-    return tuple(_row(path, number, values) for number, values in numbered_rows(path))
-
-
-def _row(path: Path, number: int, values: Values) -> PublishedRow:
+def _row(source: str, number: int, values: Values) -> PublishedRow:
     gpus, seq_len = int(values["# GPUs"]), int(values["sequence length"])
     hidden, layers, heads = (int(values[key]) for key in ("hidden size", "# layers", "attention heads"))
     tp, dp, pp = (int(values[f"{kind} parallelism"]) for kind in ("tensor", "data", "pipeline"))
     sizes = (hidden, layers, heads, heads, 4 * hidden, VOCABULARY)
     model = published_model(
-        f"gpt_{hidden}x{layers}", "gpt", sizes, True, seq_len, path.name, attention="eager", dropout=0.1
+        f"gpt_{hidden}x{layers}", "gpt", sizes, True, seq_len, source, attention="eager", dropout=0.1
     )
     strategy = StrategyConfig(
         "vtrain", data_parallel="ddp" if dp > 1 else "none", dp_replicate=dp, tp=tp, pp=pp, schedule="1f1b"
     )
     return published_row(
-        path.name,
+        source,
         number,
         model,
         strategy,
