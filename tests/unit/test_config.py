@@ -7,7 +7,7 @@ from typing import Any
 import hydra
 import pytest
 from hydra import initialize_config_dir
-from hypothesis import given, strategies
+from hypothesis import given, settings, strategies
 
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config, split_values
 from harness.config.fingerprint import make_run_id, result_affecting_keys
@@ -22,21 +22,18 @@ from harness.util.errors import UserError
 from tests.support.commands import ROOT, compose, compose_config
 
 # Run ids of the first release. The same configuration must keep its id, or no stored record could be reused.
-RUN_IDS = [
-    ("strategy=ddp", "ddp-none-tiny-w2-bc34c732fe"),
-    ("strategy=zero3 checkpointing=full precision=bf16_mixed world_size=4", "zero3-full-tiny-w4-eb5d2284ab"),
-    ("strategy=3d model=125m train.micro_batch=2 repeat=3", "3d-none-125m-w2-9e6c0526c8"),
-    (
-        "strategy=fsdp_full_shard model=gpt_tiny cluster.memory_budget=1GiB cluster.partition=gpu"
-        " cluster.time='1:00:00'",
-        "fsdp_full_shard-none-gpt_tiny-w2-0f8c955562",
+RUN_IDS = {
+    "strategy=ddp": "ddp-none-tiny-w2-bc34c732fe",
+    "strategy=zero3 checkpointing=full precision=bf16_mixed world_size=4": "zero3-full-tiny-w4-eb5d2284ab",
+    "strategy=3d model=125m train.micro_batch=2 repeat=3": "3d-none-125m-w2-9e6c0526c8",
+    "strategy=fsdp_full_shard model=gpt_tiny cluster.memory_budget=1GiB cluster.partition=gpu cluster.time='1:00:00'": (
+        "fsdp_full_shard-none-gpt_tiny-w2-0f8c955562"
     ),
-    (
-        "strategy=pp_1f1b strategy.schedule=gpipe train.compile=true name=other results_dir=/x force=true"
-        " retry=[error] timeout_seconds=5 proof.reference=false measure.memory_snapshot=true sweep.parallel=2",
-        "pp_1f1b-none-tiny-w2-d63577a21a",
+    "strategy=pp_1f1b strategy.schedule=gpipe train.compile=true name=other results_dir=/x force=true retry=[error]"
+    " timeout_seconds=5 proof.reference=false measure.memory_snapshot=true sweep.parallel=2": (
+        "pp_1f1b-none-tiny-w2-d63577a21a"
     ),
-]
+}
 
 
 def values_of(*overrides: str) -> dict[str, Any]:
@@ -49,9 +46,8 @@ def run_id(config: RunConfig) -> str:
     return make_run_id(config, "cpu, 2 cores, x86_64", config.world_size or 2, "0123456789")
 
 
-@pytest.mark.parametrize(("overrides", "expected"), RUN_IDS)
-def test_a_configuration_keeps_its_run_id(overrides: str, expected: str) -> None:
-    assert run_id(compose_config(*overrides.split())) == expected
+def test_configurations_keep_their_run_ids() -> None:
+    assert {overrides: run_id(compose_config(*overrides.split())) for overrides in RUN_IDS} == RUN_IDS
 
 
 @pytest.mark.parametrize("more", ["", "force=true retry=[oom] stop_after=[1h] sweep.parallel=2"])
@@ -60,6 +56,7 @@ def test_impossible_values_keep_their_run_id(more: str) -> None:
     assert fallback_run_id(values) == "ddp-none-tiny-fbebb0ee80"
 
 
+@settings(deadline=None)
 @given(strategies.text(), strategies.text())
 def test_a_run_has_one_folder_whatever_its_names(strategy: str, model: str) -> None:
     config = compose_config("strategy=ddp")
@@ -78,21 +75,19 @@ def test_nothing_that_a_command_decides_is_part_of_the_identity() -> None:
     assert "launch" not in both and both == result_affecting_keys(config.to_dict())
 
 
-def test_ranks_that_are_no_processes_are_another_run() -> None:
-    config = compose_config("strategy=ddp")
-    virtual = compose_config("strategy=ddp", "launch=virtual")
-    assert run_id(config) != run_id(virtual)
-
-
-def test_the_saved_products_are_part_of_the_identity_unless_all_are_saved() -> None:
+def test_what_is_part_of_the_identity() -> None:
+    """Ranks that are no processes, and the saved products unless all are saved."""
     selective = compose_config("strategy=ddp", "checkpointing=selective")
-    other = compose_config("strategy=ddp", "checkpointing=selective", "checkpointing.saved_products=every_second")
-    assert result_affecting_keys(selective.to_dict())["checkpointing"] == {
-        "name": "selective",
-        "every": 1,
-        "offload_activations": False,
-    }
-    assert run_id(other) != run_id(selective)
+    every_second = compose_config(
+        "strategy=ddp", "checkpointing=selective", "checkpointing.saved_products=every_second"
+    )
+    plain, virtual = (compose_config("strategy=ddp", f"launch={name}") for name in ("processes", "virtual"))
+    assert len({run_id(config) for config in (selective, every_second, plain, virtual)}) == 4
+    expected = {"name": "selective", "every": 1, "offload_activations": False}
+    assert result_affecting_keys(selective.to_dict())["checkpointing"] == expected
+
+
+CPU = Machine("cpu", "cpu", 2, 2, 0, (2**34,), 2)
 
 
 def virtual_config(*overrides: str) -> RunConfig:
@@ -108,16 +103,14 @@ def virtual_config(*overrides: str) -> RunConfig:
     ],
 )
 def test_what_a_virtual_run_cannot_do_is_refused(overrides: tuple[str, ...], problem: str) -> None:
-    machine = Machine("cpu", "cpu", 2, 2, 0, (2**34,), 2)
     with pytest.raises(UserError, match=problem):
-        make_plan(virtual_config("world_size=4", *overrides), machine)
+        make_plan(virtual_config("world_size=4", *overrides), CPU)
 
 
 def test_a_virtual_run_needs_a_process_group_that_fills_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "torch_release", lambda: (2, 12))
-    machine = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
     with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13: the fake process group"):
-        make_plan(virtual_config(), machine)
+        make_plan(virtual_config(), CPU)
 
 
 def test_a_virtual_run_needs_the_device_of_one_rank() -> None:

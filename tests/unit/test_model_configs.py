@@ -1,18 +1,13 @@
 """Every prepared model loads from its YAML, and the count it states is the count of the module built from it."""
 
-from pathlib import Path
-
 import pytest
-import yaml
 
-from harness.config.from_dict import from_dict
-from harness.config.model import ModelConfig
+from harness.config.locations import files_in
 from harness.layout.model_profile import parameter_count
 from harness.models.build import build_model
+from tests.support.models import model_named
 
-FOLDER = Path(__file__).parents[2] / "conf" / "model"
-
-NAMES = sorted(path.stem for path in FOLDER.glob("*.yaml") if path.stem != "hf")  # of which the size is its own
+NAMES = sorted(files_in("model").keys() - {"hf"})  # of which the size is its own
 
 # The published counts of these models, so that a wrong size in a YAML cannot hide behind a count computed from it.
 KNOWN = {
@@ -50,37 +45,32 @@ ROUND = {
 }
 
 
-def load(name: str) -> ModelConfig:
-    model: ModelConfig = from_dict(ModelConfig, yaml.safe_load((FOLDER / f"{name}.yaml").read_text()), "model")
-    return model
-
-
 def test_the_prepared_models_exist() -> None:
     assert {"tiny", "125m", "350m", "10b", *KNOWN} <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stated_parameter_count_is_that_of_the_built_module(name: str) -> None:
-    model = load(name)
+    model = model_named(name)
     assert model.name == name and model.source
     module = build_model(model)
     built = sum(parameter.numel() for parameter in module.parameters())  # parameters() yields a tied weight once
     assert model.parameters == built == parameter_count(model)
 
 
-@pytest.mark.parametrize("name", KNOWN)
-def test_stated_parameter_count_is_the_published_one(name: str) -> None:
-    assert load(name).parameters == KNOWN[name]
+@pytest.mark.parametrize(("name", "count"), KNOWN.items())
+def test_stated_parameter_count_is_the_published_one(name: str, count: int) -> None:
+    assert model_named(name).parameters == count
 
 
-@pytest.mark.parametrize("name", ROUND)
-def test_stated_parameter_count_rounds_to_the_published_one(name: str) -> None:
-    model = load(name)
+@pytest.mark.parametrize(("name", "count"), ROUND.items())
+def test_stated_parameter_count_rounds_to_the_published_one(name: str, count: float) -> None:
+    model = model_named(name)
     assert model.family == "gpt" and model.intermediate_size == 4 * model.hidden_size
-    assert model.parameters == pytest.approx(ROUND[name], rel=0.02)
+    assert model.parameters == pytest.approx(count, rel=0.02)
 
 
 def test_tiny_is_small_yet_divisible() -> None:
-    tiny = load("tiny")
+    tiny = model_named("tiny")
     assert tiny.num_hidden_layers >= 4 and tiny.num_attention_heads >= 4 and tiny.num_key_value_heads == 2
     assert 300_000 < tiny.parameters < 700_000 and tiny.vocab_size == 256

@@ -58,19 +58,18 @@ def test_each_parameter_is_in_a_layer_the_embedding_or_the_head(profile: ModelPr
 
 
 def test_a_traced_decoder_has_the_operations_and_styles_of_the_decoder() -> None:
-    model = model_named("tiny")
-    decoder, trace = DecoderProfile(model), traced(model)
-    assert trace.layer_flops(SEQUENCES, SEQ_LEN) == decoder.layer_flops(SEQUENCES, SEQ_LEN)
-    assert trace.head_flops(SEQUENCES, SEQ_LEN) == decoder.head_flops(SEQUENCES, SEQ_LEN)
-    assert trace.recomputed_score_flops(SEQUENCES, SEQ_LEN) == decoder.recomputed_score_flops(SEQUENCES, SEQ_LEN)
-    for layers in range(model.num_hidden_layers + 1):
-        for runs_to_end in (False, True):
-            expected = decoder.recompute_flops(layers, SEQUENCES, SEQ_LEN, runs_to_end)
-            assert trace.recompute_flops(layers, SEQUENCES, SEQ_LEN, runs_to_end) == expected
-    assert trace.has_fused_attention_on_cpu and decoder.has_fused_attention_on_cpu
-    assert not trace.has_biases and not decoder.has_biases
-    for name in decoder.parameter_shapes:
-        module = name.rpartition(".")[0]
-        assert trace.tp_style(module) == decoder.tp_style(module)
-        assert trace.layer_index(name) == decoder.layer_index(name)
-        assert trace.recomputes_to_end(module) == decoder.recomputes_to_end(module)
+    decoder, trace = DecoderProfile(model_named("tiny")), traced(model_named("tiny"))
+    layers = range(model_named("tiny").num_hidden_layers + 1)
+    for name, arguments in {
+        "layer_flops": [(SEQUENCES, SEQ_LEN)],
+        "head_flops": [(SEQUENCES, SEQ_LEN)],
+        "recomputed_score_flops": [(SEQUENCES, SEQ_LEN)],
+        "recompute_flops": [(count, SEQUENCES, SEQ_LEN, to_end) for count in layers for to_end in (False, True)],
+        "tp_style": [(name.rpartition(".")[0],) for name in decoder.parameter_shapes],
+        "recomputes_to_end": [(name.rpartition(".")[0],) for name in decoder.parameter_shapes],
+        "layer_index": [(name,) for name in decoder.parameter_shapes],
+    }.items():
+        for each in arguments:
+            assert getattr(trace, name)(*each) == getattr(decoder, name)(*each), (name, each)
+    for profile in (trace, decoder):
+        assert (profile.has_fused_attention_on_cpu, profile.has_biases) == (True, False)

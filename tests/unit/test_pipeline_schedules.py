@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
@@ -66,6 +66,7 @@ def test_formulas_agree_with_torchs_schedules(schedule: str, v: int, p: int, rou
     ]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 7), st.integers(0, 6), st.floats(0, 8), st.floats(0, 8))
 def test_no_other_split_of_layers_has_a_smaller_largest_stage(count: int, more: int, first: float, last: float) -> None:
     depth = count + more

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from harness.calibration.cluster import write_cluster
-from harness.config.hardware import HardwareConfig
 from harness.config.stack import load_stack
 from harness.cost_model import prediction
 from harness.hardware.described_cluster import (
@@ -27,6 +26,8 @@ from tests.support.commands import compose
 
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)
 
+DATASHEET = described_devices()[H100.device_name]
+
 
 def plan_on(machine: Machine, *overrides: str) -> RunPlan:
     """Return the plan of ddp on two ranks."""
@@ -43,14 +44,11 @@ def step_seconds(plan: RunPlan) -> float:
 
 def test_a_described_device_has_a_predicted_step_time() -> None:
     """All files describe different devices, and a device without a file has no prediction of time, only of memory."""
-    assert described_devices()[H100.device_name].memory_bytes > 79 * 2**30
-    seconds = step_seconds(plan_on(H100))
-    assert 0 < seconds < 1
-    assert step_seconds(plan_on(H100, "train.seq_len=64")) != seconds
-    unknown = predicted_columns(plan_on(dataclasses.replace(H100, device_name="NVIDIA X1")))
-    assert unknown["predicted_step_seconds"] is None
-    assert unknown["predicted_peak_bytes"] is not None
+    assert DATASHEET.memory_bytes > 79 * 2**30
     plan = plan_on(H100)
+    assert 0 < step_seconds(plan) < 1 and step_seconds(plan_on(H100, "train.seq_len=64")) != step_seconds(plan)
+    unknown = predicted_columns(plan_on(dataclasses.replace(H100, device_name="NVIDIA X1")))
+    assert unknown["predicted_step_seconds"] is None and unknown["predicted_peak_bytes"] is not None
     compiled = dataclasses.replace(plan.config, train=dataclasses.replace(plan.config.train, compile=True))
     assert predicted_columns(dataclasses.replace(plan, config=compiled)) == {}
 
@@ -70,8 +68,7 @@ def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]
     common = ("launch=simulated", "cluster=8xh100", "model=1b", "precision=bf16_mixed", "train.global_batch=16")
     config, command = compose("world_size=2", "data=synthetic", *common, *overrides)
     plan = make_plan(config, machine_of_run(config.to_dict()), command)
-    cluster = described_cluster(config.cluster)
-    planned = predict(config, plan.layout, cluster, load_stack("harness"))
+    planned = predict(config, plan.layout, described_cluster(config.cluster), load_stack("harness"))
     entry = predicted_step_entry(plan)
     assert entry is not None
     assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(planned.step_seconds)
@@ -86,8 +83,7 @@ def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]
 def test_a_run_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its capacity, its pruning and every write of its record read the same prediction."""
     calls: list[str] = []
-    for name in ("estimate_memory", "estimate_step_time"):
-        module = run_plan if name == "estimate_memory" else prediction
+    for module, name in ((run_plan, "estimate_memory"), (prediction, "estimate_step_time")):
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, _n=name, _f=function: (calls.append(_n), _f(*a))[1])
     plan = plan_on(H100)
@@ -99,9 +95,7 @@ def test_a_run_is_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cluster_s_own_file_counts_before_others() -> None:
     plan = plan_on(H100)
-    own = described_devices()[H100.device_name]
-    slower = dataclasses.replace(own, peak_flops=1e12, memory_bandwidth=1e10)
-    assert isinstance(slower, HardwareConfig)
+    slower = dataclasses.replace(DATASHEET, peak_flops=1e12, memory_bandwidth=1e10)
     cluster = dataclasses.replace(plan.config.cluster, hardware=slower)
     slow = dataclasses.replace(plan, config=dataclasses.replace(plan.config, cluster=cluster))
     assert step_seconds(slow) > 2 * step_seconds(plan)
@@ -113,35 +107,26 @@ def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "conf" / "cluster"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    described_devices.cache_clear()
-    calibrated_devices.cache_clear()
+    for cached in (described_devices, calibrated_devices):
+        cached.cache_clear()
     yield folder
-    described_devices.cache_clear()
-    calibrated_devices.cache_clear()
+    for cached in (described_devices, calibrated_devices):
+        cached.cache_clear()
 
 
 def test_a_calibrated_file_counts_before_a_datasheet_s(clusters: Path) -> None:
-    datasheet = described_devices()[H100.device_name]
-    slow = dataclasses.replace(datasheet, peak_flops=1e12, memory_bandwidth=1e10, calibrated=True)
+    slow = dataclasses.replace(DATASHEET, peak_flops=1e12, memory_bandwidth=1e10, calibrated=True)
     write_cluster(clusters / "z.yaml", "z", 8, slow)
-    described_devices.cache_clear()
-    calibrated_devices.cache_clear()
     assert machine_hardware(H100) == slow
-    assert described_devices()[H100.device_name] == datasheet
+    assert described_devices()[H100.device_name] == DATASHEET
 
 
 def test_a_calibrated_cpu_is_its_own_machine_in_the_dtype_that_was_measured(clusters: Path) -> None:
     """Files of another processor, or of other cores, say nothing of this one; nor does fp32 of 16 bit."""
     cpu = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
-    own = dataclasses.replace(
-        described_devices()[H100.device_name],
-        device_name="cpu",
-        peak_flops=2e11,
-        peak_flops_dtype="float32",
-        calibrated=True,
-        processor=processor_name(),
-        cores=2,
-    )
+    cores = {"processor": processor_name(), "cores": 2}
+    peak = {"peak_flops": 2e11, "peak_flops_dtype": "float32"}
+    own = dataclasses.replace(DATASHEET, device_name="cpu", calibrated=True, **peak, **cores)  # type: ignore[arg-type]
     write_cluster(clusters / "a.yaml", "a", 2, dataclasses.replace(own, processor="Another", memory_bandwidth=1.0))
     write_cluster(clusters / "b.yaml", "b", 2, own)
     assert machine_hardware(cpu) == own
@@ -154,15 +139,6 @@ def test_a_calibrated_cpu_is_its_own_machine_in_the_dtype_that_was_measured(clus
 
 
 @pytest.mark.parametrize("text", ["a: b: c", "- 1", "name: x\nhardware: {device_name: y}", "hardware: 3"])
-def test_a_mistake_in_another_cluster_s_file_stops_no_run(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "conf" / "cluster"
-    folder.mkdir(parents=True)
-    (folder / "0.yaml").write_text(text)
-    monkeypatch.chdir(tmp_path)
-    described_devices.cache_clear()
-    try:
-        assert H100.device_name in described_devices()
-    finally:
-        described_devices.cache_clear()
+def test_a_mistake_in_another_cluster_s_file_stops_no_run(text: str, clusters: Path) -> None:
+    (clusters / "0.yaml").write_text(text)
+    assert H100.device_name in described_devices()
