@@ -32,8 +32,9 @@ def fingerprinter(model: ModelConfig) -> Fingerprinter:
     return Fingerprinter(model, 0, CPU)
 
 
-def shard_of(whole: Tensor, box: Box) -> Shard:
-    """Return the shard of a tensor that a box describes: of its dimensions, or of the flattened tensor."""
+def shard_of(whole: Tensor, box: Box | None = None) -> Shard:
+    """Return the shard of a tensor that a box describes: of its dimensions, of the flattened tensor, or all."""
+    box = box or tuple((0, size) for size in whole.shape)
     flat = len(box) < whole.dim()
     view = whole.reshape(-1) if flat else whole
     return Shard(NAME, view[tuple(slice(*pair) for pair in box)], tuple(view.shape), box)
@@ -61,12 +62,12 @@ def layouts(shape: tuple[int, ...]) -> Iterator[list[Box]]:
 @pytest.mark.parametrize("shape", [(96, 64), (7, 1), (1, 9), (50,), (4, 6, 8)], ids=str)
 def test_shards_of_every_layout_add_up_to_the_whole(fingerprinter: Fingerprinter, shape: tuple[int, ...]) -> None:
     tensor = torch.randn(shape)
-    whole = fingerprinter.fingerprint(shard_of(tensor, tuple((0, size) for size in shape)), shape)
+    whole = fingerprinter.fingerprint(shard_of(tensor), shape)
     assert whole.square == pytest.approx(float(tensor.double().square().sum()), rel=1e-12)
     for boxes in layouts(shape):
         shards = [fingerprinter.fingerprint(shard_of(tensor, box), shape) for box in boxes]
-        assert sum(shard.square or 0 for shard in shards) == pytest.approx(whole.square, rel=1e-12)
-        projection = sum(shard.projection or 0 for shard in shards)
+        square, projection = (sum(getattr(shard, name) or 0 for shard in shards) for name in ("square", "projection"))
+        assert square == pytest.approx(whole.square, rel=1e-12)
         assert projection == pytest.approx(whole.projection, rel=1e-9, abs=1e-9)
 
 
@@ -94,7 +95,7 @@ def test_projections_have_the_variance_of_the_norm_and_see_every_change(model: M
     squares, changes = [], []
     for seed in range(600):
         projections = [
-            Fingerprinter(model, seed, CPU).fingerprint(shard_of(values, ((0, 40), (0, 30))), (40, 30)).projection or 0
+            Fingerprinter(model, seed, CPU).fingerprint(shard_of(values), (40, 30)).projection or 0
             for values in (tensor, swapped)
         ]
         squares.append(projections[0] ** 2)
@@ -104,7 +105,7 @@ def test_projections_have_the_variance_of_the_norm_and_see_every_change(model: M
 
 
 def test_names_and_seeds_have_numbers_of_their_own(model: ModelConfig) -> None:
-    shard = shard_of(torch.ones(20, 10), ((0, 20), (0, 10)))
+    shard = shard_of(torch.ones(20, 10))
     other = shard._replace(name="another")
     results = {
         Fingerprinter(model, seed, CPU).fingerprint(each, (20, 10)) for seed in (0, 1) for each in (shard, other)
@@ -122,7 +123,7 @@ def test_an_update_is_the_difference_from_the_initial_value(fingerprinter: Finge
             boxes: list[Box] = [((0, 40), (0, shape[1])), ((40 * shape[1], updated.numel()),)]
             return [shard_of(updated, box) for box in boxes] if kind == "parameters" else []
 
-    expected = fingerprinter.fingerprint(shard_of(change, ((0, shape[0]), (0, shape[1]))), shape)
+    expected = fingerprinter.fingerprint(shard_of(change), shape)
     parts = fingerprinter.updates(Engine())  # type: ignore[arg-type]
     assert sum(part.square or 0 for part in parts) == pytest.approx(expected.square, rel=1e-6)
     assert sum(part.projection or 0 for part in parts) == pytest.approx(expected.projection, rel=1e-5)

@@ -242,19 +242,6 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
         assert step.kept_of_others(last)["buffers"] == expected * 128 * MODEL.hidden_size * 2, pp_rank
 
 
-def test_the_estimate_is_of_the_rank_with_the_highest_peak() -> None:
-    """1F1B keeps most on the first stage, and GPipe on the stage of the logits."""
-    config = run(shaped(num_hidden_layers=8), global_batch=8)
-    assert estimate_memory(config, layout_of(config, pp=2), ADAM_FP32).loss_bytes == 0
-    config = run(shaped(num_hidden_layers=8, vocab_size=4000), global_batch=8)
-    layout = layout_of(config, pp=2, schedule="gpipe")
-    memory = estimate_memory(config, layout, ADAM_FP32)
-    assert memory.loss_bytes == 3 * 128 * 4000 * 4
-    assert memory.parameter_bytes == 4 * local_parameter_count(
-        config.model, split_into_stages(config.model, layout)[1], 1
-    )
-
-
 def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int, int]:
     """Return the most bytes alive in a rank's step beside its inputs, and the most saved for backward.
 

@@ -1,6 +1,5 @@
 """The intervals of predicted step times: nine of ten measured steps of other groups lie inside, and they are narrow."""
 
-import dataclasses
 from functools import lru_cache
 from statistics import mean, median
 
@@ -11,11 +10,10 @@ from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
-from harness.planner.problems import predict
 from harness.planner.row import planned_row
 from harness.util.errors import UserError
 from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows
-from tests.support.planned import cluster_of_eight
+from tests.support.planned import planned
 
 
 @lru_cache(maxsize=1)
@@ -57,11 +55,9 @@ def step(exposed: float) -> StepTime:
 def test_intervals_grow_with_exposed_communication_and_nodes() -> None:
     timing = StackTiming(measured_over_predicted=(0.9, 1.2))
     assert step_seconds_interval(step(0.0), timing, 64) == pytest.approx((0.9, 1.2))
-    widths = [
-        high - low
-        for exposed, nodes in ((0.0, 1), (0.2, 1), (0.2, 8), (0.5, 8))
-        for low, high in [step_seconds_interval(step(exposed), timing, nodes)]
-    ]
+    steps = ((0.0, 1), (0.2, 1), (0.2, 8), (0.5, 8))
+    intervals = (step_seconds_interval(step(exposed), timing, nodes) for exposed, nodes in steps)
+    widths = [high - low for low, high in intervals]
     assert widths == sorted(widths) and widths[0] < widths[-1]
     assert interval_spread(step(0.4), 1) == pytest.approx(2.0)
     assert step_seconds_interval(step(0.0), StackTiming(), 1) == pytest.approx(UNMEASURED_RANGE)
@@ -78,10 +74,8 @@ def test_a_stack_without_measurements_has_the_range_of_the_least_predictable_one
 
 
 def test_a_plan_has_its_interval() -> None:
-    row = next(entry.row for entry in nanotron() if entry.row.nodes > 1)
-    cluster = dataclasses.replace(cluster_of_eight(), nodes=row.nodes)
-    prediction = predict(row.config, row.layout, cluster, load_stack("nanotron"))
+    (prediction,) = planned("model=7b", "cluster=8xh100", "cluster.nodes=2", "strategy=fsdp_full_shard").predictions
     cells = planned_row(prediction)
     low, seconds, high = (float(str(cells[f"predicted_step_{name}seconds"])) for name in ("low_", "", "high_"))
     assert 0 < low < seconds < high
-    assert (low, high) == pytest.approx(step_seconds_interval(prediction.time, prediction.stack.timing, row.nodes))
+    assert (low, high) == pytest.approx(step_seconds_interval(prediction.time, prediction.stack.timing, 2))
