@@ -9,9 +9,7 @@ of those runs and of the published comparisons, and the names of the planted fau
 processes of its own. What was made in `--scratch` is used again.
 """
 
-import argparse
 import ast
-import csv
 import difflib
 import functools
 import json
@@ -20,9 +18,11 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,7 @@ ANSWERS = """
 import contextlib, io, json, pathlib, re, shlex, sys
 from harness.cli.main import main
 from harness.config import aliases
-page = pathlib.Path(sys.argv[1]).read_text()
+page = pathlib.Path("docs/reference/mistakes.md").read_text()
 typed = re.findall(r"^[|] `(.+?)` [|] .+ [|]$", page, re.MULTILINE)
 typed += [f"{name}=1" for name in (*aliases.KEYS, *aliases.NO_KEYS)]
 typed += [f"{group}={name}" for group, names in aliases.VALUES.items() for name in names]
@@ -105,136 +105,152 @@ TIMED = re.compile(
     r"expected_overlap|idle|overlapped|reason|energy|power|versions"
 )
 
+SIDES = ("before", "after")  # the names of the checkouts and of what is made by each
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="What a user sees of two checkouts.")
-    parser.add_argument("--before", type=Path, required=True, help="a checkout of the code before the change")
-    parser.add_argument("--out", type=Path, required=True, help="a JSON file for the differences")
-    parser.add_argument("--scratch", type=Path, required=True, help="a folder for what is made, to be used again")
-    options = parser.parse_args(arguments)
-    roots = (options.before.resolve(), ROOT)
-    differences = {}
-    for name, compare in COMPARISONS.items():
-        compared, lines = compare(roots, options.scratch)
-        differences[name] = {"compared": compared, "differences": lines}
-        print(f"{name}: {compared} compared, {len(lines)} differences", *lines[:20], sep="\n  ", flush=True)
-    options.out.write_text(json.dumps(differences, indent=1, ensure_ascii=False) + "\n")
-    return 0
-
-
-Compared = tuple[int, list[str]]  # how much was compared, and a line for each difference
+Side = dict[str, Any]  # what a checkout shows, by where it stands: a text is the list of its lines
 Roots = tuple[Path, Path]
 
 
-def run_code(root: Path, code: str, *arguments: str, stdin: str = "") -> str:
-    """Return what Python code prints that imports a checkout's own packages."""
-    return run(root, sys.executable, "-W", "ignore", "-c", code, *arguments, stdin=stdin)
+def main() -> None:
+    options = parse_options(
+        __doc__,
+        before=REQUIRED_PATH | {"help": "a checkout of the code before the change"},
+        out=REQUIRED_PATH | {"help": "a JSON file for the differences"},
+        scratch=REQUIRED_PATH | {"help": "a folder for what is made, to be used again"},
+    )
+    differences = {}
+    for name, show in COMPARISONS.items():
+        before, after = show((options.before.resolve(), ROOT), options.scratch)
+        keys = dict.fromkeys((*before, *after))
+        lines = [line for key in keys for line in changed(key, before.get(key, ""), after.get(key, ""))]
+        compared = sum(len(value) if isinstance(value, list) else 1 for value in after.values())
+        differences[name] = {"compared": compared, "differences": lines}
+        print(f"{name}: {compared} compared, {len(lines)} differences", *lines[:20], sep="\n  ", flush=True)
+    options.out.write_text(json.dumps(differences, indent=1, ensure_ascii=False) + "\n")
 
 
-def run(root: Path, *command: str, stdin: str = "") -> str:
-    """Return what a command prints in a checkout, whatever its exit status."""
+def changed(where: str, before: Any, after: Any) -> Iterator[str]:
+    """Yield the lines that are gone and those that came, or the value that differs."""
+    if isinstance(before, list) and isinstance(after, list):
+        lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
+        yield from (f"{where}: {line}"[:400] for line in lines if line[:1] in "+-")
+    elif before != after:
+        yield f"{where}: {before} -> {after}"
+
+
+def run_code(root: Path, code: str, stdin: str = "") -> Any:
+    """Return what Python code prints as JSON that imports a checkout's own packages."""
+    return json.loads(run(root, "-W", "ignore", "-c", code, stdin=stdin))
+
+
+def run(root: Path, *arguments: str, stdin: str = "") -> str:
+    """Return what Python prints in a checkout, whatever its exit status."""
     environment = os.environ | {"PYTHONPATH": str(root)}
+    command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=root, env=environment, input=stdin, capture_output=True, text=True, check=False)
     return done.stdout + (done.stderr if done.returncode else "")
 
 
-def changed(where: str, before: Sequence[str], after: Sequence[str]) -> list[str]:
-    """Return the lines that are gone and those that came."""
-    lines = list(difflib.unified_diff(before, after, lineterm="", n=0))[2:]
-    return [f"{where}: {line}"[:400] for line in lines if line[:1] in "+-"]
+def reference_pages(roots: Roots, scratch: Path) -> list[Side]:
+    """Return the generated pages, which tests hold to the code: every command, option, key, preset and column."""
+    return [{page: (root / "docs" / "reference" / page).read_text().splitlines() for page in PAGES} for root in roots]
 
 
-def changed_entries(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Compared:
-    """Return the entries that differ."""
-    keys = dict.fromkeys((*before, *after))
-    lines = [f"{key}: {before.get(key)} -> {after.get(key)}" for key in keys if before.get(key) != after.get(key)]
-    return len(keys), lines
+def answers(roots: Roots, scratch: Path) -> list[Side]:
+    """Return the answers to slips and to the names of other programs."""
+    return [run_code(root, ANSWERS) for root in roots]
 
 
-def reference_pages(roots: Roots, scratch: Path) -> Compared:
-    """Compare the generated pages, which tests hold to the code: every command, option, key, preset and column."""
-    texts = [[(root / "docs" / "reference" / page).read_text() for page in PAGES] for root in roots]
-    lines = [
-        line for page, *sides in zip(PAGES, *texts, strict=True) for line in changed(page, *map(str.splitlines, sides))
-    ]
-    return sum(text.count("\n") for text in texts[1]), lines
+def planted_faults(roots: Roots, scratch: Path) -> list[Side]:
+    """Return the names of the planted faults and of the tests that see them."""
+    return [dict.fromkeys(fault_names(root), "there") for root in roots]
 
 
-def answers(roots: Roots, scratch: Path) -> Compared:
-    """Compare the answers to slips and to the names of other programs, those that the older code lists."""
-    before, after = (json.loads(run_code(root, ANSWERS, "docs/reference/mistakes.md")) for root in roots)
-    return changed_entries(before, after)
+def fault_names(root: Path) -> Iterator[str]:
+    """Yield the functions that plant a fault, and the tests whose names say that a fault is seen."""
+    support = root / "tests" / "support"
+    for path in (*sorted((support / "faults").glob("*.py")), *sorted(support.glob("*faults.py"))):
+        yield from (f"fault {name}" for name in function_names(path) if not name.startswith("_"))
+    for path in sorted((root / "tests").glob("*/test_*.py")):
+        words = ("fault", "caught", "is_an_error", "is_named", "noticed")
+        yield from (f"test {name}" for name in function_names(path) if any(word in name for word in words))
 
 
-def identities(roots: Roots, scratch: Path) -> Compared:
-    """Compare ids and refusals of the recorded random runs, and the ids with those that are recorded."""
-    with (ROOT / "results" / "random_runs.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+def function_names(path: Path) -> list[str]:
+    """Return the names of the functions at the top of a module."""
+    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+
+
+def identities(roots: Roots, scratch: Path) -> list[Side]:
+    """Return ids and refusals of the recorded random runs, and the ids that are recorded otherwise."""
+    rows = read_table(ROOT / "results" / "random_runs.csv")
     asked = json.dumps([row["overrides"] for row in rows])
-    before, after = (json.loads(run_code(root, IDENTITIES, stdin=asked)) for root in roots)
     draws = [row["draw"] for row in rows]
-    compared, lines = changed_entries(*(dict(zip(draws, side, strict=True)) for side in (before, after)))
-    for row, (run_id, _) in zip(rows, after, strict=True):
+    before, after = (dict(zip(draws, map(tuple, run_code(root, IDENTITIES, asked)), strict=True)) for root in roots)
+    for row in rows:
+        run_id, _ = after[row["draw"]]
         if run_id and row["run_id"] not in ("", run_id):
-            lines.append(f"draw {row['draw']} is recorded as {row['run_id']}, not {run_id}")
-    return compared, lines
+            before[f"{row['draw']} as recorded"], after[f"{row['draw']} as recorded"] = row["run_id"], run_id
+    return [before, after]
 
 
-def plans(roots: Roots, scratch: Path) -> Compared:
-    """Compare what plans print."""
-    command = (sys.executable, "-m", "harness", "plan")
-    sides = [{line: run(root, *command, *line.split()) for line in PLANS} for root in roots]
-    return changed_entries(*sides)
+def plans(roots: Roots, scratch: Path) -> list[Side]:
+    """Return what plans print."""
+    return [{line: run(root, "-m", "harness", "plan", *line.split()) for line in PLANS} for root in roots]
 
 
-def fresh_runs(roots: Roots, scratch: Path) -> Compared:
-    """Compare the deterministic columns of runs of equal seeds, each made by the code of one checkout."""
-    tables = []
-    for name, root in zip(("before", "after"), roots, strict=True):
-        folder = scratch / name
-        for number, overrides in enumerate(RUNS):
-            settings = [f"name=run_{number:02}", f"results_dir={folder}", "tracking=none", "train.steps=2"]
-            if not (folder / f"run_{number:02}" / "runs.csv").exists():
-                command = ["harness", "train.warmup_steps=1", *overrides.split(), *settings]
-                run(root, sys.executable, "-m", *command)
-        tables.append({path.parent.name: read_row(path) for path in sorted(folder.glob("run_*/runs.csv"))})
-    pairs = {f"{name} {column}": value for name, row in tables[0].items() for column, value in row.items()}
-    return changed_entries(pairs, {f"{n} {column}": v for n, row in tables[1].items() for column, v in row.items()})
+def fresh_runs(roots: Roots, scratch: Path) -> list[Side]:
+    """Return the deterministic columns of runs of equal seeds, each made by the code of one checkout."""
+    for root, side in zip(roots, SIDES, strict=True):
+        for number in range(len(RUNS)):
+            make_run(root, scratch / side, number)
+    tables = [{path.parent.name: read_table(path)[0] for path in runs_csv(scratch / side)} for side in SIDES]
+    return [
+        {
+            f"{name} {column}": value
+            for name, row in table.items()
+            for column, value in row.items()
+            if value and not TIMED.search(column)
+        }
+        for table in tables
+    ]
 
 
-def read_row(path: Path) -> dict[str, str]:
-    """Return the deterministic columns of the only row of a table that have a value."""
-    with path.open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    return {name: value for name, value in row.items() if value and not TIMED.search(name)}
+def make_run(root: Path, folder: Path, number: int, *further: str) -> None:
+    """Make one of RUNS by the code of a checkout, unless the folder has it."""
+    name = f"run_{number:02}"
+    if not (folder / name / "runs.csv").exists():
+        settings = [f"name={name}", f"results_dir={folder}", "tracking=none", "train.steps=2", "train.warmup_steps=1"]
+        run(root, "-m", "harness", *RUNS[number].split(), *settings, *further)
 
 
-def peaks(roots: Roots, scratch: Path) -> Compared:
-    """Compare the peaks of the fresh runs; where one differs, the least of five runs by each checkout.
+def runs_csv(folder: Path) -> list[Path]:
+    """Return the tables of the comparisons in a folder."""
+    return sorted(folder.glob("run_*/runs.csv"))
+
+
+def peaks(roots: Roots, scratch: Path) -> list[Side]:
+    """Return the peaks of the fresh runs; where one differs, the least of five runs by each checkout.
 
     On a CPU a peak has the buffers of gloo's threads, as many as exist at once.
     """
-    sides = [dict(peak_rows(scratch / name)) for name in ("before", "after")]
-    differing = dict.fromkeys(key[0] for key in sides[0] if sides[0][key] != sides[1].get(key))
-    for name, root, side in zip(("before", "after"), roots, sides, strict=True):
-        for run_name in differing:
-            folder = scratch / "peaks" / name
-            if not (folder / run_name / "runs.csv").exists():
-                command = ["harness", "train.warmup_steps=1", *RUNS[int(run_name[-2:])].split(), f"name={run_name}"]
-                settings = [f"results_dir={folder}", "tracking=none", "train.steps=2", "repeats=5"]
-                run(root, sys.executable, "-m", *command, *settings)
-        side |= dict(peak_rows(scratch / "peaks" / name))
-    return changed_entries(*sides)
+    sides = [peak_rows(scratch / side) for side in SIDES]
+    differing = dict.fromkeys(key.split()[0] for key in sides[0] if sides[0][key] != sides[1].get(key))
+    for root, side in zip(roots, SIDES, strict=True):
+        for name in differing:
+            make_run(root, scratch / "peaks" / side, int(name[-2:]), "repeats=5")
+    return [own | peak_rows(scratch / "peaks" / side) for own, side in zip(sides, SIDES, strict=True)]
 
 
-def peak_rows(folder: Path) -> Iterator[tuple[tuple[str, str], float]]:
-    """Yield the least value of every column of peaks, of each comparison in a folder."""
-    for path in sorted(folder.glob("run_*/runs.csv")):
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+def peak_rows(folder: Path) -> Side:
+    """Return the least value of every column of peaks, of each comparison in a folder."""
+    found = {}
+    for path in runs_csv(folder):
+        rows = read_table(path)
         for name in (name for name in rows[0] if "peak" in name and name.endswith("_bytes") and "rss" not in name):
             if values := [float(row[name]) for row in rows if row[name]]:
-                yield (path.parent.name, name), min(values)
+                found[f"{path.parent.name} {name}"] = min(values)
+    return found
 
 
 # Exports every run of the folders, and prints the files that this writes, or why it is refused.
@@ -254,42 +270,27 @@ print(json.dumps(written))
 """
 
 
-def exports(roots: Roots, scratch: Path) -> Compared:
-    """Compare what both checkouts export of the older code's fresh runs."""
+def exports(roots: Roots, scratch: Path) -> list[Side]:
+    """Return what both checkouts export of the older code's fresh runs."""
     folders = json.dumps([str(path.parent) for path in sorted((scratch / "before").glob("run_*/*/record.json"))])
-    before, after = (json.loads(run_code(root, EXPORTS, stdin=folders)) for root in roots)
-    names = dict.fromkeys((*before, *after))
-    texts = [[side.get(name, "not written").splitlines() for side in (before, after)] for name in names]
-    return len(names), [line for name, sides in zip(names, texts, strict=True) for line in changed(name, *sides)]
+    sides = [run_code(root, EXPORTS, folders) for root in roots]
+    return [{name: text.splitlines() for name, text in side.items()} for side in sides]
 
 
-def figures(roots: Roots, scratch: Path) -> Compared:
-    """Compare every figure of the reports: the rows of all tables, and of the tables behind the charts."""
-    before, after = (figures_of(files) for files in written_reports(roots, scratch))
-    return sum(map(len, after.values())), [line for key in before for line in changed(key, before[key], after[key])]
+def figures(roots: Roots, scratch: Path) -> list[Side]:
+    """Return every figure of the reports: the rows of all tables, and of the tables behind the charts."""
+    return [
+        {name: figure_rows(name, text) for name, text in files.items() if not name.endswith("terminal")}
+        for files in written_reports(roots, scratch)
+    ]
 
 
-def sentences(roots: Roots, scratch: Path) -> Compared:
-    """Compare everything else that the reports say, on their Markdown pages and on the terminal."""
-    before, after = (sentences_of(files) for files in written_reports(roots, scratch))
-    return sum(map(len, after.values())), [line for key in before for line in changed(key, before[key], after[key])]
-
-
-Files = dict[tuple[str, str], str]  # the text of each file of a report, by the comparison and the file's name
-
-
-def figures_of(files: Files) -> dict[str, list[str]]:
-    """Return the rows of all tables of figures by where they stand."""
-    found = {}
-    for (comparison, name), text in files.items():
-        if name.endswith(".html"):
-            rows = re.findall(r"<tr.*?</tr>", text, re.DOTALL)
-            found[f"{comparison} {name}"] = [" | ".join(cells(row)) for row in rows]
-        elif name.endswith((".csv", ".tex")):
-            found[f"{comparison} {name}"] = text.splitlines()
-        elif name.endswith(".md"):
-            found[f"{comparison} {name}"] = [line for line in text.splitlines() if line.startswith("|")]
-    return found
+def figure_rows(name: str, text: str) -> list[str]:
+    """Return the rows of the tables in a file of a report."""
+    if name.endswith(".html"):
+        return [" | ".join(cells(row)) for row in re.findall(r"<tr.*?</tr>", text, re.DOTALL)]
+    is_table = name.endswith((".csv", ".tex"))
+    return [line for line in text.splitlines() if is_table or (name.endswith(".md") and line.startswith("|"))]
 
 
 def cells(row: str) -> list[str]:
@@ -298,15 +299,21 @@ def cells(row: str) -> list[str]:
     return [" ".join(re.sub(r"<.*?>", "", text).split()) for text in texts]
 
 
-def sentences_of(files: Files) -> dict[str, list[str]]:
-    """Return the lines of pages and terminals that are not of a table on the page."""
-    texts = {" ".join(key): text.splitlines() for key, text in files.items() if key[1].endswith((".md", "terminal"))}
-    return {key: [line for line in lines if not line.startswith("|")] for key, lines in texts.items()}
+def sentences(roots: Roots, scratch: Path) -> list[Side]:
+    """Return everything else that the reports say, on their Markdown pages and on the terminal."""
+    return [
+        {
+            name: [line for line in text.splitlines() if not line.startswith("|")]
+            for name, text in files.items()
+            if name.endswith((".md", "terminal"))
+        }
+        for files in written_reports(roots, scratch)
+    ]
 
 
 @functools.cache
-def written_reports(roots: Roots, scratch: Path) -> list[Files]:
-    """Return the files of the reports that both checkouts write of the same records.
+def written_reports(roots: Roots, scratch: Path) -> list[dict[str, str]]:
+    """Return the files of the reports that both checkouts write of the same records, by comparison and name.
 
     These are the older code's fresh runs, the records of schema 1, and every folder of records in `records` of the
     scratch folder, such as the published comparisons. The pages of three searches are beside them. Each checkout is
@@ -317,49 +324,26 @@ def written_reports(roots: Roots, scratch: Path) -> list[Files]:
     sources |= {path.name: [path] for path in sorted((scratch / "records").glob("*"))}
     both = []
     for side, root in zip(("reported_before", "reported_after"), roots, strict=True):
-        versions = json.loads(run_code(root, VERSIONS))
+        versions = run_code(root, VERSIONS)
         shutil.rmtree(scratch / side, ignore_errors=True)
-        files: Files = {}
+        files: dict[str, str] = {}
         for name, folders in sources.items():
             folder = scratch / side / name.replace(" ", "_")
             for path in (path for source in folders for path in source.glob("*/record.json")):
                 shutil.copytree(path.parent, folder / path.parent.name)
                 record = json.loads(path.read_text()) | {"versions": versions}
                 (folder / path.parent.name / path.name).write_text(json.dumps(record))
-            command = ("harness", "report", str(folder), "--export", "csv,latex")
-            files[name, "terminal"] = run(root, sys.executable, "-m", *command)
-            for path in sorted([*folder.glob("*.*"), *folder.glob("export/*.*")]):
-                if path.suffix != ".parquet":
-                    files[name, path.name] = path.read_text()
+            files[f"{name} terminal"] = run(root, "-m", "harness", "report", str(folder), "--export", "csv,latex")
+            written = sorted([*folder.glob("*.*"), *folder.glob("export/*.*")])
+            files |= {f"{name} {path.name}": path.read_text() for path in written if path.suffix != ".parquet"}
         for number, line in enumerate(SEARCHES):
             page = scratch / side / f"search_{number}" / "page"
             for suffix in (".md", ".html"):
                 arguments = (*line.split(), "--report", str(page.with_suffix(suffix)))
-                files[page.parent.name, "terminal"] = run(root, sys.executable, "-m", "harness", "plan", *arguments)
-            files |= {(page.parent.name, path.name): path.read_text() for path in sorted(page.parent.glob("*.*"))}
+                files[f"{page.parent.name} terminal"] = run(root, "-m", "harness", "plan", *arguments)
+            files |= {f"{page.parent.name} {path.name}": path.read_text() for path in sorted(page.parent.glob("*.*"))}
         both.append({key: text.replace(versions["code"], "CODE").replace(side, "") for key, text in files.items()})
     return both
-
-
-def planted_faults(roots: Roots, scratch: Path) -> Compared:
-    """Compare the names of the planted faults and of the tests that see them."""
-    sides = [dict.fromkeys(fault_names(root), "there") for root in roots]
-    return changed_entries(*sides)
-
-
-def fault_names(root: Path) -> Iterator[str]:
-    """Yield the functions that plant a fault, and the tests whose names say that a fault is seen."""
-    support = root / "tests" / "support"
-    for path in (*sorted((support / "faults").glob("*.py")), *sorted(support.glob("*faults.py"))):
-        yield from (f"fault {name}" for name in function_names(path) if not name.startswith("_"))
-    for path in sorted((root / "tests").glob("*/test_*.py")):
-        words = ("fault", "caught", "is_an_error", "is_named", "noticed")
-        yield from (f"test {name}" for name in function_names(path) if any(word in name for word in words))
-
-
-def function_names(path: Path) -> list[str]:
-    """Return the names of the functions at the top of a module."""
-    return [node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
 
 
 COMPARISONS = {
@@ -376,4 +360,4 @@ COMPARISONS = {
 }
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

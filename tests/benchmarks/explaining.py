@@ -12,10 +12,8 @@ which another load on the machine does not stretch, is compared as well.
 Entries of the file for other sizes and strategies stay; each has its date, and the version of the measuring packages.
 """
 
-import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from datetime import date
@@ -49,13 +47,16 @@ CLOCKS = {"seconds": 2, "processor_seconds": 3}  # the place of each in a moment
 Times = dict[str, Any]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The cost of explaining a run, in its own steps.")
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
-    parser.add_argument("--strategies", nargs="+", default=list(STRATEGIES))
-    parser.add_argument("--repeats", type=int, default=3, help="of each side; the largest size has one")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "explaining.json")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    from tests.support.campaigns import parse_options  # here, as ranks import this module too
+
+    options = parse_options(
+        __doc__,
+        sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
+        strategies={"nargs": "+", "default": list(STRATEGIES)},
+        repeats={"type": int, "default": 3, "help": "of each side; the largest size has one"},
+        out={"type": Path, "default": ROOT / "results" / "explaining.json"},
+    )
     machine = describe_machine()
     entries = read_entries(options.out)
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 write_report(options.out, machine, list(entries.values()))
     print(json.dumps(summarize(list(entries.values()))))
     print(options.out)
-    return 0
 
 
 def read_entries(path: Path) -> dict[tuple[str, str], Times]:
@@ -164,4 +164,4 @@ def describe(entry: Times) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

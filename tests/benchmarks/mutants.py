@@ -6,7 +6,6 @@ One operator, number or condition in the cost model, the proofs or the records i
 run its line are then run, until one fails. What was done in `--scratch` is not done again.
 """
 
-import argparse
 import ast
 import copy
 import json
@@ -19,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from tests.support.campaigns import REQUIRED_PATH, parse_options
+
 ROOT = Path(__file__).parents[2]
 
 PACKAGES = ("cost_model", "proof", "records")
-FOLDERS = ("harness", "tests", "conf", "sweeps", "docs", "results")
-FILES = ("pyproject.toml", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "mkdocs.yml", "LICENSE", "CITATION.cff")
 
 SETTINGS = "[run]\nbranch = true\nsource = harness\ndynamic_context = test_function\ndata_file = {data}\n"
 
@@ -53,17 +52,18 @@ class Mutant(NamedTuple):
     source: str
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="How many small faults the unit tests catch.")
-    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout")
-    parser.add_argument("--scratch", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--count", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=34)
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = parse_options(
+        __doc__,
+        root={"type": Path, "default": ROOT, "help": "the checkout"},
+        scratch=REQUIRED_PATH,
+        out=REQUIRED_PATH,
+        count={"type": int, "default": 60},
+        seed={"type": int, "default": 34},
+    )
     clone = options.scratch / "clone"
     if not clone.exists():
-        copy_checkout(options.root, clone)
+        shutil.copytree(options.root, clone, ignore=shutil.ignore_patterns(".*", "__pycache__"))
     tests, branches = covering_tests(clone, options.scratch)
     chosen = random.Random(options.seed).sample(list(mutants(clone)), options.count)
     results: list[dict[str, object]] = []
@@ -74,16 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = {"caught": sum(bool(entry["caught"]) for entry in results), "of": len(results), **branches}
     print(summary)
     options.out.write_text(json.dumps({**summary, "mutants": results}, indent=1) + "\n")
-    return 0
-
-
-def copy_checkout(root: Path, clone: Path) -> None:
-    """Copy what the unit tests read."""
-    clone.mkdir(parents=True)
-    for name in FOLDERS:
-        shutil.copytree(root / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in FILES:
-        shutil.copy(root / name, clone / name)
 
 
 def run(clone: Path, *command: str, timeout: float | None = None) -> int:
@@ -103,10 +93,11 @@ def covering_tests(clone: Path, scratch: Path) -> tuple[dict[str, list[str]], di
         run(clone, "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-n", "0", "-q", "tests/unit")
         run(clone, "coverage", "json", f"--rcfile={settings}", "--show-contexts", "-o", str(report))
     measured = json.loads(report.read_text())
-    tests: dict[str, list[str]] = {}
-    for path, file in measured["files"].items():
-        for line, contexts in file["contexts"].items():
-            tests[f"{path}:{line}"] = sorted(filter(None, map(test_of, contexts)))
+    tests = {
+        f"{path}:{line}": sorted(filter(None, map(test_of, contexts)))
+        for path, file in measured["files"].items()
+        for line, contexts in file["contexts"].items()
+    }
     totals = measured["totals"]
     return tests, {"branches_percent": 100 * totals["covered_branches"] / totals["num_branches"]}
 
@@ -124,8 +115,7 @@ def mutants(clone: Path) -> Iterator[Mutant]:
         for path in sorted((clone / "harness" / package).rglob("*.py")):
             source = path.read_text()
             tree = ast.parse(source)
-            functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-            for function in functions:
+            for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
                 for node in ast.walk(ast.Module(function.body, [])):
                     yield from mutants_of(tree, node, str(path.relative_to(clone)))
 
@@ -167,4 +157,4 @@ def is_caught(clone: Path, mutant: Mutant, tests: Sequence[str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

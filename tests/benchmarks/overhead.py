@@ -20,7 +20,6 @@ Imports are inside the functions, because multiprocessing imports this module an
 modules.
 """
 
-import argparse
 import json
 import os
 import random
@@ -54,13 +53,16 @@ FEWEST = 6  # ratios of which the least and the most enclose the median with 95 
 Result = dict[str, Any]  # step_seconds, seconds (of each timed step), losses, wall_seconds
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The harness against a plain torchrun script.")
-    parser.add_argument("--pairs", type=int, default=15, help="of each kind, not counting a cold one")
-    parser.add_argument("--steps", type=int, nargs="+", default=[10, 40], help="timed steps of whole runs")
-    parser.add_argument("--steps-in-turns", type=int, default=150, help="timed steps of the runs that take turns")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead.json")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    from tests.support.campaigns import parse_options
+
+    options = parse_options(
+        __doc__,
+        pairs={"type": int, "default": 15, "help": "of each kind, not counting a cold one"},
+        steps={"type": int, "nargs": "+", "default": [10, 40], "help": "timed steps of whole runs"},
+        steps_in_turns={"type": int, "default": 150, "help": "timed steps of the runs that take turns"},
+        out={"type": Path, "default": ROOT / "results" / "overhead.json"},
+    )
     with tempfile.TemporaryDirectory() as scratch:
         whole = [Pair(steps, Path(scratch) / str(steps)) for steps in options.steps]
         turns = Pair(options.steps_in_turns, Path(scratch) / "turns")
@@ -77,7 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("a whole run,", describe(comparison))
     print("a step,", describe(report["steps_in_turns"]))
     print(options.out)
-    return 0
 
 
 def describe_machine() -> dict[str, Any]:
@@ -130,11 +131,8 @@ class Pair:
         job.write(self.folder)
 
     def run_alternately(self, index: int) -> dict[str, Result]:
-        order: list[tuple[str, Callable[[], Result]]] = [
-            ("bare", lambda: self.start_script().finish()),
-            ("harness", self.run_row),
-        ]
-        return {name: run() for name, run in (order if index % 2 else reversed(order))}
+        sides = {"bare": self.run_script, "harness": self.run_row}
+        return {name: sides[name]() for name in sorted(sides, reverse=index % 2 == 0)}
 
     def run_in_turns(self, index: int) -> dict[str, Result]:
         script = self.start_script()
@@ -149,6 +147,9 @@ class Pair:
 
         beat = heartbeat.read_heartbeat(self.directory, 0)
         return beat.phase if beat else ""
+
+    def run_script(self) -> Result:
+        return self.start_script().finish()
 
     def run_row(self) -> Result:
         from harness.runner import local_machine
@@ -247,10 +248,8 @@ def descendants(script: int) -> list[tuple[psutil.Process, bool]]:
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
 
 
 def check_same_losses(bare: Sequence[float], harness: Sequence[float]) -> None:
@@ -262,28 +261,22 @@ def check_same_losses(bare: Sequence[float], harness: Sequence[float]) -> None:
 
 def summarize(ratios: Sequence[float]) -> dict[str, Any]:
     """Return the median and its 95 % interval by the bootstrap's percentiles (Efron 1979); None with too few ratios."""
-    if not ratios:
-        return {"median": None, "interval": None}
-    if len(ratios) < FEWEST:
-        return {"median": statistics.median(ratios), "interval": None}
-    chance = random.Random(0)
-    medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
-    interval = [medians[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975)]
-    return {"median": statistics.median(ratios), "interval": interval}
+    median, interval = statistics.median(ratios) if ratios else None, None
+    if len(ratios) >= FEWEST:
+        chance = random.Random(0)
+        medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
+        interval = [medians[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975)]
+    return {"median": median, "interval": interval}
 
 
 def describe(comparison: dict[str, Any]) -> str:
-    def format_ratio(number: float | None) -> str:
-        return "unknown" if number is None else f"{number:.3f}"
-
-    summary, interval = comparison["ratio"], comparison["ratio"]["interval"]
+    median, interval = comparison["ratio"]["median"], comparison["ratio"]["interval"]
     cold_ratios = [pair["ratio"] for pair in comparison["pairs"] if pair["cold"]]
-    within = f" (95 %: {format_ratio(interval[0])} to {format_ratio(interval[1])})" if interval else ""
     counted = f"{comparison['steps']} steps, {len(comparison['pairs']) - len(cold_ratios)} pairs, harness over script"
-    return f"{counted}: {format_ratio(summary['median'])}{within}" + "".join(
-        f"; cold {format_ratio(ratio)}" for ratio in cold_ratios
-    )
+    known = "unknown" if median is None else f"{median:.3f}"
+    within = " (95 %: {:.3f} to {:.3f})".format(*interval) if interval else ""
+    return f"{counted}: {known}{within}" + "".join(f"; cold {ratio:.3f}" for ratio in cold_ratios)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

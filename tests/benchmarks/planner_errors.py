@@ -7,8 +7,6 @@ fms-acceleration's: its errors on groups that were left out are printed by tests
 MFU is the best one for a source in hindsight. Without --llm-analysis its lines of the last run are kept.
 """
 
-import argparse
-import csv
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -22,6 +20,7 @@ from tests.benchmarks.other_estimators import (
     sixteen_bytes,
 )
 from tests.benchmarks.planner_pictures import write_pictures
+from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
 from tests.support.published.step_times import step_seconds
@@ -102,28 +101,17 @@ def line(source: str, rows: int, estimator: str, figure: str, value: float) -> L
     return dict(zip(FIELDS, (source, rows, estimator, figure, round(value, 4)), strict=True))
 
 
-def last_lines(path: Path, estimator: str) -> list[Line]:
-    """Return the lines of an estimator that the table of the last run has."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [dict(values) for values in csv.DictReader(file) if values["estimator"] == estimator]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--llm-analysis", type=Path, help="the interpreter of an environment with llm-analysis")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write the table and the pictures into")
-    arguments = parser.parse_args()
+    arguments = parse_options(
+        __doc__,
+        llm_analysis={"type": Path, "help": "the interpreter of an environment with llm-analysis"},
+        out=REQUIRED_PATH | {"help": "the folder to write the table and the pictures into"},
+    )
     table: Path = arguments.out / "errors.csv"
-    lines = [*time_lines(arguments.llm_analysis), *memory_lines(arguments.llm_analysis)]
+    lines: list[Line] = [*time_lines(arguments.llm_analysis), *memory_lines(arguments.llm_analysis)]
     if arguments.llm_analysis is None:
-        lines += last_lines(table, "llm-analysis")
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    with table.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
+        lines += [line for line in read_table(table) if line["estimator"] == "llm-analysis"]
+    write_table(table, FIELDS, lines)
     for entry in lines:
         print(f"{entry['source']:32} {entry['estimator']:26} {entry['figure']:32} {entry['value']}")
     seconds = {source: (rows, step_seconds(rows)) for source, rows in timed_rows().items()}

@@ -7,7 +7,6 @@ a user starts it. Processor time counts the command and what it starts, such as 
 take turns, since a busy machine makes that time longer as well.
 """
 
-import argparse
 import itertools
 import json
 import resource
@@ -24,17 +23,16 @@ import orjson
 from harness.records.schema import Record
 from harness.records.store import read_all
 from tests.benchmarks.overhead import ROOT, describe_machine
+from tests.support.campaigns import parse_options
 
 COUNTS = (100, 1_000, 10_000)
 
 SWEEP = ("strategy=single,ddp,zero3,fsdp_full_shard,tp,pp_1f1b", "checkpointing=none,full", "train.steps=5")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Processor seconds that a report takes by its number of runs.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "report_speed.json")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    out = {"type": Path, "default": ROOT / "results" / "report_speed.json"}
+    options = parse_options(__doc__, rounds={"type": int, "default": 3}, out=out)
     with tempfile.TemporaryDirectory() as scratch:
         real = real_records(Path(scratch))
         folders = {count: multiply_records(real, count, Path(scratch) / f"of_{count}") for count in COUNTS}
@@ -60,12 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"{COUNTS[-1]:,} runs take {growth:.1f} times as long as {COUNTS[0]}")
     print("; ".join(f"each further run from {span}: {cost:.2f} ms" for span, cost in by_run.items()))
     print(options.out)
-    return 0
+
+
+def run_harness(*arguments: str) -> None:
+    """Run the command as a user starts it."""
+    subprocess.run([sys.executable, "-m", "harness", *arguments], cwd=ROOT, check=True, capture_output=True)
 
 
 def real_records(scratch: Path) -> list[Record]:
-    command = [sys.executable, "-m", "harness", "-m", *SWEEP, "name=real", f"results_dir={scratch}", "tracking=none"]
-    subprocess.run([*command, "cluster.device=cpu"], cwd=ROOT, check=True, capture_output=True)
+    run_harness("-m", *SWEEP, "name=real", f"results_dir={scratch}", "tracking=none", "cluster.device=cpu")
     return [record for record in read_all(scratch / "real").records if record.row["status"] == "ok"]
 
 
@@ -80,10 +81,18 @@ def multiply_records(real: Sequence[Record], count: int, folder: Path) -> Path:
         batch, length = 8 * (1 + round_number % 25), 128 * (1 + round_number // 25)
         train = record.config["train"] | {"global_batch": batch, "seq_len": length}
         speed = record.row["tokens_per_second"] * (1 + 0.1 * (number * 7919 % 101) / 101)
-        row = record.row | {"global_batch": batch, "seq_len": length, "tokens_per_second": speed}
-        row |= {"repeat": repeat, "noise_warning": None, "step_seconds": batch * length / speed}
-        row |= {"run_id": f"{record.row['strategy']}-{number:06d}", "name": folder.name}
-        path = folder / row["run_id"]
+        run_id = f"{record.row['strategy']}-{number:06d}"
+        row = record.row | {
+            "global_batch": batch,
+            "seq_len": length,
+            "tokens_per_second": speed,
+            "repeat": repeat,
+            "noise_warning": None,
+            "step_seconds": batch * length / speed,
+            "run_id": run_id,
+            "name": folder.name,
+        }
+        path = folder / run_id
         path.mkdir(parents=True)
         config = record.config | {"train": train, "name": folder.name, "repeat": repeat}
         changed = record.to_json() | {"row": row, "config": config}
@@ -92,12 +101,11 @@ def multiply_records(real: Sequence[Record], count: int, folder: Path) -> Path:
 
 
 def time_report(folder: Path) -> float:
-    command = [sys.executable, "-m", "harness", "report", str(folder)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    run_harness("report", str(folder))
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,8 +7,6 @@ makes, which no process group of a simulation makes. Draws that the output has a
 is given.
 """
 
-import argparse
-import csv
 import statistics
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,9 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.metrics.columns import communication_bytes
 from harness.records.rank_report import RankReport
 from harness.simulator.process import StepRequest
+from tests.support.campaigns import FLAG, REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.commands import compose
-from tests.support.random_runs import read_table
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness").expanduser()
 
 BATCH = 16  # draws in one process
 
@@ -38,18 +34,13 @@ COLUMNS = (
 Line = dict[str, str]
 
 
-def refusal(config: RunConfig) -> str:
-    """Return why a simulation cannot play the configuration, '' if it can."""
-    if config.train.compile:
-        return "compiled"
-    return "" if config.strategy.engine == "torch" else f"engine {config.strategy.engine}"
-
-
 def requests_of(line: Line) -> tuple[str, list[StepRequest]]:
     """Return why a run is not simulated, or the requests of its fullest rank and of those that stand for all."""
     config, _ = compose(*line["overrides"].split(), "name=random")
     layout = resolve_layout(config.strategy, config.world_size or 1)
-    reason = refusal(config)
+    engine = config.strategy.engine
+    refused = {"compiled": config.train.compile, f"engine {engine}": engine != "torch"}
+    reason = next((reason for reason, applies in refused.items() if applies), "")
     ranks = [] if reason else list(dict.fromkeys([*distinct_ranks(config, layout), int(line["peak_rank"] or 0)]))
     return reason, [StepRequest(config, layout, rank, "cpu", "cpu", None) for rank in ranks]
 
@@ -69,11 +60,10 @@ def distinct_ranks(config: RunConfig, layout: Layout) -> list[int]:
 def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
     """Return the line of the output: the measured and the simulated figures, or the error of the simulation."""
     failed = next((report for report in reports if report.status != "ok"), None)
-    if failed is not None:
+    if failed:
         return {"outcome": "error", "reason": f"{failed.error}: {failed.reason}"}
     config, _ = compose(*line["overrides"].split(), "name=random")
-    count = len(distinct_ranks(config, resolve_layout(config.strategy, config.world_size or 1)))
-    distinct = reports[:count]
+    distinct = reports[: len(distinct_ranks(config, resolve_layout(config.strategy, config.world_size or 1)))]
     fullest = next(report for report in reports if report.rank == int(line["peak_rank"] or 0))
     measured, simulated = int(line["peak_without_backend_bytes"]), fullest.profiled.peak_allocated_bytes or 0
     copies = int(line["world_size"]) // len(distinct)
@@ -92,7 +82,7 @@ def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
 def simulate(lines: list[Line]) -> list[dict[str, Any]]:
     """Return the lines of the output for these runs, all simulated in one process."""
     work = [(line, *requests_of(line)) for line in lines]
-    reports = iter(simulate_steps([request for _, _, requests in work for request in requests], CACHE))
+    reports = iter(simulate_steps([request for _, _, requests in work for request in requests]))
     results = []
     for line, reason, requests in work:
         own = [next(reports) for _ in requests]
@@ -117,13 +107,14 @@ def summarize(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--table", type=Path, default=Path("results/random_runs.csv"))
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--engine", default="torch", help="only runs of this engine")
-    parser.add_argument("--most", type=int, default=10**9, help="stop after so many runs")
-    parser.add_argument("--again", action="store_true", help="simulate all runs again")
-    arguments = parser.parse_args()
+    arguments = parse_options(
+        __doc__,
+        table={"type": Path, "default": Path("results/random_runs.csv")},
+        out=REQUIRED_PATH,
+        engine={"default": "torch", "help": "only runs of this engine"},
+        most={"type": int, "default": 10**9, "help": "stop after so many runs"},
+        again=FLAG | {"help": "simulate all runs again"},
+    )
     runs = [line for line in read_table(arguments.table) if line["outcome"] == "proven"]
     runs = [line for line in runs if line["engine"] == arguments.engine and line.get("peak_without_backend_bytes")]
     known = {} if arguments.again else {line["draw"]: line for line in read_table(arguments.out)}
@@ -131,10 +122,7 @@ def main() -> None:
     missing = missing[: arguments.most]
     for start in range(0, len(missing), BATCH):
         known |= {line["draw"]: line for line in simulate(missing[start : start + BATCH])}
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(sorted(known.values(), key=lambda line: int(line["draw"])))
+        write_table(arguments.out, COLUMNS, sorted(known.values(), key=lambda line: int(line["draw"])))
         summarize(list(known.values()))
 
 

@@ -6,20 +6,15 @@ The rows are those of fms-acceleration on one A100 without patched kernels, and 
 context, which nvidia-smi counts; torchtitan's figure is of torch's allocator alone.
 """
 
-import argparse
-import csv
 import dataclasses
 import statistics
-from pathlib import Path
-from typing import Any
 
 from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
+from tests.support.campaigns import REQUIRED_PATH, Line, parse_options, write_table
 from tests.support.commands import compose_config
 from tests.support.published import fms
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness").expanduser()
 
 A100_BYTES = 85_094_498_304  # total memory of an A100 of 80 GB as CUDA reports it, 81,152 MiB
 
@@ -60,12 +55,10 @@ def fms_request(entry: fms.FmsRow) -> StepRequest:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
+    arguments = parse_options(__doc__, out=REQUIRED_PATH)
     entries, excluded = fms_rows()
-    reports = simulate_steps([fms_request(entry) for entry in entries], CACHE)
-    lines: list[dict[str, Any]] = []
+    reports = simulate_steps([fms_request(entry) for entry in entries])
+    lines: list[Line] = []
     for entry, report in zip(entries, reports, strict=True):
         assert report.status == "ok", report.reason
         row = entry.row
@@ -77,7 +70,7 @@ def main() -> None:
         line["simulated_bytes"] += round(max(0, context))
     config = compose_config(*TORCHTITAN)
     request = StepRequest(config, resolve_layout(config.strategy, 8), device_bytes=None)
-    (report,) = simulate_steps([request], CACHE)
+    (report,) = simulate_steps([request])
     assert report.status == "ok", report.reason
     lines.append(
         {
@@ -94,10 +87,7 @@ def main() -> None:
     print(f"constant for CUDA's context: {context:.0f} bytes")
     print(f"median error {statistics.median(abs(float(line['error'])) for line in lines[:-1]):.2%}")
     lines += [{"excluded": f"{count} rows: {reason}"} for reason, count in excluded.items()]
-    with arguments.out.open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", restval="")
-        writer.writeheader()
-        writer.writerows(lines)
+    write_table(arguments.out, COLUMNS, lines)
 
 
 if __name__ == "__main__":

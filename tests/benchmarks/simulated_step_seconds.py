@@ -9,14 +9,14 @@ which `--exact` compares with whole steps. Pipelines are simulated at full depth
 alone. A table that exists is completed, unless --again is given.
 """
 
-import argparse
-import csv
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
+
+import pandas as pd
 
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
@@ -26,12 +26,11 @@ from harness.hardware.described_cluster import described_cluster, described_mach
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.process import StepRequest
+from tests.support.campaigns import FLAG, parse_options, read_table, write_table
 from tests.support.commands import compose_config
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron
 from tests.support.published.step_times import row_hardware, step_seconds
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness").expanduser()
 
 DEPTHS, BATCHES = (2, 4), (1, 2)  # the layers and micro-batches at which a row is simulated that has more
 
@@ -43,6 +42,8 @@ EVERY = {"Modalities, A100 of 64 GB": 4, "llm-foundry, A100": 7, "llm-foundry, H
 
 PLANNED = "plan, 8 x H100"  # the source of configurations of which there is no measurement
 
+PIPELINED = ("model.num_hidden_layers=8", "model.tie_word_embeddings=false")  # the model of a pipeline
+
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "tp", "tp_sp", "cp", "pp_1f1b", "3d")
 
 FIELDS = (
@@ -50,6 +51,8 @@ FIELDS = (
     *("harness_planned_seconds", "simulated_ratio", "planned_ratio", "harness_planned_ratio", "simulated_of"),
     *("exposed_seconds", "idle_seconds", "largest_operators", "simulation_seconds"),
 )
+
+RATIOS = ("simulated_ratio", "planned_ratio", "harness_planned_ratio")
 
 Line = dict[str, str]
 
@@ -145,12 +148,10 @@ def planned_cases() -> Iterator[Case]:
     """Yield a case for every strategy on one node, of few layers."""
     for model in ("1b", "7b"):
         for strategy in STRATEGIES:
-            pipelined = strategy in ("pp_1f1b", "3d")
-            overrides = [f"strategy={strategy}", f"model={model}", "cluster=8xh100", "precision=bf16_mixed"]
-            overrides += ["model.num_hidden_layers=8" if pipelined else "model.num_hidden_layers=4"]
-            overrides += ["model.tie_word_embeddings=false"] * pipelined
+            shape = PIPELINED if strategy in ("pp_1f1b", "3d") else ("model.num_hidden_layers=4",)
             batch = 1 if strategy in ("tp", "tp_sp", "cp") else 8
-            config = compose_config(*overrides, f"train.global_batch={batch}")
+            overrides = (f"strategy={strategy}", f"model={model}", *shape, f"train.global_batch={batch}")
+            config = compose_config(*overrides, "cluster=8xh100", "precision=bf16_mixed")
             layout = resolve_layout(config.strategy, 8)
             hardware = config.cluster.hardware
             assert hardware is not None
@@ -168,50 +169,47 @@ def corners(config: RunConfig, layout: Layout) -> list[Corner]:
     return [Corner(d, m) for d in depths for m in (BATCHES if batches > BATCHES[1] else (batches,))]
 
 
-def at_corner(case: Case, corner: Corner) -> RunConfig:
-    """Return a case's configuration with so many layers and micro-batches."""
-    config, layout = case.config, case.layout
-    model = dataclasses.replace(config.model, num_hidden_layers=corner.layers)
-    global_batch = config.train.micro_batch * corner.micro_batches * layout.dp_replicate * layout.dp_shard
-    train = dataclasses.replace(config.train, global_batch=global_batch)
-    return dataclasses.replace(config, model=model, train=train)
-
-
 def requests(case: Case, corner: Corner) -> list[StepRequest]:
-    """Return the requests for one rank of every pipeline stage."""
-    config, layout = at_corner(case, corner), case.layout
+    """Return the requests for one rank of every pipeline stage, with so many layers and micro-batches."""
+    layout, train = case.layout, case.config.train
+    global_batch = train.micro_batch * corner.micro_batches * layout.dp_replicate * layout.dp_shard
+    config = dataclasses.replace(
+        case.config,
+        model=dataclasses.replace(case.config.model, num_hidden_layers=corner.layers),
+        train=dataclasses.replace(train, global_batch=global_batch),
+    )
     ranks = range(0, layout.world_size, layout.world_size // layout.pp)
     return [StepRequest(config, layout, rank, "cuda", "simulated CUDA device", None) for rank in ranks]
 
 
-def extrapolate(values: dict[Corner, float], goal: Corner) -> float:
+def extrapolate(values: Mapping[Corner, float], goal: Corner) -> float:
     """Return a value that is linear in layers and in micro-batches at other layers and micro-batches."""
-    depths = sorted({corner.layers for corner in values})
-    batches = sorted({corner.micro_batches for corner in values})
+    of_depth = {
+        depth: on_line({m: value for (layers, m), value in values.items() if layers == depth}, goal.micro_batches)
+        for depth in dict.fromkeys(corner.layers for corner in values)
+    }
+    return on_line(of_depth, goal.layers)
 
-    def line(points: Sequence[int], heights: Sequence[float], position: int) -> float:
-        if len(points) == 1:
-            return heights[0]
-        slope = (heights[1] - heights[0]) / (points[1] - points[0])
-        return heights[0] + slope * (position - points[0])
 
-    of_depth = [line(batches, [values[Corner(d, m)] for m in batches], goal.micro_batches) for d in depths]
-    return line(depths, of_depth, goal.layers)
+def on_line(heights: Mapping[int, float], position: int) -> float:
+    """Return the height of the line through two points at a position, or that of a single point."""
+    low, high = min(heights), max(heights)
+    slope = (heights[high] - heights[low]) / max(high - low, 1)
+    return heights[low] + slope * (position - low)
 
 
 def simulate(case: Case) -> tuple[dict[Corner, SimulatedTime], str]:
     """Return the slowest stage's time at every corner, and why there is none."""
-    points = corners(case.config, case.layout)
-    grouped = [requests(case, corner) for corner in points]
-    reports = iter(simulate_steps([request for group in grouped for request in group], CACHE))
+    grouped = {corner: requests(case, corner) for corner in corners(case.config, case.layout)}
+    reports = iter(simulate_steps([request for group in grouped.values() for request in group]))
     times = {}
-    for corner, group in zip(points, grouped, strict=True):
-        own = [next(reports) for _ in group]
-        failed = [report for report in own if report.status != "ok" or report.simulated_time is None]
-        if failed:
-            return {}, f"{failed[0].error}: {failed[0].reason}"
-        ordered = [report.simulated_time for report in own if report.simulated_time is not None]
-        times[corner] = min(ordered, key=lambda time: time.idle_seconds)
+    for corner, group in grouped.items():
+        own = list(itertools.islice(reports, len(group)))
+        known = [report.simulated_time for report in own if report.status == "ok" and report.simulated_time]
+        if len(known) < len(own):
+            failed = next(report for report in own if report.status != "ok" or not report.simulated_time)
+            return {}, f"{failed.error}: {failed.reason}"
+        times[corner] = min(known, key=lambda time: time.idle_seconds)
     return times, ""
 
 
@@ -220,37 +218,39 @@ def line_of(case: Case) -> Line:
     started = time.monotonic()
     times, reason = simulate(case)
     took = time.monotonic() - started
-    batches = case.layout.grad_accumulation_steps(case.config.train)
-    goal = Corner(case.config.model.num_hidden_layers, batches)
-    line: Line = dict.fromkeys(FIELDS, "")
-    line |= {"source": case.source, "row": case.row, "group": case.group, "layout": layout_text(case)}
-    line |= {"simulation_seconds": f"{took:.1f}", "simulated_of": reason}
-    planned = {"planned": case.planned, "harness_planned": case.planned_here}
+    goal = Corner(case.config.model.num_hidden_layers, case.layout.grad_accumulation_steps(case.config.train))
+    line: Line = {
+        "source": case.source,
+        "row": case.row,
+        "group": case.group,
+        "layout": layout_text(case),
+        "published_seconds": f"{case.published:.5g}" if case.published else "",
+        "simulated_of": reason,
+        "simulation_seconds": f"{took:.1f}",
+    }
+    seconds = {"planned": case.planned, "harness_planned": case.planned_here}
     if times:
-        simulated = extrapolate({corner: own.step_seconds for corner, own in times.items()}, goal)
+        seconds["simulated"] = extrapolate({corner: own.step_seconds for corner, own in times.items()}, goal)
         exposed = extrapolate({c: sum(own.exposed_seconds.values()) for c, own in times.items()}, goal)
         idle = extrapolate({c: own.idle_seconds for c, own in times.items()}, goal)
-        line["simulated_of"] = " ".join(f"{corner.layers}x{corner.micro_batches}" for corner in times)
-        line |= {"exposed_seconds": f"{exposed:.5g}", "idle_seconds": f"{idle:.5g}"}
-        line["largest_operators"] = largest_operators(times, goal)
-        planned["simulated"] = simulated
-    for name, seconds in planned.items():
-        line[f"{name}_seconds"] = f"{seconds:.5g}"
-        base = case.published or case.planned
-        line[f"{name}_ratio"] = f"{seconds / base:.4f}"
-    line["published_seconds"] = f"{case.published:.5g}" if case.published else ""
-    return line
+        line |= {
+            "simulated_of": " ".join(f"{corner.layers}x{corner.micro_batches}" for corner in times),
+            "exposed_seconds": f"{exposed:.5g}",
+            "idle_seconds": f"{idle:.5g}",
+            "largest_operators": largest_operators(times, goal),
+        }
+    for name, value in seconds.items():
+        line |= {f"{name}_seconds": f"{value:.5g}", f"{name}_ratio": f"{value / (case.published or case.planned):.4f}"}
+    return dict.fromkeys(FIELDS, "") | line
 
 
-def largest_operators(times: dict[Corner, SimulatedTime], goal: Corner, count: int = 8) -> str:
+def largest_operators(times: Mapping[Corner, SimulatedTime], goal: Corner, count: int = 8) -> str:
     """Return the operators that take most of a step, with their seconds, each as if it ran alone."""
-    names = {name for own in times.values() for name in own.operator_seconds}
     seconds = {
         name: extrapolate({corner: own.operator_seconds.get(name, 0.0) for corner, own in times.items()}, goal)
-        for name in names
+        for name in {name for own in times.values() for name in own.operator_seconds}
     }
-    largest = sorted(seconds, key=lambda name: -seconds[name])[:count]
-    return "; ".join(f"{name} {seconds[name]:.4g}" for name in largest)
+    return "; ".join(f"{name} {seconds[name]:.4g}" for name in sorted(seconds, key=lambda name: -seconds[name])[:count])
 
 
 def layout_text(case: Case) -> str:
@@ -263,45 +263,23 @@ def layout_text(case: Case) -> str:
     return " ".join([*texts, f"zero={layout.zero_stage} {batches}x{train.micro_batch}x{train.seq_len} {checkpointing}"])
 
 
-def read_lines(path: Path) -> list[Line]:
-    """Return the lines of a table, none if there is no file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_lines(path: Path, lines: Sequence[Line]) -> None:
-    """Write the lines of a table."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
-
-
 def print_errors(lines: Sequence[Line]) -> None:
     """Print the median error of each source, of the simulation and of both plans."""
-    published = [line for line in lines if line["published_seconds"]]
-    sources = [*dict.fromkeys(line["source"] for line in published), "all published"]
-    for source in sources:
-        rows = [line for line in published if source in (line["source"], "all published")]
-        known = [line for line in rows if line["simulated_ratio"]]
-        if not known:
-            continue
-        errors = [
-            f"{name[: -len('_ratio')]} {median(abs(float(line[name]) - 1) for line in known):.3f}"
-            for name in ("simulated_ratio", "planned_ratio", "harness_planned_ratio")
-        ]
-        bias = median(float(line["simulated_ratio"]) for line in known)
-        print(f"{source:32} {len(known)} of {len(rows)} rows, median errors: {', '.join(errors)}; ratio {bias:.3f}")
+    published = pd.DataFrame(lines, columns=FIELDS).query("published_seconds != ''")
+    for source, rows in [*published.groupby("source", sort=False), ("all published", published)]:
+        known = rows[rows.simulated_ratio != ""][list(RATIOS)].astype(float)
+        if len(known):
+            medians = (known - 1).abs().median()
+            errors = ", ".join(f"{name.removesuffix('_ratio')} {error:.3f}" for name, error in medians.items())
+            bias = known.simulated_ratio.median()
+            print(f"{source:32} {len(known)} of {len(rows)} rows, median errors: {errors}; ratio {bias:.3f}")
 
 
 def print_exactness(case: Case, layers: int, batches: int) -> None:
     """Print the step of a case at full size, and the one that is extrapolated."""
     goal = Corner(layers, batches)
     times, reason = simulate(case)
-    whole = simulate_steps(requests(case, goal), CACHE)[0].simulated_time
+    whole = simulate_steps(requests(case, goal))[0].simulated_time
     if not times or whole is None:
         print(f"{case.source} row {case.row}: {reason}")
         return
@@ -310,19 +288,20 @@ def print_exactness(case: Case, layers: int, batches: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("results/simulator/step_seconds.csv"))
-    parser.add_argument("--again", action="store_true", help="simulate the rows that the table has too")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further row after so many")
-    parser.add_argument("--source", default="", help="the only source to simulate, by the beginning of its name")
-    parser.add_argument("--exact", action="store_true", help="compare extrapolated steps with whole ones instead")
-    arguments = parser.parse_args()
+    arguments = parse_options(
+        __doc__,
+        out={"type": Path, "default": Path("results/simulator/step_seconds.csv")},
+        again=FLAG | {"help": "simulate the rows that the table has too"},
+        seconds={"type": float, "default": float("inf"), "help": "begin no further row after so many"},
+        source={"default": "", "help": "the only source to simulate, by the beginning of its name"},
+        exact=FLAG | {"help": "compare extrapolated steps with whole ones instead"},
+    )
     cases = [case for case in (*planned_cases(), *published_cases()) if case.source.startswith(arguments.source)]
     if arguments.exact:
         for case in cases[:: max(1, len(cases) // 4)]:
             print_exactness(case, 12, 3)
         return
-    started, lines = time.monotonic(), read_lines(arguments.out)
+    started, lines = time.monotonic(), read_table(arguments.out)
     if arguments.again:
         lines = [line for line in lines if not line["source"].startswith(arguments.source)]
     have = {(line["source"], line["row"], line["group"]) for line in lines}
@@ -332,9 +311,9 @@ def main() -> None:
         if time.monotonic() - started > arguments.seconds:
             break
         lines.append(line_of(case))
-        write_lines(arguments.out, lines)
+        write_table(arguments.out, FIELDS, lines)
         last = lines[-1]
-        ratios = ", ".join(f"{name} {last[name]}" for name in FIELDS if name.endswith("_ratio"))
+        ratios = ", ".join(f"{name} {last[name]}" for name in RATIOS)
         print(f"{case.source:30} {case.row:18} {case.group:24} {ratios} ({last['simulated_of']})", flush=True)
     print_errors(lines)
 

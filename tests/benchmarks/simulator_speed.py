@@ -5,19 +5,16 @@ Every layout is simulated in a process of its own. Seconds are by the clock and 
 host memory do not. `ratio` is the seconds relative to the first layout's of the same run of this script.
 """
 
-import argparse
 import json
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
+from tests.support.campaigns import REQUIRED_PATH, parse_options
 from tests.support.commands import compose_config
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness").expanduser()
 
 FULL = ("checkpointing=full", "precision=bf16_mixed")
 
@@ -53,7 +50,7 @@ def measure(name: str, world: int, overrides: tuple[str, ...]) -> dict[str, Any]
     config = compose_config(*overrides, f"train.global_batch={GLOBAL_BATCH.get(world, world)}", f"world_size={world}")
     layout = resolve_layout(config.strategy, world)
     started = time.monotonic()
-    (report,) = simulate_steps([StepRequest(config, layout, device_bytes=None)], CACHE)
+    (report,) = simulate_steps([StepRequest(config, layout, device_bytes=None)])
     seconds = time.monotonic() - started
     assert report.status == "ok", report.reason
     return {
@@ -67,10 +64,8 @@ def measure(name: str, world: int, overrides: tuple[str, ...]) -> dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="only layouts whose name contains this")
-    arguments = parser.parse_args()
+    only = {"default": "", "help": "only layouts whose name contains this"}
+    arguments = parse_options(__doc__, out=REQUIRED_PATH, only=only)
     results = [measure(*layout) for layout in LAYOUTS if arguments.only in layout[0]]
     for result in results:
         result["ratio"] = round(result["seconds"] / results[0]["seconds"], 2)

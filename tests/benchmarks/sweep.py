@@ -6,31 +6,30 @@ In each round the command's wall time divided by its runs (start of Python, comp
 table and report) is compared with the median of the scripts run before and after it.
 """
 
-import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.overhead import ROOT, Pair, describe_machine
+from tests.support.campaigns import parse_options
 
 STEPS = 10
 
 SCRIPTS = 2  # before each command, and after it
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="A sweep's cost a combination against a plain torchrun script.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=20, help="of each sweep")
-    parser.add_argument("--out", type=Path, default=ROOT / "results" / "overhead_sweep.json")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = parse_options(
+        __doc__,
+        rounds={"type": int, "default": 3},
+        runs={"type": int, "default": 20, "help": "of each sweep"},
+        out={"type": Path, "default": ROOT / "results" / "overhead_sweep.json"},
+    )
     with tempfile.TemporaryDirectory() as scratch:
         pair = Pair(STEPS, Path(scratch) / "pair")
         rounds = [run_round(pair, options.runs, Path(scratch) / str(index)) for index in range(options.rounds)]
@@ -42,7 +41,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"a combination in a sweep of {options.runs}, {STEPS} steps: {ratio:.3f} of the script's time ({seconds:.2f} s)"
     )
     print(options.out)
-    return 0
 
 
 def run_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
@@ -55,10 +53,16 @@ def run_round(pair: Pair, runs: int, results: Path) -> dict[str, Any]:
 
 def sweep_seconds(runs: int, results: Path) -> float:
     """Return the seconds of a sweep that is started as a user starts it, tracking included."""
-    command = [sys.executable, "-m", "harness", "-m", "strategy=ddp", "name=twenty", f"results_dir={results}"]
-    command += [f"train.steps={STEPS}", f"repeats={runs}", "cluster.device=cpu"]
+    settings = (
+        "name=twenty",
+        f"results_dir={results}",
+        f"train.steps={STEPS}",
+        f"repeats={runs}",
+        "cluster.device=cpu",
+    )
+    command = [sys.executable, "-m", "harness", "-m", *settings, "cluster.device=cpu"]
     started = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     seconds = time.perf_counter() - started
     recorded = len(list(results.glob("twenty/*/record.json")))
     if done.returncode != 0 or recorded != runs:
@@ -67,4 +71,4 @@ def sweep_seconds(runs: int, results: Path) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -7,18 +7,18 @@ the median half-width on the half of the groups that the range was not fitted to
 """
 
 import math
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+import numpy as np
+
 from harness.cost_model.timing.interval import interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
+from tests.benchmarks.fit_planner import SEEDS, fitted_groups
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron, vtrain
 from tests.support.published.step_times import row_hardware, row_timing, step_time
 from tests.support.published.time_scores import is_scored
-
-SEEDS = range(5)
 
 OUTSIDE = 0.03  # the share of rows beyond each end of the range that is fitted, less than the one in twenty it is for
 
@@ -69,23 +69,14 @@ def fit_range(rows: Sequence[TimedRow]) -> tuple[float, float]:
 
     Ratios are taken to the power that makes them those of a step without exposed communication.
     """
-    scaled = sorted(math.log(entry.ratio) / interval_spread(entry.time, entry.row.nodes) for entry in rows)
-    return math.exp(min(0.0, _quantile(scaled, OUTSIDE))), math.exp(max(0.0, _quantile(scaled, 1 - OUTSIDE)))
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of sorted values, between two of them where it falls there."""
-    position = share * (len(values) - 1)
-    below = int(position)
-    above = min(below + 1, len(values) - 1)
-    return values[below] + (position - below) * (values[above] - values[below])
+    scaled = [math.log(entry.ratio) / interval_spread(entry.time, entry.row.nodes) for entry in rows]
+    low, high = np.quantile(scaled, (OUTSIDE, 1 - OUTSIDE))
+    return math.exp(min(0.0, low)), math.exp(max(0.0, high))
 
 
 def held_out(rows: Sequence[TimedRow], seed: int) -> tuple[float, float]:
     """Return the share of rows inside and the median half-width on the groups that a fit to half of them left out."""
-    groups = sorted({entry.row.group for entry in rows})
-    random.Random(seed).shuffle(groups)
-    fitted = set(groups[: len(groups) // 2])
+    fitted = fitted_groups([entry.row for entry in rows], seed)
     measured_over_predicted = fit_range([entry for entry in rows if entry.row.group in fitted])
     others = [entry for entry in rows if entry.row.group not in fitted]
     inside = sum(entry.is_inside(measured_over_predicted) for entry in others) / len(others)

@@ -8,15 +8,12 @@ run again, so that --seconds divides the work. Of times only those of the proces
 changes least; a real rank's have what gloo computes.
 """
 
-import argparse
-import csv
 import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import RankReport
@@ -25,9 +22,9 @@ from harness.runner import local_machine
 from harness.runner.plan import make_plan
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support.commands import ROOT, compose, execute_run
+from tests.support.campaigns import FLAG, REQUIRED_PATH, Line, parse_options, read_table, write_table
+from tests.support.commands import ROOT, compose, compose_config, execute_run
 from tests.support.random_draws import draw_real_size, split
-from tests.support.random_runs import read_table
 
 MOST_RANKS = 8
 
@@ -47,8 +44,6 @@ COLUMNS = (
     *(name for exact in EXACT for name in (exact, f"virtual_{exact}")),
     *("processor_seconds", "virtual_processor_seconds", "overrides"),
 )
-
-Line = dict[str, Any]
 
 
 def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
@@ -118,7 +113,7 @@ def summarize(lines: list[Line]) -> None:
     compared = [line for line in lines if line["outcome"] == "compared"]
     print(f"{len(lines)} draws, {len(compared)} compared")
     for name, is_chosen in (("FSDP2", True), ("others", False)):
-        group = [line for line in compared if ("data_parallel=fsdp" in described(line)) is is_chosen]
+        group = [line for line in compared if is_fully_sharded(line) is is_chosen]
         errors = sorted((abs(float(line["peak_ratio"]) - 1), int(line["draw"])) for line in group)
         if errors:
             median, (worst, draw) = statistics.median(error for error, _ in errors), errors[-1]
@@ -132,20 +127,19 @@ def summarize(lines: list[Line]) -> None:
         print(f"processor time: {statistics.median(ratios):.3f} x the real one in the median of {len(ratios)}")
 
 
-def described(line: Line) -> str:
-    """Return the strategy of a draw in words that name its kind of data parallelism."""
-    config, _ = compose(*line["overrides"].split(), "name=virtual")
-    return f"data_parallel={config.strategy.data_parallel}"
+def is_fully_sharded(line: Line) -> bool:
+    """Return whether FSDP2 is the data parallelism of a draw."""
+    return compose_config(*line["overrides"].split(), "name=virtual").strategy.data_parallel.startswith("fsdp")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--per-strategy", type=int, default=2, help="draws of each strategy")
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no draw after so long")
-    parser.add_argument("--again", action="store_true", help="run those again that were not compared")
-    arguments = parser.parse_args()
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments = parse_options(
+        __doc__,
+        out=REQUIRED_PATH,
+        per_strategy={"type": int, "default": 2, "help": "draws of each strategy"},
+        seconds={"type": float, "default": 1e9, "help": "start no draw after so long"},
+        again=FLAG | {"help": "run those again that were not compared"},
+    )
     lines: dict[int, Line] = {int(line["draw"]): line for line in read_table(arguments.out)}
     started = time.monotonic()
     for seed, overrides in chosen_draws(arguments.per_strategy):
@@ -156,10 +150,7 @@ def main() -> None:
             lines[seed] = compare(seed, overrides, Path(folder))
         shown = {name: lines[seed].get(name) for name in ("strategy", "world_size", "outcome", "peak_ratio", "reason")}
         print(seed, f"{time.monotonic() - started:.0f} s", *shown.values(), flush=True)
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(sorted(lines.values(), key=lambda line: int(line["draw"])))
+        write_table(arguments.out, COLUMNS, sorted(lines.values(), key=lambda line: int(line["draw"])))
     summarize(list(lines.values()))
 
 

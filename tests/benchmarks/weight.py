@@ -7,7 +7,6 @@ Any checkout can be weighed, and so old and new code are counted by one script. 
 syntax trees: neither changes with formatting or comments, and a docstring is no statement.
 """
 
-import argparse
 import ast
 import io
 import json
@@ -20,6 +19,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from functools import cache
 from pathlib import Path
+
+from tests.support.campaigns import FLAG, parse_options
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,22 +60,21 @@ sys.exit(status)
 Weights = dict[str, int]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="The weight of the code, before and after a change.")
-    parser.add_argument("--before", type=Path, help="a checkout of the code before the change")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
-    parser.add_argument("--write-budget", action="store_true", help="make today's weight the budget, and write it")
-    options = parser.parse_args(arguments)
+def main() -> None:
+    options = parse_options(
+        __doc__,
+        before={"type": Path, "help": "a checkout of the code before the change"},
+        out={"type": Path, "help": "a JSON file for the figures"},
+        write_budget=FLAG | {"help": "make today's weight the budget, and write it"},
+    )
     if options.write_budget:
         BUDGET.write_text(budget_text())
-        return 0
-    figures = {"after": weigh(ROOT)}
-    if options.before:
-        figures = {"before": weigh(options.before), **figures}
+        return
+    checkouts = {"before": options.before, "after": ROOT}
+    figures = {when: weigh(root) for when, root in checkouts.items() if root}
     print_table(figures)
     if options.out:
         options.out.write_text(json.dumps(figures, indent=1) + "\n")
-    return 0
 
 
 def weigh(root: Path) -> dict[str, Weights]:
@@ -131,20 +131,17 @@ def is_statement(node: ast.AST) -> bool:
 
 def module_sources(package: Path) -> dict[str, str]:
     """Return the source of every module of a package by its dotted name."""
-    sources = {}
-    for path in sorted(package.rglob("*.py")):
-        parts = path.relative_to(package.parent).with_suffix("").parts
-        sources[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return sources
+    return {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__"): path.read_text()
+        for path in sorted(package.rglob("*.py"))
+    }
 
 
-def functions_used_once(sources: Iterator[str] | Sequence[str]) -> int:
+def functions_used_once(sources: Collection[str]) -> int:
     """Return how many functions at the top of a module have a name that stands at one other place of the package."""
-    sources = list(sources)
     words = Counter(word for source in sources for word in re.findall(r"\b\w+\b", source))
-    trees = [ast.parse(source) for source in sources]
-    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
-    return sum(words[function.name] == 2 for function in functions)
+    nodes = [node for source in sources for node in ast.parse(source).body]
+    return sum(words[node.name] == 2 for node in nodes if isinstance(node, ast.FunctionDef))
 
 
 def import_levels(modules: dict[str, str]) -> int:
@@ -174,11 +171,8 @@ def repeated_tokens(sources: Iterator[str] | Sequence[str]) -> int:
     runs = Counter(run for tokens in files for run in runs_of(tokens))
     count = 0
     for tokens in files:
-        covered: set[int] = set()
-        for start, run in enumerate(runs_of(tokens)):
-            if runs[run] > 1:
-                covered.update(range(start, start + REPEATED_TOKENS))
-        count += len(covered)
+        starts = [start for start, run in enumerate(runs_of(tokens)) if runs[run] > 1]
+        count += len({start + offset for start in starts for offset in range(REPEATED_TOKENS)})
     return count
 
 
@@ -232,4 +226,4 @@ def print_table(figures: dict[str, dict[str, Weights]]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

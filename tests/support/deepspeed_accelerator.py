@@ -37,43 +37,26 @@ class CountingAccelerator(CPU_Accelerator):  # type: ignore[misc]
         """Return False: kernels run after the host has launched them."""
         return False
 
-    def use_host_timers(self) -> bool:
-        """Return False: timers are events in streams."""
-        return False
-
-    def resolves_data_dependency(self) -> bool:
-        """Return False: what runs on different streams must be ordered by hand."""
-        return False
-
-    def handles_memory_backpressure(self) -> bool:
-        """Return False: the host may run ahead until memory is full."""
-        return False
+    use_host_timers = is_synchronized_device  # timers are events in streams
+    resolves_data_dependency = is_synchronized_device  # what runs on different streams must be ordered by hand
+    handles_memory_backpressure = is_synchronized_device  # the host may run ahead until memory is full
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Count a wait for all work of the device."""
         self.synchronizations += 1
 
-    @property
-    def Stream(self) -> type[SimulatedStream]:  # noqa: N802  DeepSpeed's name
-        """The class of streams."""
-        return SimulatedStream
-
-    @property
-    def Event(self) -> type[SimulatedEvent]:  # noqa: N802  DeepSpeed's name
-        """The class of events."""
-        return SimulatedEvent
+    Stream = SimulatedStream
+    Event = SimulatedEvent
 
     def stream(self, stream: SimulatedStream) -> AbstractContextManager[None]:
         """Return a context in which a stream is the current one."""
         return use_stream(stream)
 
     def current_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the current stream."""
+        """Return the current stream, which is the default one."""
         return DEFAULT_STREAM
 
-    def default_stream(self, device_index: int | None = None) -> SimulatedStream:
-        """Return the default stream."""
-        return DEFAULT_STREAM
+    default_stream = current_stream
 
 
 @contextmanager

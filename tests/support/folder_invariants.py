@@ -1,6 +1,5 @@
 """The invariants of a comparison's folder, which must hold whatever happened to its commands."""
 
-import csv
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,21 +9,13 @@ from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
 from harness.util.errors import UserError
+from tests.support.campaigns import read_table
 
 # The columns that differ between two runs of one configuration. If several moments of a step are equally full, which
 # of them is reported as the peak differs too.
 MOMENTARY = {
-    *(
-        "started_at",
-        "duration_seconds",
-        "noise_warning",
-        "cpu_seconds",
-        "peak_rss_bytes",
-        "mfu",
-        "hfu",
-        "peak_phase",
-        "peak_rank",
-    ),
+    *("started_at", "duration_seconds", "noise_warning", "cpu_seconds", "peak_rss_bytes", "mfu", "hfu"),
+    *("peak_phase", "peak_rank"),
     *("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device"),
     *("fragmentation_bytes", "non_torch_bytes", "pipeline_bubble", "step_seconds_iqr_ratio"),
 }
@@ -117,8 +108,7 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
                 value and other and column in NEARLY and abs(value - other) <= NEARLY[column] * value
             ):
                 problems.append(f"{run_id}: {column} is {other}, undisturbed {value}")
-    with (folder / "sweep" / "runs.csv").open(newline="") as file:
-        listed = [row["run_id"] for row in csv.DictReader(file)]
+    listed = [row["run_id"] for row in read_table(folder / "sweep" / "runs.csv")]
     if sorted(listed) != sorted(expected):
         problems.append(f"runs.csv lists {listed}")
     return problems

@@ -7,10 +7,7 @@ of them: the same command continues where it was interrupted. An honest run must
 with a fault as an error.
 """
 
-import argparse
-import csv
 import itertools
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,43 +15,23 @@ from typing import Any, NamedTuple
 
 from harness.worker import main as worker_main
 from tests.support import faults
+from tests.support.campaigns import complete_table, parse_options
 from tests.support.commands import compose, execute_run
-
-
-class Size(NamedTuple):
-    """A model of so many million parameters and its batch, as overrides."""
-
-    millions: str
-    overrides: str
-
-    @property
-    def words(self) -> list[str]:
-        """The overrides one by one."""
-        return self.overrides.split()
-
 
 TINY = "train.global_batch=4 train.micro_batch=1 train.seq_len=64 train.steps=4 train.warmup_steps=2"
 BATCH = "train.global_batch=4 train.micro_batch=1 train.seq_len=64 train.steps=2 train.warmup_steps=1"
 SHORT = "train.global_batch=4 train.micro_batch=1 train.seq_len=64 train.steps=1 train.warmup_steps=1"
 
+# Models and their batches as overrides, by millions of parameters.
 SIZES = {
-    "0.5": Size("0.5", f"model.num_hidden_layers=4 {TINY}"),
-    "1.7": Size("1.7", f"model.num_hidden_layers=16 {TINY}"),
-    "11": Size(
-        "11",
-        "model.hidden_size=384 model.intermediate_size=1024 model.num_hidden_layers=2 model.num_attention_heads=6"
-        f" model.num_key_value_heads=2 model.vocab_size=10001 {BATCH}",
-    ),
-    "17": Size(
-        "17",
-        "model.hidden_size=512 model.intermediate_size=1376 model.num_hidden_layers=3 model.num_attention_heads=8"
-        f" model.num_key_value_heads=4 model.vocab_size=8000 {BATCH}",
-    ),
-    "100": Size(
-        "100",
-        "model.hidden_size=768 model.intermediate_size=2048 model.num_hidden_layers=12 model.num_attention_heads=12"
-        f" model.num_key_value_heads=4 model.vocab_size=16000 {SHORT}",
-    ),
+    "0.5": f"model.num_hidden_layers=4 {TINY}",
+    "1.7": f"model.num_hidden_layers=16 {TINY}",
+    "11": "model.hidden_size=384 model.intermediate_size=1024 model.num_hidden_layers=2 model.num_attention_heads=6"
+    f" model.num_key_value_heads=2 model.vocab_size=10001 {BATCH}",
+    "17": "model.hidden_size=512 model.intermediate_size=1376 model.num_hidden_layers=3 model.num_attention_heads=8"
+    f" model.num_key_value_heads=4 model.vocab_size=8000 {BATCH}",
+    "100": "model.hidden_size=768 model.intermediate_size=2048 model.num_hidden_layers=12 model.num_attention_heads=12"
+    f" model.num_key_value_heads=4 model.vocab_size=16000 {SHORT}",
 }
 
 LAYOUTS = ("ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b", "cp")
@@ -92,7 +69,7 @@ KEYS = ("millions", "strategy", "fault", "precision", "lr")
 class Case(NamedTuple):
     """One run of the campaign."""
 
-    size: Size
+    millions: str
     strategy: str
     fault: Callable[[str], None] | None
     precision: str
@@ -102,7 +79,7 @@ class Case(NamedTuple):
     def key(self) -> tuple[str, ...]:
         """The values of KEYS."""
         fault = "" if self.fault is None else self.fault.__name__
-        return (self.size.millions, self.strategy, fault, self.precision, self.lr)
+        return (self.millions, self.strategy, fault, self.precision, self.lr)
 
 
 def cases(sizes: list[str]) -> Iterator[Case]:
@@ -112,17 +89,17 @@ def cases(sizes: list[str]) -> Iterator[Case]:
         layouts = LAYOUTS if name in ("0.5", "100") else ("ddp", "fsdp_full_shard", "tp")
         precisions = ("fp32",) if name == "100" else ("fp32", "bf16_mixed")
         for precision, rate, layout in itertools.product(precisions, rates, layouts):
-            yield Case(SIZES[name], layout, None, precision, rate)
+            yield Case(name, layout, None, precision, rate)
         for precision, (fault, layout) in itertools.product(precisions, FAULTS):
             is_small = fault in (faults.gradient_scaled, faults.update_scaled)
             for rate in rates if is_small and name == "0.5" and layout == "ddp" else ("3e-4",):
                 if fault not in LEFT_OUT.get(name, ()):
-                    yield Case(SIZES[name], layout, fault, precision, rate)
+                    yield Case(name, layout, fault, precision, rate)
         for precision in FURTHER_PRECISIONS:
             for layout in FURTHER_LAYOUTS.get(name, ()):
-                yield Case(SIZES[name], layout, None, precision, "3e-4")
+                yield Case(name, layout, None, precision, "3e-4")
             for fault, layout in FURTHER_FAULTS if name == "0.5" else ():
-                yield Case(SIZES[name], layout, fault, precision, "3e-4")
+                yield Case(name, layout, fault, precision, "3e-4")
 
 
 def run(case: Case, results: Path) -> dict[str, Any]:
@@ -130,7 +107,8 @@ def run(case: Case, results: Path) -> dict[str, Any]:
     entry = case.fault or worker_main.main
     repeat = 0 if case.fault is None else zlib.crc32(entry.__qualname__.encode())
     overrides = (f"strategy={case.strategy}", f"precision={case.precision}", f"train.lr={case.lr}", f"repeat={repeat}")
-    config, command = compose(f"results_dir={results}", "name=noise", "world_size=2", *overrides, *case.size.words)
+    size = SIZES[case.millions].split()
+    config, command = compose(f"results_dir={results}", "name=noise", "world_size=2", *overrides, *size)
     record = execute_run(config, command, entry)
     row = record.row
     known = {column: row.get(column) for column in COLUMNS if column in row}
@@ -141,31 +119,18 @@ def run(case: Case, results: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="0.5,1.7,11,17", help=f"of {', '.join(SIZES)}")
-    parser.add_argument("--out", type=Path, default=Path("results/noise_floors.csv"))
-    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of the runs themselves")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if arguments.out.exists():
-        with arguments.out.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    finished = {tuple(row[key] for key in KEYS) for row in rows}
-    wrong = 0
-    for case in cases(arguments.sizes.split(",")):
-        if case.key in finished:
-            continue
-        started = time.monotonic()
-        row = run(case, arguments.results)
-        rows.append(row)
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        is_right = row["status"] == ("ok" if case.fault is None else "error")
-        wrong += not is_right
-        print(f"{'right' if is_right else 'WRONG'} {time.monotonic() - started:.0f} s {row}", flush=True)
-    raise SystemExit(wrong > 0)
+    options = parse_options(
+        __doc__,
+        sizes={"default": "0.5,1.7,11,17", "help": f"of {', '.join(SIZES)}"},
+        out={"type": Path, "default": Path("results/noise_floors.csv")},
+        results={"type": Path, "default": Path("results"), "help": "the folder of the runs themselves"},
+    )
+    chosen = {case.key: case for case in cases(options.sizes.split(","))}
+
+    def is_right(row: dict[str, Any]) -> bool:
+        return bool(row["status"] == ("error" if row["fault"] else "ok"))
+
+    complete_table(options.out, COLUMNS, KEYS, chosen, lambda case: run(case, options.results), is_right)
 
 
 if __name__ == "__main__":

@@ -166,20 +166,32 @@ def compared() -> View:
     for place, (strategy, ranks, peak, speed) in enumerate(COMPARED):
         for repeat, share in enumerate((1.0, 0.98, 1.02)):
             tokens = speed * share
-            row = {"run_id": f"{strategy}-{repeat}", "status": "ok", "strategy": strategy, "world_size": ranks}
-            row |= {
+            row = {
+                "run_id": f"{strategy}-{repeat}",
+                "status": "ok",
+                "strategy": strategy,
+                "world_size": ranks,
                 "model": "tiny",
                 "parameters": 455520,
                 "precision": "fp32",
                 "checkpointing": "none",
                 "repeat": repeat,
+                "global_batch": 8,
+                "micro_batch": 4,
+                "seq_len": 128,
+                "measured_on": "cpu",
+                "launch": "processes",
+                "tokens_per_second": tokens,
+                "step_seconds": 1024 / tokens,
+                "step_seconds_iqr_ratio": 0.05,
+                "peak_rank": 0,
+                "peak_allocated_bytes": int(peak * 2**20),
+                "communication_bytes": place * 2**20,
+                "started_at": "2026-01-02T03:04:05Z",
+                "noise_warning": "busy" if strategy == "zero2" else None,
+                **{f"at_peak_{part}_bytes": int(peak * 2**20 * part_share) for part, part_share in shares.items()},
+                **{f"{part}_seconds": part_share * 1024 / tokens for part, part_share in parts.items()},
             }
-            row |= {"global_batch": 8, "micro_batch": 4, "seq_len": 128, "measured_on": "cpu", "launch": "processes"}
-            row |= {"tokens_per_second": tokens, "step_seconds": 1024 / tokens, "step_seconds_iqr_ratio": 0.05}
-            row |= {"peak_allocated_bytes": int(peak * 2**20), "communication_bytes": place * 2**20, "peak_rank": 0}
-            row |= {"started_at": "2026-01-02T03:04:05Z", "noise_warning": "busy" if strategy == "zero2" else None}
-            row |= {f"at_peak_{part}_bytes": int(peak * 2**20 * part_share) for part, part_share in shares.items()}
-            row |= {f"{part}_seconds": part_share * 1024 / tokens for part, part_share in parts.items()}
             environment = {"cores": 2, "processor": "Example"}
             content = {"row": row, "config": {"repeat": repeat}, "layout": {}, "environment": environment}
             records.append(Record.from_json(content | {"versions": dict(versions()), "traffic": []}))

@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -69,12 +70,10 @@ def living(command: Command) -> list[psutil.Process]:
     """Return the processes of a command, without zombies, by its session or its mark, whichever they have kept."""
     processes = []
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error, OSError):
             is_its = os.getsid(process.pid) == command.process.pid or process.environ().get(MARK) == command.mark
             if is_its and process.status() != psutil.STATUS_ZOMBIE:
                 processes.append(process)
-        except (psutil.Error, OSError):
-            continue
     return processes
 
 
@@ -101,24 +100,19 @@ def of_kind(command: Command, kind: str) -> list[psutil.Process]:
         return [psutil.Process(command.process.pid)] if command.process.poll() is None else []
     processes = []
     for process in living(command):
-        try:
+        with suppress(psutil.Error):
             if kind_of(process, command) == kind:
                 processes.append(process)
-        except psutil.Error:
-            continue
     return processes
 
 
 def kill_one(command: Command, kind: str, chance: random.Random, number: int = signal.SIGKILL) -> bool:
     """Kill one process of that kind; return whether there was one."""
-    processes = of_kind(command, kind)
-    if not processes:
-        return False
-    try:
-        os.kill(chance.choice(processes).pid, number)
-    except ProcessLookupError:
-        return False
-    return True
+    if processes := of_kind(command, kind):
+        with suppress(ProcessLookupError):
+            os.kill(chance.choice(processes).pid, number)
+            return True
+    return False
 
 
 def seconds_until_gone(command: Command, patience: float) -> tuple[float, list[str]]:

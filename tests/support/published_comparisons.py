@@ -19,7 +19,6 @@ from pathlib import Path
 
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record, Row
-from harness.report.lines import Line
 from harness.report.speeds import MINIMUM_RUNS
 from harness.report.view import View
 
@@ -169,28 +168,20 @@ def _view(published: Path, comparison: Comparison) -> View:
 
 
 def _row(comparison: Comparison, view: View) -> str:
-    cells = (
-        f"[{comparison.name}]({comparison.name}/report.md)",
-        comparison.question,
-        f"`{comparison.command}`",
-        _counts(view.lines),
-        f"{len(view.records):,}",
-        f"{_ranked(view)} of {sum(line.status == 'ok' for line in view.lines)}" if _ranked(view) else "none",
-    )
-    return f"| {' | '.join(cells)} |"
+    ranked = f"{_ranked(view)} of {sum(line.status == 'ok' for line in view.lines)}" if _ranked(view) else "none"
+    return _table_row(comparison, view, f"{len(view.records):,}", ranked)
 
 
 def _simulated_row(comparison: Comparison, view: View) -> str:
     ok = [line.row for line in view.lines if line.status == "ok"]
-    cells = (
-        f"[{comparison.name}]({comparison.name}/report.md)",
-        comparison.question,
-        f"`{comparison.command}`",
-        _counts(view.lines),
-        _difference(ok, "step_seconds", "predicted_step_seconds"),
-        _difference(ok, "peak_allocated_bytes", "predicted_peak_bytes"),
-    )
-    return f"| {' | '.join(cells)} |"
+    step = _difference(ok, "step_seconds", "predicted_step_seconds")
+    return _table_row(comparison, view, step, _difference(ok, "peak_allocated_bytes", "predicted_peak_bytes"))
+
+
+def _table_row(comparison: Comparison, view: View, *figures: str) -> str:
+    counts = Counter(line.status for line in view.lines)
+    link, command = f"[{comparison.name}]({comparison.name}/report.md)", f"`{comparison.command}`"
+    return f"| {' | '.join((link, comparison.question, command, _counts_text(counts), *figures))} |"
 
 
 def _difference(rows: Sequence[Row], simulated: str, formula: str) -> str:
@@ -203,13 +194,11 @@ def _difference(rows: Sequence[Row], simulated: str, formula: str) -> str:
 def _selftest_text(published: Path) -> str:
     """Return how many of its steps ended how: `15 passed, 13 skipped`."""
     steps = json.loads((published / "selftest" / "selftest.json").read_text(encoding="utf-8"))["steps"]
-    counts = Counter(step["outcome"] for step in steps.values())
+    return _counts_text(Counter(step["outcome"] for step in steps.values()))
+
+
+def _counts_text(counts: Counter[str]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in counts.most_common())
-
-
-def _counts(lines: list[Line]) -> str:
-    counts = Counter(line.status for line in lines)
-    return ", ".join(f"{count} {status}" for status, count in counts.most_common())
 
 
 def _ranked(view: View) -> int:

@@ -4,23 +4,22 @@
 some, layouts.csv with one or two layouts of each, and both pages. `--pages` writes the pages alone from layouts.csv.
 """
 
-import argparse
-import csv
 import math
 import shutil
-import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, FileSystemLoader
+import pandas as pd
 
 from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction
 from harness.planner.plan import LayoutPlan
 from harness.planner.row import csv_text, planned_row
+from harness.records.schema import Row
 from harness.report.plan_page import write_page
+from tests.support.campaigns import FLAG, parse_options, read_table
+from tests.support.page_templates import render_page
 from tests.support.planned import planned
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,11 +40,7 @@ GIB = 2**30
 
 LAYOUTS_SIMULATED = ROOT / "results" / "simulator" / "layouts.csv"  # rows of the page, by the commands that it has
 
-SIZES = {"published": "measured", "simulated": "simulated"}  # figures of the page by columns of reserved.csv
-
 SOURCE_OF_TINY_MODELS = "Megatron-LM golden values"  # whose step times the host decides
-
-TEMPLATES = Path(__file__).parent / "templates"
 
 SLOWER = 1.1  # up to which a layout with less memory is offered
 
@@ -108,7 +103,7 @@ def shown(plan: LayoutPlan) -> Iterator[tuple[str, Prediction]]:
         yield "least memory", least
 
 
-def rows_of(entry: PublishedSearch, plan: LayoutPlan) -> list[dict[str, object]]:
+def rows_of(entry: PublishedSearch, plan: LayoutPlan) -> list[Row]:
     """Return the rows of layouts.csv for a search."""
     command = " ".join(["harness", "plan", *entry.overrides])
     return [
@@ -120,7 +115,7 @@ def rows_of(entry: PublishedSearch, plan: LayoutPlan) -> list[dict[str, object]]
 
 def publish() -> None:
     """Search everything, and write reports and rows."""
-    rows: list[dict[str, object]] = []
+    rows: list[Row] = []
     for entry in SEARCHES:
         plan = planned(*entry.overrides)
         rows += rows_of(entry, plan)
@@ -128,10 +123,7 @@ def publish() -> None:
             shutil.rmtree(PUBLISHED / entry.report, ignore_errors=True)
             write_page(PUBLISHED / entry.report / "report.md", plan, plan.result, entry.overrides)
         print(f"planned {entry.model} on {entry.nodes} x {entry.cluster}", flush=True)
-    first = ("search", "choice", "report", "layout")
-    names = [*first, *dict.fromkeys(name for row in rows for name in row if name not in first)]
-    text = csv_text([{name: row.get(name) for name in names} for row in rows])  # type: ignore[misc]
-    LAYOUTS.write_text(text, encoding="utf-8")
+    LAYOUTS.write_text(csv_text(rows), encoding="utf-8")
 
 
 def pages(rows: Sequence[dict[str, str]]) -> dict[Path, str]:
@@ -141,13 +133,7 @@ def pages(rows: Sequence[dict[str, str]]) -> dict[Path, str]:
 
 def read_rows() -> list[dict[str, str]]:
     """Return the rows of layouts.csv."""
-    return csv_rows(LAYOUTS)
-
-
-def csv_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table."""
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    return read_table(LAYOUTS)
 
 
 def devices(row: dict[str, str]) -> str:
@@ -161,64 +147,61 @@ def readme(rows: Sequence[dict[str, str]]) -> str:
     """Return the text of the folder's own page."""
     reports = [report_line(row) for row in rows if row["report"] and row["choice"] == "fastest"]
     searches = len({row["search"] for row in rows})
-    return rendered("plans_readme.md", reports=reports, searches=searches, saving=f"{100 * SAVING:.0f}")
+    return render_page("plans_readme", note=NOTE, reports=reports, searches=searches, saving=f"{100 * SAVING:.0f}")
 
 
 def which_layout(rows: Sequence[dict[str, str]]) -> str:
     """Return the page for readers who have a model and GPUs."""
     fastest = [row for row in rows if row["choice"] == "fastest"]
-    return rendered(
-        "which_layout.md",
+    by_search = {row["search"]: row for row in fastest}
+    least = [row for row in rows if row["choice"] != "fastest"]
+    return render_page(
+        "which_layout",
+        note=NOTE,
         fastest=[layout_line(row) for row in fastest],
-        least=[least_line(row, of_search) for row, of_search in pairs(rows)],
+        least=[least_line(row, by_search[row["search"]]) for row in least],
         hosted=any(host_gib(row) for row in fastest),
         tight=any(row["fits"] == "tight" for row in rows),
         saving=f"{100 * SAVING:.0f}",
-        alone=len(fastest) - len(pairs(rows)),
+        alone=len(fastest) - len(least),
         errors=plan_errors(),
         reserved=reserved_beyond_allocated(),
-        simulated=csv_rows(LAYOUTS_SIMULATED),
+        simulated=read_table(LAYOUTS_SIMULATED),
         small=small_batch(fastest),
     )
 
 
-def rendered(name: str, **values: Any) -> str:
-    """Return a page by its template."""
-    templates = Environment(loader=FileSystemLoader(TEMPLATES), autoescape=False, keep_trailing_newline=True)
-    return templates.get_template(f"{name}.jinja").render(note=NOTE, **values)
-
-
-def plan_errors() -> dict[str, str]:
+def plan_errors() -> dict[str, object]:
     """Return the median errors in % of plans on published measurements, by results/planner/errors.csv."""
-    rows = [row for row in csv_rows(ERRORS) if row["estimator"] == "harness plan"]
-    steps, means, peaks = (
-        {row["source"]: 100 * float(row["value"]) for row in rows if row["figure"] == figure}
-        for figure in ("median error of the step time", "mean error of the step time", "median error of the peak")
-    )
-    errors = {"tiny": steps.pop(SOURCE_OF_TINY_MODELS), "peak": max(peaks.values())}
-    del means[SOURCE_OF_TINY_MODELS]
-    figures = {name: f"{error:.0f}" for name, error in errors.items()}
-    for name, of_sources in (("", steps.values()), ("_mean", means.values())):
-        figures |= {f"least{name}": f"{min(of_sources):.1f}", f"most{name}": f"{max(of_sources):.1f}"}
-    return figures | {"sources": str(len(steps)), "peaks": str(len(peaks))}
+    rows = pd.read_csv(ERRORS).query("estimator == 'harness plan'")
+    errors = 100 * rows.set_index(["figure", "source"]).value
+    tiny = errors["median error of the step time", SOURCE_OF_TINY_MODELS]
+    peaks = errors["median error of the peak"]
+    figures: dict[str, object] = {"tiny": f"{tiny:.0f}", "peak": f"{peaks.max():.0f}", "peaks": len(peaks)}
+    for suffix, kind in (("", "median"), ("_mean", "mean")):
+        of_sources = errors[f"{kind} error of the step time"].drop(SOURCE_OF_TINY_MODELS)
+        figures |= {f"least{suffix}": f"{of_sources.min():.1f}", f"most{suffix}": f"{of_sources.max():.1f}"}
+    return figures | {"sources": len(of_sources)}
 
 
-def reserved_beyond_allocated() -> dict[str, str]:
+def reserved_beyond_allocated() -> dict[str, object]:
     """Return how much more than the predicted peak simulated runs reserved, in %, and the published row beside it."""
-    tables = [csv_rows(path) for path in sorted(SIMULATED.glob("simulated_*/runs.csv"))]
-    rows = [row for table in tables for row in table if row["status"] == "ok"]
-    beyond = [100 * (int(row["peak_reserved_bytes"]) / int(row["predicted_peak_bytes"]) - 1) for row in rows]
-    (published,) = (row for row in csv_rows(RESERVED) if row["source"].startswith("torchtitan"))
-    sizes = {name: f"{int(published[f'{key}_bytes']) / GIB:.1f}" for name, key in SIZES.items()}
-    parts = {"least": min(beyond), "most": max(beyond), "median": statistics.median(beyond)}
-    figures = {"rows": str(len(rows))} | {name: f"{part:.0f}" for name, part in parts.items()}
-    return figures | sizes | {"model": published["model"]}
+    runs = pd.concat(map(pd.read_csv, sorted(SIMULATED.glob("simulated_*/runs.csv")))).query("status == 'ok'")
+    beyond = 100 * (runs.peak_reserved_bytes / runs.predicted_peak_bytes - 1)
+    (published,) = (row for row in read_table(RESERVED) if row["source"].startswith("torchtitan"))
+    return {
+        "rows": len(runs),
+        **{name: f"{part:.0f}" for name, part in beyond.agg(least="min", most="max", median="median").items()},
+        "published": f"{int(published['measured_bytes']) / GIB:.1f}",
+        "simulated": f"{int(published['simulated_bytes']) / GIB:.1f}",
+        "model": published["model"],
+    }
 
 
 def small_batch(fastest: Sequence[dict[str, str]]) -> dict[str, str]:
     """Return what the simulation of 7b says of the layout that is planned as the fastest with a larger batch."""
     (own,) = (row for row in fastest if (row["model"], row["cluster"]) == ("7b", "8xh100"))
-    rows = csv_rows(SIMULATED / "simulated_7b" / "runs.csv")
+    rows = read_table(SIMULATED / "simulated_7b" / "runs.csv")
     same = ("strategy", "checkpointing", "micro_batch", "seq_len", "world_size")
     (row,) = (row for row in rows if all(row[key] == own[key] for key in same))
     assert row["strategy"] == "zero1" and row["grad_accumulation"] == "1"
@@ -250,12 +233,6 @@ def host_gib(row: dict[str, str]) -> float:
     return float(row["host_bytes"] or 0) / GIB
 
 
-def pairs(rows: Sequence[dict[str, str]]) -> list[tuple[dict[str, str], dict[str, str]]]:
-    """Return each layout with less memory, and the fastest of the same search."""
-    fastest = {row["search"]: row for row in rows if row["choice"] == "fastest"}
-    return [(row, fastest[row["search"]]) for row in rows if row["choice"] != "fastest"]
-
-
 def needed(row: dict[str, str]) -> str:
     """Return the GiB that a device needs."""
     device = f"{(float(row['predicted_peak_bytes']) + float(row['process_bytes'])) / GIB:.1f}"
@@ -277,7 +254,7 @@ def degrees(row: dict[str, str]) -> str:
 def memory_mark(row: dict[str, str]) -> str:
     """Return the mark of a layout that may not fit, or that a simulation ended with *oom*."""
     keys = ("model", "cluster", "overrides", "seq_len")
-    ended = [entry for entry in csv_rows(LAYOUTS_SIMULATED) if all(entry[key] == row[key] for key in keys)]
+    ended = [entry for entry in read_table(LAYOUTS_SIMULATED) if all(entry[key] == row[key] for key in keys)]
     return "⁴" if any(entry["status"] == "oom" for entry in ended) else "³" if row["fits"] == "tight" else ""
 
 
@@ -310,9 +287,7 @@ def least_line(row: dict[str, str], fastest: dict[str, str]) -> str:
 
 def main() -> None:
     """Publish the plans, or write the pages of those that are published."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pages", action="store_true", help="write the pages alone")
-    if not parser.parse_args().pages:
+    if not parse_options(__doc__, pages=FLAG | {"help": "write the pages alone"}).pages:
         publish()
     for path, text in pages(read_rows()).items():
         path.write_text(text, encoding="utf-8")

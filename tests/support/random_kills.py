@@ -3,7 +3,6 @@
 python -m tests.support.random_kills --kills 100 --seed 0
 """
 
-import argparse
 import collections
 import os
 import random
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.records.store import read_all
+from tests.support.campaigns import parse_options
 from tests.support.folder_invariants import Ledger, differences, litter, moment
 from tests.support.processes import PATIENCE_SECONDS, Command, kill_one, run_to_end, seconds_until_gone, start
 
@@ -122,20 +122,20 @@ def kills(
 ) -> list[tuple[Command, str]]:
     """Kill processes at random moments until every command has ended; return the kinds killed of each command."""
     killed: list[tuple[Command, str]] = []
-    while any(command.process.poll() is None for command in commands):
-        wait = (
-            chance.uniform(0, min(way.longest_seconds, calm.seconds))
-            if tally.kills.total() < goal
-            else PATIENCE_SECONDS
-        )
+
+    def living() -> list[Command]:
+        return [command for command in commands if command.process.poll() is None]
+
+    while living():
+        is_over = tally.kills.total() >= goal
+        wait = PATIENCE_SECONDS if is_over else chance.uniform(0, min(way.longest_seconds, calm.seconds))
         ends_at = time.monotonic() + wait
-        while time.monotonic() < ends_at and any(command.process.poll() is None for command in commands):
+        while time.monotonic() < ends_at and living():
             tally.violated(ledger.look(), where)
             time.sleep(LOOK_SECONDS)
-        alive = [command for command in commands if command.process.poll() is None]
-        if not alive:
+        if not (alive := living()):
             break
-        if tally.kills.total() >= goal:
+        if is_over:
             tally.violated([f"not over after {wait:.0f} s: {alive[0].output()[-500:]}"], where)
             for command in alive:
                 os.killpg(command.process.pid, signal.SIGKILL)
@@ -170,10 +170,7 @@ def strike(command: Command, kind: str, chance: random.Random) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    arguments = parse_options(__doc__, kills={"type": int, "default": 100}, seed={"type": int, "default": 0})
     chance, tally, started = random.Random(arguments.seed), Tally(), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         calm: dict[tuple[str, ...], Undisturbed] = {}
@@ -190,9 +187,7 @@ def main() -> None:
 def report(tally: Tally, seconds: float) -> None:
     print(f"{tally.kills.total()} kills in {tally.folders} folders and {seconds:.0f} s")
     for index, what in enumerate(("way", "kind", "moment")):
-        counted: collections.Counter[str] = collections.Counter()
-        for key, count in tally.kills.items():
-            counted[key[index]] += count
+        counted = collections.Counter(kill[index] for kill in tally.kills.elements())
         print(f"by {what}: {dict(counted.most_common())}")
     print(f"errors: {dict(tally.reasons.most_common())}")
     print(f"longest life after the parent: {max(tally.lived_on_seconds, default=0):.2f} s")

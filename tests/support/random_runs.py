@@ -6,9 +6,7 @@ and --again is given. --predict runs nothing: it predicts the memory of the draw
 says how far the present cost model is from what was measured.
 """
 
-import argparse
 import collections
-import csv
 import tempfile
 import time
 from collections.abc import Sequence
@@ -23,6 +21,7 @@ from harness.runner.plan import make_plan
 from harness.runner.record import predicted_columns
 from harness.runner.run import execute
 from harness.util.errors import UserError
+from tests.support.campaigns import FLAG, REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.commands import compose
 from tests.support.random_draws import draw_real_size
 
@@ -62,30 +61,15 @@ def is_proven(end: Ending, overrides: Sequence[str]) -> bool:
 
 def outcome(end: Ending, overrides: Sequence[str]) -> str:
     """Return the word for an ending: proven, refused, or what makes it a finding."""
-    if end.status == "ok":
-        return "proven" if is_proven(end, overrides) else "unproven"
-    return end.status
+    proven = "proven" if is_proven(end, overrides) else "unproven"
+    return proven if end.status == "ok" else end.status
 
 
-def read_table(path: Path) -> list[dict[str, str]]:
-    """Return the draws that a table has."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def write_table(path: Path, draws: list[dict[str, str]]) -> None:
+def write_draws(path: Path, draws: list[dict[str, str]]) -> None:
     """Write a table of draws in the order of their numbers, without the columns that are empty in all."""
-    names = [*OWN_COLUMNS, *columns_of(draws)]
-    filled = [name for name in dict.fromkeys(names) if any(draw.get(name) for draw in draws)]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".new")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, filled, restval="", extrasaction="ignore", lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(draws, key=lambda draw: int(draw["draw"])))
-    temporary.replace(path)
+    names = dict.fromkeys([*OWN_COLUMNS, *columns_of(draws)])
+    filled = [name for name in names if any(draw.get(name) for draw in draws)]
+    write_table(path, filled, sorted(draws, key=lambda draw: int(draw["draw"])))
 
 
 def run_draw(seed: int, most_ranks: int) -> dict[str, str]:
@@ -114,17 +98,18 @@ def predict_again(line: dict[str, str]) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=150)
-    parser.add_argument("--first", type=int, default=0, help="the first draw's number")
-    parser.add_argument("--world", type=int, default=8, help="ranks at most")
-    parser.add_argument("--table", type=Path, required=True, help="the CSV file of all draws so far")
-    parser.add_argument("--most", type=int, default=10**9, help="stop after so many runs, to be resumed")
-    parser.add_argument("--again", action="store_true", help="run findings again")
-    parser.add_argument("--predict", action="store_true", help="predict the memory of the runs in the table anew")
-    arguments = parser.parse_args()
+    arguments = parse_options(
+        __doc__,
+        draws={"type": int, "default": 150},
+        first={"type": int, "default": 0, "help": "the first draw's number"},
+        world={"type": int, "default": 8, "help": "ranks at most"},
+        table=REQUIRED_PATH | {"help": "the CSV file of all draws so far"},
+        most={"type": int, "default": 10**9, "help": "stop after so many runs, to be resumed"},
+        again=FLAG | {"help": "run findings again"},
+        predict=FLAG | {"help": "predict the memory of the runs in the table anew"},
+    )
     if arguments.predict:
-        write_table(arguments.table, [predict_again(line) for line in read_table(arguments.table)])
+        write_draws(arguments.table, [predict_again(line) for line in read_table(arguments.table)])
         return
     draws = {int(draw["draw"]): draw for draw in read_table(arguments.table)}
     finished = {seed for seed, draw in draws.items() if draw["outcome"] in EXPECTED or not arguments.again}
@@ -135,7 +120,7 @@ def main() -> None:
         print(f"{seed} {line['wall_seconds']} s {line['outcome']}: {detail[:300]}", flush=True)
         if line["outcome"] not in EXPECTED:
             print("    " + line["overrides"], flush=True)
-        write_table(arguments.table, list(draws.values()))
+        write_draws(arguments.table, list(draws.values()))
     counted = collections.Counter(draw["outcome"] for draw in draws.values())
     print(dict(counted), f"{len(missing[arguments.most :])} left", flush=True)
     raise SystemExit(0 if counted.keys() <= set(EXPECTED) else 1)

@@ -11,10 +11,11 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Iterator, Sequence
 from contextlib import chdir
 from pathlib import Path
-from typing import get_args
+from typing import NamedTuple, get_args
 from unittest import mock
 
 import yaml
@@ -29,6 +30,7 @@ import harness.config.strategy
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
 from tests.support.columns_page import columns_page
+from tests.support.page_templates import render_page
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +47,8 @@ CONFIG_MODULES = (
     harness.config.hardware,
     harness.config.command,
 )
+
+CONFIG_NAMES = ChainMap(*map(vars, CONFIG_MODULES))
 
 # Configuration groups: the key, the dataclass of its keys, and whether its files are listed here.
 GROUPS = (
@@ -65,28 +69,39 @@ GROUPS = (
     ("plan", "PlanConfig", False),
 )
 
-# Strategies by what they divide, in the order of the page; a strategy in no other family is a combination.
+# Strategies by what they divide, in the order of the page, as patterns: one in no earlier family is a combination.
 FAMILIES = {
     "One process and data parallelism": ("single", "dp", "ddp"),
-    "ZeRO": ("zero",),
+    "ZeRO": ("zero*",),
     "FSDP2": ("fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "fsdp_hybrid_shard"),
     "Tensor parallelism": ("tp", "tp_sp"),
-    "Pipeline parallelism": ("pp_",),
+    "Pipeline parallelism": ("pp_*",),
     "Context parallelism": ("cp",),
-    "Combinations": ("fsdp_tp", "ddp_pp", "fsdp_pp", "tp_pp", "3d"),
+    "Combinations": ("fsdp_tp", "ddp_pp", "fsdp_pp", "tp_pp", "3d", "*"),
 }
 
 
-def dataclass_fields() -> dict[str, list[tuple[str, str, object, str]]]:
-    """Return (name, type, default, comment) of every field of every configuration dataclass, from the source."""
-    fields: dict[str, list[tuple[str, str, object, str]]] = {}
+class Field(NamedTuple):
+    """A field of a configuration dataclass, as its source has it."""
+
+    name: str
+    type: str
+    default: object
+    comment: str
+
+
+def dataclass_fields() -> dict[str, list[Field]]:
+    """Return the fields of every configuration dataclass."""
+    fields: dict[str, list[Field]] = {}
     for module in CONFIG_MODULES:
         source = Path(str(module.__file__)).read_text()
         lines = source.splitlines()
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ClassDef):
                 fields[node.name] = [
-                    (ast.unparse(entry.target), ast.unparse(entry.annotation), default(entry), comment(lines, entry))
+                    Field(
+                        ast.unparse(entry.target), ast.unparse(entry.annotation), default(entry), comment(lines, entry)
+                    )
                     for entry in node.body
                     if isinstance(entry, ast.AnnAssign)
                 ]
@@ -130,7 +145,7 @@ def code(value: object) -> str:
 def type_text(annotation: str) -> str:
     """Return an annotation in a user's words: the choices of a Literal, and null for None."""
     for name in re.findall(r"\w+", annotation):
-        known = next((vars(module)[name] for module in CONFIG_MODULES if name in vars(module)), None)
+        known = CONFIG_NAMES.get(name)
         if hasattr(known, "__metadata__"):  # a type whose values must keep a rule
             annotation = annotation.replace(name, getattr(known.__origin__, "__name__", str(known.__origin__)))
         choices = get_args(known)
@@ -139,61 +154,33 @@ def type_text(annotation: str) -> str:
     return cell(re.sub(r"\bNone\b", "null", annotation.replace("tuple[", "list[").replace(", ...]", "]")))
 
 
-def yaml_comments(path: Path) -> dict[str, str]:
-    """Return the comments after the top-level keys of a YAML file."""
-    comments = re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", path.read_text(), re.MULTILINE) if path.exists() else []
-    return dict(comments)
-
-
 def lead_comment(text: str) -> str:
     """Return the comment at the top of a YAML file as one line."""
-    lines = []
-    for line in text.splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.removeprefix("#").strip())
-    return " ".join(lines)
+    lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+    return " ".join(line.removeprefix("#").strip() for line in lines)
 
 
 def configuration() -> str:
     """Return the page of all keys."""
-    fields = dataclass_fields()
-    config = yaml.safe_load((PACKAGED_CONF / "config.yaml").read_text())
-    text = [
-        "# Configuration",
-        NOTE,
-        "Every key can be set on the command line, as in `train.steps=20`; `harness --cfg job` prints all of them.",
-        "A configuration group is a set of keys that one file sets: `model=125m` takes those of",
-        "`conf/model/125m.yaml`. Files in `conf/` and `sweeps/` of the current folder come before those of the",
-        "installed harness. The default is the value of a key that neither command line nor file sets.",
-        "",
-        "## Top-level keys",
-        "",
-        *table(("key", "type", "default", "meaning")),
-    ]
-    comments = yaml_comments(PACKAGED_CONF / "config.yaml")
-    groups = {name for name, _, _ in GROUPS}
-    for owner in ("CommandConfig", "RunConfig"):
-        for name, kind, value, about in fields[owner]:
-            if name not in groups:
-                about = comments.get(name, about)
-                text.append(f"| `{name}` | {type_text(kind)} | {code(config.get(name, value))} | {cell(about)} |")
+    fields, names = dataclass_fields(), [name for name, _, _ in GROUPS]
+    top = [field for field in (*fields["CommandConfig"], *fields["RunConfig"]) if field.name not in names]
+    groups = {}
     for group, owner, is_listed in GROUPS:
-        defaults = PACKAGED_CONF / group / "default.yaml"
-        values = yaml.safe_load(defaults.read_text()) if defaults.exists() else {}
-        text += ["", f"## {group}", ""]
-        if is_listed:
-            text += [*table((f"`{group}=`", "what it is")), *choices(group), ""]
-        if group == "strategy":
-            text += ["[Strategies](strategies.md) lists the choices.", ""]
-        text += table(("key", "type", "default", "meaning"))
-        comments = yaml_comments(defaults)
-        for name, kind, value, about in fields[owner]:
-            if name == "name" or "Info" in kind:
-                continue
-            about = comments.get(name, about)
-            text.append(f"| `{group}.{name}` | {type_text(kind)} | {code(values.get(name, value))} | {cell(about)} |")
-    return "\n".join(text) + "\n"
+        own = [field for field in fields[owner] if field.name != "name" and "Info" not in field.type]
+        folder = PACKAGED_CONF / group
+        groups[group] = (choices(group) if is_listed else (), key_rows(f"{group}.", own, folder / "default.yaml"))
+    rows = key_rows("", top, PACKAGED_CONF / "config.yaml")
+    return render_page("configuration", note=NOTE, top=rows, groups=groups)
+
+
+def key_rows(prefix: str, fields: Sequence[Field], path: Path) -> Iterator[str]:
+    """Yield a row for every key, whose default and comment a YAML file may replace."""
+    text = path.read_text() if path.exists() else ""
+    values = yaml.safe_load(text) or {}
+    comments = dict(re.findall(r"^(\w+):[^#\n]*#\s*(.+)$", text, re.MULTILINE))
+    for name, kind, value, about in fields:
+        default, meaning = code(values.get(name, value)), cell(comments.get(name, about))
+        yield f"| `{prefix}{name}` | {type_text(kind)} | {default} | {meaning} |"
 
 
 def choices(group: str) -> Iterator[str]:
@@ -208,28 +195,10 @@ def choices(group: str) -> Iterator[str]:
         yield f"| `{path.stem}` | {cell(about)} |"
 
 
-def table(columns: tuple[str, ...]) -> list[str]:
-    """Return the head of a Markdown table."""
-    return ["| " + " | ".join(columns) + " |", "| " + " | ".join("---" for _ in columns) + " |"]
-
-
 def command_line() -> str:
     """Return the page of all commands, as their --help prints them."""
-    text = [
-        "# Command line",
-        NOTE,
-        "`harness` and `python -m harness` are the same program. The exit status is 0 if all is well, 1 if something",
-        "failed (in a sweep: other than by `oom` or `refused`), and 2 for a mistake in the command.",
-        "",
-        "## harness",
-        "",
-        "```text",
-        help_text(),
-        "```",
-    ]
-    for word in COMMANDS:
-        text += ["", f"## harness {word}", "", "```text", command_help(word), "```"]
-    return "\n".join(text) + "\n"
+    helps = {f"harness {word}": command_help(word) for word in COMMANDS}
+    return render_page("command_line", note=NOTE, commands={"harness": help_text()} | helps)
 
 
 def command_help(word: str) -> str:
@@ -246,32 +215,21 @@ def command_help(word: str) -> str:
 
 def strategies() -> str:
     """Return the page of all strategies, from the comments and keys of conf/strategy."""
-    paths = {path.stem: path for path in sorted((PACKAGED_CONF / "strategy").glob("*.yaml"))}
-    text = [
-        "# Strategies",
-        NOTE,
-        "A strategy is a file in `conf/strategy/`. Every key can be overridden, such as `strategy=tp strategy.tp=4`:",
-        "[configuration](configuration.md#strategy) explains them, [choosing a strategy](../guides/strategies.md) says",
-        "how they combine. A degree of -1 is the world size divided by the other degrees. The settings of a library,",
-        "such as the sizes of DeepSpeed's buckets, are the `options` in the file.",
-    ]
-    unlisted = set(paths)
-    for family, members in FAMILIES.items():
-        is_last = family == list(FAMILIES)[-1]
-        names = [name for name in paths if name in unlisted and (is_last or is_member(name, members))]
-        unlisted -= set(names)
-        text += ["", f"## {family}", "", *table(("strategy", "what it is", "keys"))]
-        for name in sorted(names, key=lambda n: (members.index(n) if n in members else len(members), n)):
-            source = paths[name].read_text()
-            keys = {key: value for key, value in yaml.safe_load(source).items() if key not in ("name", "options")}
-            settings = " ".join(f"`{key}={json.dumps(value).strip(QUOTE)}`" for key, value in keys.items())
-            text.append(f"| `{name}` | {cell(lead_comment(source))} | {settings} |")
-    return "\n".join(text) + "\n"
+    families: dict[str, list[str]] = {}
+    listed: set[Path] = set()
+    for family, patterns in FAMILIES.items():
+        found = [path for name in patterns for path in sorted((PACKAGED_CONF / "strategy").glob(f"{name}.yaml"))]
+        families[family] = [strategy_row(path) for path in dict.fromkeys(found) if path not in listed]
+        listed.update(found)
+    return render_page("strategies", note=NOTE, families=families)
 
 
-def is_member(name: str, members: tuple[str, ...]) -> bool:
-    """Return whether a strategy is one of these names, or begins with a prefix among them."""
-    return name in members or any(name.startswith(member) for member in members if member in ("zero", "pp_"))
+def strategy_row(path: Path) -> str:
+    """Return the row of a strategy: its comment, and the keys that it sets."""
+    source = path.read_text()
+    keys = {key: value for key, value in yaml.safe_load(source).items() if key not in ("name", "options")}
+    settings = " ".join(f"`{key}={json.dumps(value).strip(QUOTE)}`" for key, value in keys.items())
+    return f"| `{path.stem}` | {cell(lead_comment(source))} | {settings} |"
 
 
 def pages() -> dict[Path, str]:

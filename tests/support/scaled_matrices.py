@@ -7,11 +7,8 @@ proof found. An honest run must be ok, and every scaled matrix an error. Fingerp
 that those of a scaled matrix follow from those of the run, and no rank trains again.
 """
 
-import argparse
-import csv
 import dataclasses
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +18,7 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.training_report import TensorFingerprint
 from harness.worker import main as worker_main
+from tests.support.campaigns import complete_table, parse_options
 from tests.support.commands import compose, execute_run
 from tests.support.noise_floors import SIZES
 
@@ -38,7 +36,7 @@ COLUMNS = (
     *("norm_floor", "norm_bound", "reason"),
 )
 
-KEYS = ("millions", "vocabulary", "data", "family", "micro_batch_tokens", "precision", "lr", "strategy")
+KEYS = COLUMNS[:8]
 
 
 class Case(NamedTuple):
@@ -55,7 +53,7 @@ class Case(NamedTuple):
 
     def overrides(self) -> list[str]:
         """Return the run as overrides."""
-        model = [word for word in SIZES[self.millions].words if word.startswith("model.")]
+        model = [word for word in SIZES[self.millions].split() if word.startswith("model.")]
         model += [f"model.{name}={value}" for name, value in (("vocab_size", self.vocabulary), ("family", self.family))]
         length = min(self.tokens, 512)
         sequences = self.tokens // length
@@ -145,33 +143,21 @@ def run(case: Case, results: Path) -> dict[str, Any]:
     }
 
 
+def is_right(row: dict[str, Any]) -> bool:
+    """Return whether an honest run was proven, and every scaled matrix found."""
+    all_found = row.get("matrices", 0) == row.get("gradients_found") == row.get("updates_found")
+    return bool(row["status"] == "ok" and all_found and row["proven_steps"])
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sizes", default="0.5,11,100", help="of 0.5, 11 and 100 million parameters")
-    parser.add_argument("--out", type=Path, default=Path("results/scaled_matrices.csv"))
-    parser.add_argument("--results", type=Path, default=Path("results"), help="the folder of the runs themselves")
-    arguments = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    if arguments.out.exists():
-        with arguments.out.open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    finished = {tuple(row[key] for key in KEYS) for row in rows}
-    wrong = 0
-    for case in cases():
-        if case.millions not in arguments.sizes.split(",") or tuple(map(str, case)) in finished:
-            continue
-        started = time.monotonic()
-        row = run(case, arguments.results)
-        rows.append(row)
-        with arguments.out.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(rows)
-        all_found = row.get("matrices", 0) == row.get("gradients_found") == row.get("updates_found")
-        is_right = row["status"] == "ok" and all_found and row["proven_steps"]
-        wrong += not is_right
-        print(f"{'right' if is_right else 'WRONG'} {time.monotonic() - started:.0f} s {row}", flush=True)
-    raise SystemExit(wrong > 0)
+    options = parse_options(
+        __doc__,
+        sizes={"default": "0.5,11,100", "help": "of 0.5, 11 and 100 million parameters"},
+        out={"type": Path, "default": Path("results/scaled_matrices.csv")},
+        results={"type": Path, "default": Path("results"), "help": "the folder of the runs themselves"},
+    )
+    chosen = {tuple(map(str, case)): case for case in cases() if case.millions in options.sizes.split(",")}
+    complete_table(options.out, COLUMNS, KEYS, chosen, lambda case: run(case, options.results), is_right)
 
 
 if __name__ == "__main__":

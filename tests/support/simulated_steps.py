@@ -16,9 +16,11 @@ from harness.config.from_dict import from_dict
 from harness.records.rank_report import RankReport
 from harness.simulator.process import StepRequest, build_device_guard, load_device_guard
 
+CACHE = Path("~/.cache/harness").expanduser()
+
 
 def simulate_steps(
-    requests: Sequence[StepRequest], cache: Path, module: Sequence[str] = (__name__,)
+    requests: Sequence[StepRequest], cache: Path = CACHE, module: Sequence[str] = (__name__,)
 ) -> list[RankReport]:
     """Return the report of every requested step, in order; one that failed has the status `error` and a traceback.
 

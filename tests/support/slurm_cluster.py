@@ -118,13 +118,12 @@ class Cluster:
 
     def run(self, *command: str) -> str:
         """Return what one of Slurm's commands prints; raise CalledProcessError, with its error output, if it fails."""
-        done = subprocess.run(
-            command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=60, check=False
-        )
         try:
-            done.check_returncode()
+            done = subprocess.run(
+                command, env=self.environment, cwd=self.folder, capture_output=True, text=True, timeout=60, check=True
+            )
         except subprocess.CalledProcessError as error:
-            error.add_note(done.stderr)
+            error.add_note(error.stderr)
             raise
         return done.stdout.strip()
 
@@ -241,9 +240,7 @@ def ended(cluster: Cluster) -> Iterator[None]:
 
 def free_ports(count: int) -> list[int]:
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for used in sockets:
-            used.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [used.getsockname()[1] for used in sockets]
 
 

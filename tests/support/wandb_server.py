@@ -95,14 +95,9 @@ class Handler(BaseHTTPRequestHandler):
             run.settings |= {key: value for key, value in variables.items() if value is not None}
             run.config |= {key: entry["value"] for key, entry in json.loads(variables.get("config") or "{}").items()}
             project = {"id": "p", "name": run.settings["project"], "entity": {"id": "e", "name": "me"}}
-            bucket = {
-                "id": variables["name"],
-                "name": variables["name"],
-                "displayName": variables["displayName"],
-                "config": "{}",
-            }
-            bucket |= {"description": "", "sweepName": "", "historyLineCount": 0, "project": project}
-            return {"upsertBucket": {"bucket": bucket, "inserted": True}}
+            own = {"id": variables["name"], "name": variables["name"], "displayName": variables["displayName"]}
+            further = {"config": "{}", "description": "", "sweepName": "", "historyLineCount": 0, "project": project}
+            return {"upsertBucket": {"bucket": own | further, "inserted": True}}
         if operation == "CreateRunFiles":
             files = [
                 {"name": n, "uploadUrl": f"{self.server.url}/put/{variables['run']}/{n}"} for n in variables["files"]
@@ -112,12 +107,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def stream(self, run_id: str, update: dict[str, Any]) -> None:
         run = self.server.runs[run_id]
-        files = update.get("files") or {}
-        for name, into in (("wandb-history.jsonl", run.history), ("wandb-summary.json", [])):
-            for line in files.get(name, {}).get("content", []):
-                into.append(json.loads(line))
-            if name == "wandb-summary.json" and into:
-                run.summary = into[-1]
+        files = {name: map(json.loads, file.get("content", [])) for name, file in (update.get("files") or {}).items()}
+        run.history += files.get("wandb-history.jsonl", [])
+        run.summary = [run.summary, *files.get("wandb-summary.json", [])][-1]
         run.complete = run.complete or bool(update.get("complete"))
 
     def body(self) -> bytes:

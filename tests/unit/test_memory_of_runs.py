@@ -19,8 +19,8 @@ from harness.cost_model.whole_parameters import whole_parameters
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths
+from tests.support.campaigns import read_table
 from tests.support.commands import ROOT, compose_config
-from tests.support.random_runs import read_table
 
 # Runs that were trained, proven and predicted, by their draws; no compiled run is predicted.
 RUNS = {
