@@ -58,34 +58,21 @@ def main() -> None:
         out={"type": Path, "default": ROOT / "results" / "explaining.json"},
     )
     machine = describe_machine()
-    entries = read_entries(options.out)
+    identity = {"date": date.today().isoformat(), "code": machine["versions"]["code"]}
+    earlier = json.loads(options.out.read_text())["entries"] if options.out.exists() else []
+    entries = {(entry["size"], entry["strategy"]): entry for entry in earlier}
     with tempfile.TemporaryDirectory() as scratch:
         for size in options.sizes:
             for strategy in options.strategies:
                 repeats = 1 if size == "100M" else options.repeats
-                entries[size, strategy] = measure(size, strategy, repeats, Path(scratch)) | identify(machine)
+                entries[size, strategy] = measure(size, strategy, repeats, Path(scratch)) | identity
                 print(describe(entries[size, strategy]), flush=True)
-                write_report(options.out, machine, list(entries.values()))
+                measured = list(entries.values())
+                report = {"machine": machine, "ranks": RANKS, "summary": summarize(measured), "entries": measured}
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                options.out.write_text(json.dumps(report) + "\n")
     print(json.dumps(summarize(list(entries.values()))))
     print(options.out)
-
-
-def read_entries(path: Path) -> dict[tuple[str, str], Times]:
-    """Return the entries of an earlier measurement, which stay unless they are measured again."""
-    earlier = json.loads(path.read_text())["entries"] if path.exists() else []
-    return {(entry["size"], entry["strategy"]): entry for entry in earlier}
-
-
-def identify(machine: dict[str, Any]) -> dict[str, str]:
-    """Return when, and with which version of the measuring packages, an entry is measured."""
-    return {"date": date.today().isoformat(), "code": machine["versions"]["code"]}
-
-
-def write_report(path: Path, machine: dict[str, Any], entries: list[Times]) -> None:
-    """Write what was measured so far."""
-    report = {"machine": machine, "ranks": RANKS, "summary": summarize(entries), "entries": entries}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report) + "\n")
 
 
 def measure(size: str, strategy: str, repeats: int, scratch: Path) -> Times:
@@ -140,13 +127,8 @@ def summarize(entries: Sequence[Times]) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     for size in ("all", *dict.fromkeys(entry["size"] for entry in entries)):
         chosen = [entry["cost_in_steps"] for entry in entries if size in ("all", entry["size"])]
-        summary[size] = {
-            clock: {
-                "median": statistics.median(cost[clock] for cost in chosen),
-                "most": max(cost[clock] for cost in chosen),
-            }
-            for clock in CLOCKS
-        }
+        costs = {clock: [cost[clock] for cost in chosen] for clock in CLOCKS}
+        summary[size] = {clock: {"median": statistics.median(of), "most": max(of)} for clock, of in costs.items()}
     return summary
 
 

@@ -87,13 +87,8 @@ def memory_lines(python: Path | None) -> Iterator[Line]:
         if python is not None and source == NANOTRON:
             sizes["llm-analysis"] = [estimate["peak_bytes"] for estimate in llm_analysis_estimates(python, rows)]
         for estimator, values in sizes.items():
-            yield line(source, len(rows), estimator, *memory_score(rows, values))
-
-
-def memory_score(rows: Sequence[PublishedRow], predicted: Sequence[float]) -> tuple[str, float]:
-    """Return the median error of peaks."""
-    pairs = zip(rows, predicted, strict=True)
-    return "median error of the peak", median(abs(size / row.measured["peak_bytes"] - 1) for row, size in pairs)
+            errors = [abs(size / row.measured["peak_bytes"] - 1) for row, size in zip(rows, values, strict=True)]
+            yield line(source, len(rows), estimator, "median error of the peak", median(errors))
 
 
 def line(source: str, rows: int, estimator: str, figure: str, value: float) -> Line:

@@ -162,11 +162,9 @@ def planned_cases() -> Iterator[Case]:
 def corners(config: RunConfig, layout: Layout) -> list[Corner]:
     """Return the layers and micro-batches at which a configuration is simulated."""
     layers, batches = config.model.num_hidden_layers, layout.grad_accumulation_steps(config.train)
-    if layout.pp_enabled:
-        few = (layout.pp, layout.pp + 1)
-        return [Corner(layers, number) for number in (few if batches > few[1] else (batches,))]
-    depths = DEPTHS if layers > DEPTHS[1] else (layers,)
-    return [Corner(d, m) for d in depths for m in (BATCHES if batches > BATCHES[1] else (batches,))]
+    few = (layout.pp, layout.pp + 1) if layout.pp_enabled else BATCHES
+    depths = DEPTHS if layers > DEPTHS[1] and not layout.pp_enabled else (layers,)
+    return [Corner(depth, number) for depth in depths for number in (few if batches > few[1] else (batches,))]
 
 
 def requests(case: Case, corner: Corner) -> list[StepRequest]:

@@ -36,8 +36,6 @@ RANDOM_DEGREES_DRAWS = 8
 
 EXACT = ("bytes_sent", "flops")
 
-COMPUTING = ("forward_seconds", "backward_seconds", "optimizer_seconds")
-
 COLUMNS = (
     *("draw", "strategy", "engine", "checkpointing", "precision", "world_size", "parameters", "rank", "outcome"),
     *("reason", "peak_bytes", "virtual_peak_bytes", "peak_ratio"),

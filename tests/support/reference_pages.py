@@ -29,7 +29,7 @@ import harness.config.schema
 import harness.config.strategy
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
-from tests.support.columns_page import columns_page
+from harness.records.columns import COLUMNS, Group
 from tests.support.page_templates import render_page
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +68,21 @@ GROUPS = (
     ("sweep", "SweepConfig", False),
     ("plan", "PlanConfig", False),
 )
+
+# Columns by group, with the titles of the page.
+GROUP_TITLES: dict[Group, str] = {
+    "run": "Run",
+    "model": "Model",
+    "layout": "Strategy and layout",
+    "batch": "Batch",
+    "options": "Options",
+    "outcome": "Outcome of runs that did not end ok",
+    "training": "Training",
+    "time": "Time",
+    "throughput": "Throughput",
+    "memory": "Memory",
+    "bytes": "Communication",
+}
 
 # Strategies by what they divide, in the order of the page, as patterns: one in no earlier family is a combination.
 FAMILIES = {
@@ -193,6 +208,12 @@ def choices(group: str) -> Iterator[str]:
             source = source[:1].upper() + source[1:] if source.startswith(("the ", "this ")) else source
             about = f"Family {values['family']}, {values['parameters'] / 1e6:,.1f} million parameters. {source}."
         yield f"| `{path.stem}` | {cell(about)} |"
+
+
+def columns_page() -> str:
+    """Return the reference page of all columns as Markdown, docs/reference/columns.md."""
+    groups = {title: [column for column in COLUMNS if column.group == group] for group, title in GROUP_TITLES.items()}
+    return render_page("columns", groups=groups)
 
 
 def command_line() -> str:

@@ -14,7 +14,7 @@ from harness.records.rank_report import RankReport
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, with_current_names
 from harness.records.store import read_all
-from tests.support.columns_page import columns_page
+from tests.support.reference_pages import columns_page
 
 REPOSITORY = Path(__file__).parents[2]
 
