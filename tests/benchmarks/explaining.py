@@ -52,10 +52,10 @@ def main() -> None:
 
     options = parse_options(
         __doc__,
-        sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
-        strategies={"nargs": "+", "default": list(STRATEGIES)},
-        repeats={"type": int, "default": 3, "help": "of each side; the largest size has one"},
-        out={"type": Path, "default": ROOT / "results" / "explaining.json"},
+        sizes={"nargs": "+", "type": str, "choices": SIZES, "default": list(SIZES)},
+        strategies={"nargs": "+", "type": str, "default": list(STRATEGIES)},
+        repeats={"default": 3, "help": "of each side; the largest size has one"},
+        out={"default": ROOT / "results" / "explaining.json"},
     )
     machine = describe_machine()
     identity = {"date": date.today().isoformat(), "code": machine["versions"]["code"]}

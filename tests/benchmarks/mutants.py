@@ -55,11 +55,11 @@ class Mutant(NamedTuple):
 def main() -> None:
     options = parse_options(
         __doc__,
-        root={"type": Path, "default": ROOT, "help": "the checkout"},
+        root={"default": ROOT, "help": "the checkout"},
         scratch=REQUIRED_PATH,
         out=REQUIRED_PATH,
-        count={"type": int, "default": 60},
-        seed={"type": int, "default": 34},
+        count={"default": 60},
+        seed={"default": 34},
     )
     clone = options.scratch / "clone"
     if not clone.exists():

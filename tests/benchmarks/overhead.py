@@ -58,10 +58,10 @@ def main() -> None:
 
     options = parse_options(
         __doc__,
-        pairs={"type": int, "default": 15, "help": "of each kind, not counting a cold one"},
+        pairs={"default": 15, "help": "of each kind, not counting a cold one"},
         steps={"type": int, "nargs": "+", "default": [10, 40], "help": "timed steps of whole runs"},
-        steps_in_turns={"type": int, "default": 150, "help": "timed steps of the runs that take turns"},
-        out={"type": Path, "default": ROOT / "results" / "overhead.json"},
+        steps_in_turns={"default": 150, "help": "timed steps of the runs that take turns"},
+        out={"default": ROOT / "results" / "overhead.json"},
     )
     with tempfile.TemporaryDirectory() as scratch:
         whole = [Pair(steps, Path(scratch) / str(steps)) for steps in options.steps]
@@ -233,18 +233,11 @@ def taking_turns(script: int, phase: Callable[[], str]) -> Iterator[None]:
 
 def resume_one_side(script: int, is_scripts_turn: bool | None) -> None:
     """Let one side's processes run and stop the other's; None lets both run."""
-    for process, is_script in descendants(script):
-        with suppress(psutil.NoSuchProcess):
-            process.resume() if is_scripts_turn in (None, is_script) else process.suspend()
-
-
-def descendants(script: int) -> list[tuple[psutil.Process, bool]]:
-    """Return every process below this one, and whether it is one of the script's."""
-    processes = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):
-            processes += [(process, child.pid == script) for process in (child, *child.children(recursive=True))]
-    return processes
+            for process in (child, *child.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    process.resume() if is_scripts_turn in (None, child.pid == script) else process.suspend()
 
 
 def free_port() -> int:

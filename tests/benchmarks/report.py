@@ -31,8 +31,8 @@ SWEEP = ("strategy=single,ddp,zero3,fsdp_full_shard,tp,pp_1f1b", "checkpointing=
 
 
 def main() -> None:
-    out = {"type": Path, "default": ROOT / "results" / "report_speed.json"}
-    options = parse_options(__doc__, rounds={"type": int, "default": 3}, out=out)
+    out = {"default": ROOT / "results" / "report_speed.json"}
+    options = parse_options(__doc__, rounds={"default": 3}, out=out)
     with tempfile.TemporaryDirectory() as scratch:
         real = real_records(Path(scratch))
         folders = {count: multiply_records(real, count, Path(scratch) / f"of_{count}") for count in COUNTS}

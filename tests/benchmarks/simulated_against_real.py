@@ -109,10 +109,10 @@ def summarize(results: list[dict[str, Any]]) -> None:
 def main() -> None:
     arguments = parse_options(
         __doc__,
-        table={"type": Path, "default": Path("results/random_runs.csv")},
+        table={"default": Path("results/random_runs.csv")},
         out=REQUIRED_PATH,
         engine={"default": "torch", "help": "only runs of this engine"},
-        most={"type": int, "default": 10**9, "help": "stop after so many runs"},
+        most={"default": 10**9, "help": "stop after so many runs"},
         again=FLAG | {"help": "simulate all runs again"},
     )
     runs = [line for line in read_table(arguments.table) if line["outcome"] == "proven"]

@@ -288,9 +288,9 @@ def print_exactness(case: Case, layers: int, batches: int) -> None:
 def main() -> None:
     arguments = parse_options(
         __doc__,
-        out={"type": Path, "default": Path("results/simulator/step_seconds.csv")},
+        out={"default": Path("results/simulator/step_seconds.csv")},
         again=FLAG | {"help": "simulate the rows that the table has too"},
-        seconds={"type": float, "default": float("inf"), "help": "begin no further row after so many"},
+        seconds={"default": float("inf"), "help": "begin no further row after so many"},
         source={"default": "", "help": "the only source to simulate, by the beginning of its name"},
         exact=FLAG | {"help": "compare extrapolated steps with whole ones instead"},
     )

@@ -26,9 +26,9 @@ SCRIPTS = 2  # before each command, and after it
 def main() -> None:
     options = parse_options(
         __doc__,
-        rounds={"type": int, "default": 3},
-        runs={"type": int, "default": 20, "help": "of each sweep"},
-        out={"type": Path, "default": ROOT / "results" / "overhead_sweep.json"},
+        rounds={"default": 3},
+        runs={"default": 20, "help": "of each sweep"},
+        out={"default": ROOT / "results" / "overhead_sweep.json"},
     )
     with tempfile.TemporaryDirectory() as scratch:
         pair = Pair(STEPS, Path(scratch) / "pair")

@@ -134,8 +134,8 @@ def main() -> None:
     arguments = parse_options(
         __doc__,
         out=REQUIRED_PATH,
-        per_strategy={"type": int, "default": 2, "help": "draws of each strategy"},
-        seconds={"type": float, "default": 1e9, "help": "start no draw after so long"},
+        per_strategy={"default": 2, "help": "draws of each strategy"},
+        seconds={"default": 1e9, "help": "start no draw after so long"},
         again=FLAG | {"help": "run those again that were not compared"},
     )
     lines: dict[int, Line] = {int(line["draw"]): line for line in read_table(arguments.out)}

@@ -20,10 +20,14 @@ FLAG = {"action": "store_true"}
 
 
 def parse_options(description: str | None, **options: Mapping[str, Any]) -> argparse.Namespace:
-    """Return the options of this process's command, each given by name as add_argument of argparse takes it."""
+    """Return the options of this process's command, each given by name as add_argument of argparse takes it.
+
+    An option without a type has that of its default.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, settings in options.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
+        typed = {"type": type(settings["default"])} if "default" in settings else {}
+        parser.add_argument(f"--{name.replace('_', '-')}", **typed | settings)
     return parser.parse_args()
 
 

@@ -122,8 +122,8 @@ def main() -> None:
     options = parse_options(
         __doc__,
         sizes={"default": "0.5,1.7,11,17", "help": f"of {', '.join(SIZES)}"},
-        out={"type": Path, "default": Path("results/noise_floors.csv")},
-        results={"type": Path, "default": Path("results"), "help": "the folder of the runs themselves"},
+        out={"default": Path("results/noise_floors.csv")},
+        results={"default": Path("results"), "help": "the folder of the runs themselves"},
     )
     chosen = {case.key: case for case in cases(options.sizes.split(","))}
 

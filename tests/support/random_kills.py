@@ -170,7 +170,7 @@ def strike(command: Command, kind: str, chance: random.Random) -> bool:
 
 
 def main() -> None:
-    arguments = parse_options(__doc__, kills={"type": int, "default": 100}, seed={"type": int, "default": 0})
+    arguments = parse_options(__doc__, kills={"default": 100}, seed={"default": 0})
     chance, tally, started = random.Random(arguments.seed), Tally(), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         calm: dict[tuple[str, ...], Undisturbed] = {}

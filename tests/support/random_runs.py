@@ -100,11 +100,11 @@ def predict_again(line: dict[str, str]) -> dict[str, str]:
 def main() -> None:
     arguments = parse_options(
         __doc__,
-        draws={"type": int, "default": 150},
-        first={"type": int, "default": 0, "help": "the first draw's number"},
-        world={"type": int, "default": 8, "help": "ranks at most"},
+        draws={"default": 150},
+        first={"default": 0, "help": "the first draw's number"},
+        world={"default": 8, "help": "ranks at most"},
         table=REQUIRED_PATH | {"help": "the CSV file of all draws so far"},
-        most={"type": int, "default": 10**9, "help": "stop after so many runs, to be resumed"},
+        most={"default": 10**9, "help": "stop after so many runs, to be resumed"},
         again=FLAG | {"help": "run findings again"},
         predict=FLAG | {"help": "predict the memory of the runs in the table anew"},
     )

@@ -153,8 +153,8 @@ def main() -> None:
     options = parse_options(
         __doc__,
         sizes={"default": "0.5,11,100", "help": "of 0.5, 11 and 100 million parameters"},
-        out={"type": Path, "default": Path("results/scaled_matrices.csv")},
-        results={"type": Path, "default": Path("results"), "help": "the folder of the runs themselves"},
+        out={"default": Path("results/scaled_matrices.csv")},
+        results={"default": Path("results"), "help": "the folder of the runs themselves"},
     )
     chosen = {tuple(map(str, case)): case for case in cases() if case.millions in options.sizes.split(",")}
     complete_table(options.out, COLUMNS, KEYS, chosen, lambda case: run(case, options.results), is_right)

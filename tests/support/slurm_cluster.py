@@ -172,11 +172,8 @@ class Cluster:
 
     def kill_node(self, node: str) -> None:
         """Kill slurmd, steps and the processes of jobs, as if the node lost power."""
-        kill_all(lambda: self.processes(node))
+        kill_all(lambda: processes(self.name, node))
         self.daemons.pop(node).wait()
-
-    def processes(self, node: str = "") -> list[psutil.Process]:
-        return processes(self.name, node)
 
     def start(self, daemon: str, *command: str, **environment: str) -> None:
         """Start a daemon in the foreground, in a session of its own so that Ctrl-C reaches only the test."""
