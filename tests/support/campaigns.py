@@ -12,7 +12,7 @@ from harness.util.files import atomic_write_text
 
 Line = dict[str, Any]
 
-Case = TypeVar("Case")
+Case = TypeVar("Case", bound=tuple[Any, ...])
 
 REQUIRED_PATH = {"type": Path, "required": True}
 
@@ -47,18 +47,18 @@ def complete_table(
     path: Path,
     columns: Sequence[str],
     keys: Sequence[str],
-    cases: Mapping[tuple[str, ...], Case],
+    cases: Iterable[Case],
     run: Callable[[Case], Line],
     is_right: Callable[[Line], bool],
 ) -> None:
-    """Run each case whose values of `keys` a table lacks, and write the table after each.
+    """Run each case that a table lacks, by the values of its `keys`, and write the table after each.
 
     The process ends with an error if a case ended as it should not.
     """
     lines: list[Line] = [*read_table(path)]
     finished = {tuple(line[name] for name in keys) for line in lines}
     wrong = 0
-    for case in (case for key, case in cases.items() if key not in finished):
+    for case in (case for case in cases if case not in finished):
         started = time.monotonic()
         lines.append(run(case))
         write_table(path, columns, lines)

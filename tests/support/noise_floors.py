@@ -9,7 +9,7 @@ with a fault as an error.
 
 import itertools
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,26 +36,33 @@ SIZES = {
 
 LAYOUTS = ("ddp", "fsdp_full_shard", "zero2", "tp", "pp_1f1b", "cp")
 
-FAULTS: tuple[tuple[Callable[[str], None], str], ...] = (
-    (faults.gradient_scaled, "ddp"),
-    (faults.update_scaled, "ddp"),
-    (faults.gradient_scaled, "tp"),
-    (faults.update_scaled, "tp"),
-    (faults.other_data, "ddp"),
-    (faults.halved, "fsdp_full_shard"),
-    (faults.rows_not_summed, "tp"),
-    (faults.other_weights, "pp_1f1b"),
+FEWER = ("ddp", "fsdp_full_shard", "tp")
+
+# Layouts with a planted fault.
+SMALL = ("ddp gradient_scaled", "ddp update_scaled")
+
+FAULTS = (*SMALL, "tp gradient_scaled", "tp update_scaled", "fsdp_full_shard halved", "tp rows_not_summed")
+
+OTHER_DATA, OTHER_WEIGHTS = "ddp other_data", "pp_1f1b other_weights"  # the latter needs a fourth layer
+
+FURTHER_FAULTS = ("tp gradient_scaled", "ddp update_scaled", "fsdp_full_shard halved")
+
+BOTH, FURTHER = ("fp32", "bf16_mixed"), ("fp16_mixed", "bf16")  # precisions, the further ones at one learning rate only
+
+# What is run: millions of parameters, precisions, learning rates, and layouts without and with a fault.
+RUNS = (
+    ("0.5", BOTH, ("1e-5", "3e-4", "1e-2"), LAYOUTS),
+    ("0.5", BOTH, ("1e-5", "1e-2"), SMALL),
+    ("0.5", BOTH, ("3e-4",), (*FAULTS, OTHER_DATA, OTHER_WEIGHTS)),
+    ("0.5", FURTHER, ("3e-4",), ("fsdp_full_shard", "tp", "cp", *FURTHER_FAULTS)),
+    ("1.7", BOTH, ("1e-5", "1e-2"), FEWER),
+    ("1.7", BOTH, ("3e-4",), (*FAULTS, OTHER_DATA, OTHER_WEIGHTS)),
+    ("11", BOTH, ("1e-5", "1e-2"), FEWER),
+    ("11", BOTH, ("3e-4",), (*FAULTS, OTHER_DATA)),
+    ("11", FURTHER, ("3e-4",), ("tp",)),
+    ("17", BOTH, ("1e-5", "1e-2"), FEWER),
+    ("100", ("fp32",), ("3e-4",), (*LAYOUTS, *FAULTS, OTHER_WEIGHTS)),  # which need minutes
 )
-
-# The precisions that are run at one learning rate only: their layouts by size, and their faults at 0.5 million.
-FURTHER_PRECISIONS = ("fp16_mixed", "bf16")
-
-FURTHER_LAYOUTS = {"0.5": ("fsdp_full_shard", "tp", "cp"), "11": ("tp",)}
-
-FURTHER_FAULTS = ((faults.gradient_scaled, "tp"), (faults.update_scaled, "ddp"), (faults.halved, "fsdp_full_shard"))
-
-# The faults that a size is not run with: other_weights needs a fourth layer, and 100 million parameters need minutes.
-LEFT_OUT = {"11": (faults.other_weights,), "17": tuple(fault for fault, _ in FAULTS), "100": (faults.other_data,)}
 
 COLUMNS = (
     *("millions", "layers", "strategy", "fault", "precision", "lr", "status", "proven_steps", "steps"),
@@ -63,49 +70,29 @@ COLUMNS = (
     *("excess", "reason"),
 )
 
-KEYS = ("millions", "strategy", "fault", "precision", "lr")
-
 
 class Case(NamedTuple):
-    """One run of the campaign."""
+    """One run of the campaign: the columns of the table that name it."""
 
     millions: str
     strategy: str
-    fault: Callable[[str], None] | None
+    fault: str
     precision: str
     lr: str
 
-    @property
-    def key(self) -> tuple[str, ...]:
-        """The values of KEYS."""
-        fault = "" if self.fault is None else self.fault.__name__
-        return (self.millions, self.strategy, fault, self.precision, self.lr)
 
-
-def cases(sizes: list[str]) -> Iterator[Case]:
-    """Yield the runs of these sizes: honest ones at several learning rates, then those with faults."""
-    for name in sizes:
-        rates = {"0.5": ("1e-5", "3e-4", "1e-2"), "100": ("3e-4",)}.get(name, ("1e-5", "1e-2"))
-        layouts = LAYOUTS if name in ("0.5", "100") else ("ddp", "fsdp_full_shard", "tp")
-        precisions = ("fp32",) if name == "100" else ("fp32", "bf16_mixed")
-        for precision, rate, layout in itertools.product(precisions, rates, layouts):
-            yield Case(name, layout, None, precision, rate)
-        for precision, (fault, layout) in itertools.product(precisions, FAULTS):
-            is_small = fault in (faults.gradient_scaled, faults.update_scaled)
-            for rate in rates if is_small and name == "0.5" and layout == "ddp" else ("3e-4",):
-                if fault not in LEFT_OUT.get(name, ()):
-                    yield Case(name, layout, fault, precision, rate)
-        for precision in FURTHER_PRECISIONS:
-            for layout in FURTHER_LAYOUTS.get(name, ()):
-                yield Case(name, layout, None, precision, "3e-4")
-            for fault, layout in FURTHER_FAULTS if name == "0.5" else ():
-                yield Case(name, layout, fault, precision, "3e-4")
+def cases(sizes: Sequence[str]) -> Iterator[Case]:
+    """Yield the runs of these sizes."""
+    for millions, precisions, rates, trainings in (line for line in RUNS if line[0] in sizes):
+        for precision, rate, training in itertools.product(precisions, rates, trainings):
+            strategy, _, fault = training.partition(" ")
+            yield Case(millions, strategy, fault, precision, rate)
 
 
 def run(case: Case, results: Path) -> dict[str, Any]:
     """Return the row of one run."""
-    entry = case.fault or worker_main.main
-    repeat = 0 if case.fault is None else zlib.crc32(entry.__qualname__.encode())
+    entry = getattr(faults, case.fault) if case.fault else worker_main.main
+    repeat = zlib.crc32(case.fault.encode())  # 0 without a fault
     overrides = (f"strategy={case.strategy}", f"precision={case.precision}", f"train.lr={case.lr}", f"repeat={repeat}")
     size = SIZES[case.millions].split()
     config, command = compose(f"results_dir={results}", "name=noise", "world_size=2", *overrides, *size)
@@ -115,7 +102,7 @@ def run(case: Case, results: Path) -> dict[str, Any]:
     steps = {"layers": config.model.num_hidden_layers, "steps": config.train.total_steps, "reason": row["reason"]}
     checks = record.proof.get("checks", [])
     steps["excess"] = max((c["deviation"] / c["bound"] for c in checks if c["deviation"] and c["bound"]), default=None)
-    return known | dict(zip(KEYS, case.key, strict=True)) | steps
+    return known | case._asdict() | steps
 
 
 def main() -> None:
@@ -125,12 +112,12 @@ def main() -> None:
         out={"default": Path("results/noise_floors.csv")},
         results={"default": Path("results"), "help": "the folder of the runs themselves"},
     )
-    chosen = {case.key: case for case in cases(options.sizes.split(","))}
 
     def is_right(row: dict[str, Any]) -> bool:
         return bool(row["status"] == ("error" if row["fault"] else "ok"))
 
-    complete_table(options.out, COLUMNS, KEYS, chosen, lambda case: run(case, options.results), is_right)
+    chosen = cases(options.sizes.split(","))
+    complete_table(options.out, COLUMNS, Case._fields, chosen, lambda case: run(case, options.results), is_right)
 
 
 if __name__ == "__main__":

@@ -30,13 +30,24 @@ STRATEGIES = ("ddp", "zero3", "fsdp_full_shard", "tp")
 
 ONE_STEP = "train.steps=1 train.warmup_steps=1"
 
+BOTH = ("bf16_mixed", "fp32")
+
+# What is run, the small model most of all: millions of parameters, vocabulary, data, family, tokens of a micro-batch,
+# precisions and learning rate.
+RUNS = (
+    ("0.5", "256", "text", "llama", ("512", "2048", "4096"), BOTH, "3e-4"),
+    ("0.5", "256", "text", "gpt", ("2048", "4096"), ("bf16_mixed",), "3e-4"),
+    ("0.5", "32000", "synthetic", "llama", ("2048", "4096"), ("bf16_mixed",), "1e-2"),
+    ("11", "32000", "synthetic", "llama", ("512",), BOTH, "3e-4"),
+    ("11", "256", "text", "llama", ("2048",), ("bf16_mixed",), "3e-4"),
+    ("100", "32000", "text", "llama", ("512",), BOTH, "3e-4"),
+)
+
 COLUMNS = (
     *("millions", "vocabulary", "data", "family", "micro_batch_tokens", "precision", "lr", "strategy", "status"),
     *("proven_steps", "steps", "matrices", "gradients_found", "updates_found", "weakest_excess", "norm_deviation"),
     *("norm_floor", "norm_bound", "reason"),
 )
-
-KEYS = COLUMNS[:8]
 
 
 class Case(NamedTuple):
@@ -46,7 +57,7 @@ class Case(NamedTuple):
     vocabulary: str
     data: str
     family: str
-    tokens: int
+    micro_batch_tokens: str
     precision: str
     lr: str
     strategy: str
@@ -55,8 +66,8 @@ class Case(NamedTuple):
         """Return the run as overrides."""
         model = [word for word in SIZES[self.millions].split() if word.startswith("model.")]
         model += [f"model.{name}={value}" for name, value in (("vocab_size", self.vocabulary), ("family", self.family))]
-        length = min(self.tokens, 512)
-        sequences = self.tokens // length
+        length = min(int(self.micro_batch_tokens), 512)
+        sequences = int(self.micro_batch_tokens) // length
         batch = f"train.global_batch={2 * sequences} train.micro_batch={sequences} train.seq_len={length} {ONE_STEP}"
         choices = [f"strategy={self.strategy}", f"precision={self.precision}", f"data={self.data}"]
         return [*choices, *model, "model.context_length=512", *batch.split(), f"train.lr={self.lr}"]
@@ -100,18 +111,10 @@ def excess_by_fault(
 
 
 def cases() -> Iterator[Case]:
-    """Yield the runs: the small model most of all, one of 100 million parameters at 512 tokens only."""
-    for precision, tokens, strategy in itertools.product(("bf16_mixed", "fp32"), (512, 2048, 4096), STRATEGIES):
-        yield Case("0.5", "256", "text", "llama", tokens, precision, "3e-4", strategy)
-    for tokens, strategy in itertools.product((2048, 4096), STRATEGIES):
-        yield Case("0.5", "256", "text", "gpt", tokens, "bf16_mixed", "3e-4", strategy)
-        yield Case("0.5", "32000", "synthetic", "llama", tokens, "bf16_mixed", "1e-2", strategy)
-    for precision, strategy in itertools.product(("bf16_mixed", "fp32"), STRATEGIES):
-        yield Case("11", "32000", "synthetic", "llama", 512, precision, "3e-4", strategy)
-    for strategy in STRATEGIES:
-        yield Case("11", "256", "text", "llama", 2048, "bf16_mixed", "3e-4", strategy)
-    for precision, strategy in itertools.product(("bf16_mixed", "fp32"), STRATEGIES):
-        yield Case("100", "32000", "text", "llama", 512, precision, "3e-4", strategy)
+    """Yield the runs."""
+    for *model, token_counts, precisions, rate in RUNS:
+        for precision, tokens, strategy in itertools.product(precisions, token_counts, STRATEGIES):
+            yield Case(*model, tokens, precision, rate, strategy)
 
 
 def run(case: Case, results: Path) -> dict[str, Any]:
@@ -119,7 +122,7 @@ def run(case: Case, results: Path) -> dict[str, Any]:
     config, command = compose(f"results_dir={results}", "name=scaled", "world_size=2", *case.overrides())
     record = execute_run(config, command, worker_main.main)
     row = {key: value for key, value in record.row.items() if key in ("status", "proven_steps", "reason")}
-    row |= dict(zip(KEYS, map(str, case), strict=True)) | {"steps": config.train.total_steps}
+    row |= case._asdict() | {"steps": config.train.total_steps}
     words = [word.strip(",") for word in record.proof.get("reference", "").split() if word.startswith("single-")]
     if not words:
         return row
@@ -156,8 +159,8 @@ def main() -> None:
         out={"default": Path("results/scaled_matrices.csv")},
         results={"default": Path("results"), "help": "the folder of the runs themselves"},
     )
-    chosen = {tuple(map(str, case)): case for case in cases() if case.millions in options.sizes.split(",")}
-    complete_table(options.out, COLUMNS, KEYS, chosen, lambda case: run(case, options.results), is_right)
+    chosen = (case for case in cases() if case.millions in options.sizes.split(","))
+    complete_table(options.out, COLUMNS, Case._fields, chosen, lambda case: run(case, options.results), is_right)
 
 
 if __name__ == "__main__":
