@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 
 from harness.planner.plan import LayoutPlan, plans
+from tests.support.campaigns import read_table
 from tests.support.planned import planned
 from tests.support.published_plans import (
     PAGE,
     PUBLISHED,
     SEARCHES,
     PublishedSearch,
-    csv_rows,
     pages,
     read_rows,
     rows_of,
@@ -190,5 +190,5 @@ def test_every_report_has_its_files_and_its_command() -> None:
         assert f"harness plan {' '.join(search.overrides)}\n" in report and "](figures/front.svg)" in report
         (row,) = (row for row in read_rows() if row["report"] == name and row["choice"] == "fastest")
         figures = ("overrides", "predicted_peak_bytes", "predicted_step_seconds")
-        first = csv_rows(folder / "plans.csv")[0]
+        first = read_table(folder / "plans.csv")[0]
         assert {key: first[key] for key in figures} == {key: row[key] for key in figures}
