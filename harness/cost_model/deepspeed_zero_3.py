@@ -25,30 +25,34 @@ class ZeroStage3(BucketedZero):
         options = coordinator_options(self.config.strategy.options)
         return whole_parameters(self.config.model, self.config.checkpointing, options, self.is_cpu)
 
-    def gather(self, tape: Tape, elements: int) -> None:
-        """Change the elements of whole parameters."""
-        tape.live["buffers_whole"] = elements * self.widths.gathered
+    def gather(self, tape: Tape, *moment: str | int) -> None:
+        """Change the elements of whole parameters to those of a moment."""
+        tape.live["buffers_whole"] = self.whole_parameters[moment] * self.widths.gathered
 
     def forward(self, tape: Tape, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
-        whole = self.whole_parameters
-        self.gather(tape, whole.at_head if following < 0 else whole.forward[-1 - following])
+        if following < 0:
+            self.gather(tape, "forward", "head", "gather")
+        else:
+            self.gather(tape, "forward", each.groups.layers - 1 - following)
 
     def end_forward(self, tape: Tape, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""
-        whole = self.whole_parameters
-        self.gather(tape, whole.in_head if self.shape.loss_chunks > 1 else whole.loss)
+        if self.shape.loss_chunks > 1:
+            self.gather(tape, "backward", "head", "enter")
+        else:
+            self.gather(tape, "forward", "", "leave")
 
     def enter_backward(self, tape: Tape, each: Pass) -> None:
         """Gather the head again."""
-        self.gather(tape, self.whole_parameters.entering_head)
+        self.gather(tape, "backward", "head", "gather")
         tape.put()
-        self.gather(tape, self.whole_parameters.in_head)
+        self.gather(tape, "backward", "head", "enter")
 
     def head_gradient(self, tape: Tape, each: Pass) -> None:
         """Free the head."""
         super().head_gradient(tape, each)
-        self.gather(tape, self.whole_parameters.behind_head)
+        self.gather(tape, "backward", "norm", "enter")
 
     def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
         """Begin with the layer's last matrix."""
@@ -56,17 +60,15 @@ class ZeroStage3(BucketedZero):
 
     def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
         """Gather the parameters of the matrices one after another."""
-        layer = self.whole_parameters.layers[-1 - following]
-        elements = layer.between
-        if moment.computed:
-            elements = layer.accumulating if moment.is_accumulation else layer.computing
-        self.gather(tape, elements[self.matrices_behind])
+        kind = "forget" if moment.is_accumulation else "compute"
+        layer = each.groups.layers - 1 - following
+        self.gather(tape, "backward", layer, kind if moment.computed else "between", self.matrices_behind)
         self.matrices_behind += moment.is_accumulation
         super().in_layer(tape, each, following, moment)
 
     def end(self, tape: Tape, each: Pass) -> None:
         """Gather the embedding."""
-        self.gather(tape, self.whole_parameters.at_embedding)
+        self.gather(tape, "backward", "embedding", "enter")
         super().end(tape, each)
 
     def reduce(self, tape: Tape, each: Pass) -> None:

@@ -5,9 +5,9 @@ depend on nothing but that order, the sizes and four options (partitioned_param_
 same rules with numbers of elements in the place of tensors.
 """
 
-import bisect
+import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -34,25 +34,6 @@ class Module(NamedTuple):
     layer: int | None = None  # the index of the decoder layer that it is part of, if it has parameters
 
 
-@dataclass(eq=False)
-class Gather:
-    """An all-gather of several parameters into a flat tensor, from which each of them is copied.
-
-    All are copied when the first of them is waited for, and the flat tensor is freed when all have been waited for
-    (partition_parameters.py, AllGatherCoalescedHandle). A single parameter is gathered in place.
-    """
-
-    parameters: tuple[int, ...]
-    waiting: set[int]
-    elements: int
-    is_complete: bool = False
-
-    @property
-    def has_flat_tensor(self) -> bool:
-        """Whether the parameters are copied from a flat tensor."""
-        return len(self.parameters) > 1
-
-
 @dataclass
 class ParameterCoordinator:
     """DeepSpeed's coordinator in a micro-batch.
@@ -66,7 +47,7 @@ class ParameterCoordinator:
     options: CoordinatorOptions
     step: int = 0  # of the next module in the order
     whole: set[int] = field(default_factory=set)
-    in_flight: dict[int, Gather] = field(default_factory=dict)
+    in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by parameter, all that are gathered with it
     users: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # modules that use a parameter now
     references: dict[int, bool] = field(default_factory=dict)  # by parameter, whether its tensor is still the whole one
     available: int = 0  # elements that count against max_live_parameters
@@ -80,17 +61,17 @@ class ParameterCoordinator:
         self.uses: dict[int, list[int]] = defaultdict(list)
         for number, step in self.queue:
             self.uses[number].append(step)
-        traversed = (sum(self.sizes[number] for number in module.parameters) for module in self.order)
+        traversed = (self._size(module.parameters) for module in self.order)
         self.before_step = list(accumulate(traversed, initial=0))  # elements of all modules before a step
         self.whole = {number for number in self.uses if self._is_persistent(number)}
-        self.elements = sum(self.sizes[number] for number in self.whole)
+        self.elements = self._size(self.whole)
 
     def enter(self, module: Module) -> None:
         """Fetch the parameters of the next module in the order, and prefetch those of others."""
         if module != self.order[self.step]:
             raise ValueError(f"{module} is not the next module, which is {self.order[self.step]}")
         partitioned = [number for number in module.parameters if self._is_partitioned(number)]
-        self.gathered_at_once = sum(self.sizes[number] for number in partitioned)
+        self.gathered_at_once = self._size(partitioned)
         self._gather(partitioned)
         for number in module.parameters:
             self.users[number].add(module.path)
@@ -125,6 +106,9 @@ class ParameterCoordinator:
             if self.references.pop(number, True) is False:
                 self.elements -= self.sizes[number]
 
+    def _size(self, numbers: Iterable[int]) -> int:
+        return sum(self.sizes[number] for number in numbers)
+
     def _is_partitioned(self, number: int) -> bool:
         return number not in self.whole and number not in self.in_flight
 
@@ -133,37 +117,34 @@ class ParameterCoordinator:
 
     def _gather(self, numbers: Sequence[int]) -> None:
         """Gather partitioned parameters; those of one call share a flat tensor (all_gather_coalesced)."""
-        if not numbers:
-            return
-        gather = Gather(tuple(numbers), set(numbers), sum(self.sizes[number] for number in numbers))
-        self.in_flight |= dict.fromkeys(numbers, gather)
-        self.available += gather.elements
-        self.elements += gather.elements
+        self.in_flight |= dict.fromkeys(numbers, tuple(numbers))
+        self.available += self._size(numbers)
+        self.elements += self._size(numbers)
 
     def _wait(self, number: int) -> None:
-        gather = self.in_flight.pop(number, None)
-        if gather is None:
-            return
-        if not gather.is_complete:
-            gather.is_complete = True
-            self.whole |= set(gather.parameters)
-            self.elements += gather.elements * gather.has_flat_tensor
-        gather.waiting.discard(number)
-        if not gather.waiting:
-            self.elements -= gather.elements * gather.has_flat_tensor
+        """Wait for a parameter, and for all that were gathered with it.
+
+        A single one is gathered in place. Several are copied out of the flat tensor when the first of them is waited
+        for, and that is freed when all have been waited for (partition_parameters.py, AllGatherCoalescedHandle).
+        """
+        together = self.in_flight.pop(number, ())
+        flat = self._size(together) if len(together) > 1 else 0
+        if number not in self.whole:
+            self.elements += flat
+            self.whole.update(together)
+        if all(other is not together for other in self.in_flight.values()):
+            self.elements -= flat
 
     def _prefetch(self) -> None:
         """Gather the parameters that are used next, as many as the options allow (_fetch_sub_module_impl)."""
         limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
-        numbers: list[int] = []
-        elements = 0
-        while self.queue and elements < limit:
+        numbers: dict[int, None] = {}
+        while self.queue and self._size(numbers) < limit:
             number, step = self.queue.popleft()
             self.fetched_for[number] = max(self.fetched_for[number], step)
-            if self._is_partitioned(number) and number not in numbers:
-                numbers.append(number)
-                elements += self.sizes[number]
-        self._gather(numbers)
+            if self._is_partitioned(number):
+                numbers[number] = None
+        self._gather([*numbers])
 
     def _stays(self, number: int) -> bool:
         """Return whether a parameter is small, was fetched for a later module, or is used again within the distance.
@@ -172,8 +153,5 @@ class ParameterCoordinator:
         """
         if self._is_persistent(number) or self.fetched_for[number] > self.step:
             return True
-        uses = self.uses[number]
-        index = bisect.bisect_left(uses, self.step)
-        if index == len(uses):
-            return False
-        return self.before_step[uses[index]] - self.before_step[self.step] < self.options.max_reuse_distance
+        following = next((self.before_step[step] for step in self.uses[number] if step >= self.step), math.inf)
+        return following - self.before_step[self.step] < self.options.max_reuse_distance

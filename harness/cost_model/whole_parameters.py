@@ -1,9 +1,10 @@
 """The elements of whole parameters at the moments of a micro-batch under DeepSpeed's stage 3. Imports no torch."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
@@ -13,34 +14,13 @@ from harness.layout.model_profile import model_profile
 # The order in which a layer runs its parts; the modules of each part run in the order of its parameters.
 LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 
+Event = tuple[EventKind, Module, Literal["forward", "backward", "recompute"]]  # what happens, where and when
 
-class Event(NamedTuple):
-    """What happens to a module, and where in a micro-batch."""
-
-    kind: EventKind
-    module: Module
-    phase: Literal["forward", "backward", "recompute"]
-
-
-class LayerElements(NamedTuple):
-    """The elements of whole parameters in the backward of a layer, which reaches its last matrix first."""
-
-    computing: list[int]  # when the gradient of each matrix is computed
-    accumulating: list[int]  # when that becomes the parameter's
-    between: list[int]  # the most before the first of these matrices, between two of them, and behind the last one
-
-
-class WholeParameters(NamedTuple):
-    """The elements of whole parameters in a micro-batch, with the tensors through which they are gathered."""
-
-    forward: tuple[int, ...]  # the most in each layer's forward
-    at_head: int  # when forward enters the head
-    loss: int  # between forward and backward
-    entering_head: int  # when backward enters the head
-    in_head: int  # in its backward
-    behind_head: int  # in that of the final norm
-    layers: tuple[LayerElements, ...]
-    at_embedding: int  # in the embedding's backward
+# The most elements of whole parameters, by the moment. Outside of layers that is an event: the phase, the module (the
+# embedding, the final norm, the head, or else its path) and what happens to it; `gather` is its entering with copies.
+# A layer's forward is one moment. In its backward, moments are those when a matrix's gradient is computed, when it is
+# forgotten as it becomes the parameter's, and all between two matrices; the last number is the matrices before.
+WholeParameters = Mapping[tuple[str | int, ...], int]
 
 
 def coordinator_options(options: Mapping[str, object]) -> CoordinatorOptions:
@@ -58,61 +38,41 @@ def whole_parameters(
     `backend_copies` is whether the backend copies what a module waits for, as gloo does.
     """
     profile, modules = model_profile(model), modules_in_order(model)
-    events = micro_batch_events(model, checkpointing, modules)
-    order = [event.module for event in events if event.kind == "enter"]
+    events = list(micro_batch_events(model, checkpointing, modules))
     sizes = [math.prod(shape) for shape in profile.parameter_shapes.values()]
-    coordinator = ParameterCoordinator(sizes, order, options)
-    layers = model.num_hidden_layers
-    layer_of = {path: profile.layer_index(f"{path}.") for path in {event.module.path for event in events}}
-    forward, backward = [0] * layers, [LayerElements([], [], [0]) for _ in range(layers)]
-    most: dict[tuple[str, str, str], int] = {}  # at an event, with copies
-    after: dict[tuple[str, str, str], int] = {}
+    coordinator = ParameterCoordinator(sizes, [module for kind, module, _ in events if kind == "enter"], options)
+    layers = {path: profile.layer_index(f"{path}.") for path in {module.path for _, module, _ in events}}
+    names = {modules[0].path: "embedding", modules[-2].path: "norm", modules[-1].path: "head"}
+    most: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
+    behind: defaultdict[int, int] = defaultdict(int)  # matrices that backward has left, by their layer
     for kind, module, phase in events:
         if kind != "compute":
             getattr(coordinator, kind)(module)
-        elements = after[kind, module.path, phase] = coordinator.elements
+        layer, place = layers[module.path], (phase, names.get(module.path, module.path))
         copied = coordinator.gathered_at_once if kind == "enter" and backend_copies else 0
-        most[kind, module.path, phase] = elements + copied
-        layer = layer_of[module.path]
-        if layer is not None and phase == "forward":
-            forward[layer] = max(forward[layer], elements + copied)
-        elif layer is not None:
-            add_sample(backward[layer], kind, elements, module.is_matrix and phase == "backward")
-    embedding, norm, head = modules[0].path, modules[-2].path, modules[-1].path
-    return WholeParameters(
-        tuple(forward),
-        most["enter", head, "forward"],
-        after["leave", "", "forward"],
-        most["enter", head, "backward"],
-        after["enter", head, "backward"],
-        after["enter", norm, "backward"],
-        tuple(backward),
-        after["enter", embedding, "backward"],
-    )
-
-
-def add_sample(layer: LayerElements, kind: str, elements: int, is_at_matrix: bool) -> None:
-    """Add the elements after an event of a layer's backward; `is_at_matrix` is whether it is a matrix's own."""
-    if kind == "compute":
-        layer.computing.append(elements)
-    elif kind == "forget":
-        layer.accumulating.append(elements)
-    elif kind == "leave" and is_at_matrix:
-        layer.between.append(elements)
-    elif not (kind == "enter" and is_at_matrix):
-        layer.between[-1] = max(layer.between[-1], elements)
+        moments: dict[tuple[str | int, ...], int] = {}  # with their copies
+        if layer is None:
+            moments = {(*place, kind): 0, (*place, "gather"): copied} if kind == "enter" else {(*place, kind): 0}
+        elif phase == "forward":
+            moments = {("forward", layer): copied}
+        elif kind in ("compute", "forget"):
+            moments = {("backward", layer, kind, behind[layer]): 0}
+        elif phase == "recompute" or kind == "leave" or not module.is_matrix:
+            behind[layer] += module.is_matrix and phase == "backward"
+            moments = {("backward", layer, "between", behind[layer]): 0}
+        for moment, copies in moments.items():
+            most[moment] = max(most[moment], coordinator.elements + copies)
+    return dict(most)
 
 
 def modules_in_order(model: ModelConfig) -> list[Module]:
     """Return the modules with parameters in the order in which forward runs them; a tied head is one of them."""
     profile = model_profile(model)
-    numbers: dict[str, list[int]] = {}
-    matrices = set()
-    for number, (name, shape) in enumerate(profile.parameter_shapes.items()):
-        path = name.rpartition(".")[0]
-        numbers.setdefault(path, []).append(number)
-        if len(shape) > 1:
-            matrices.add(path)
+    paths = {name: name.rpartition(".")[0] for name in profile.parameter_shapes}
+    matrices = {paths[name] for name, shape in profile.parameter_shapes.items() if len(shape) > 1}
+    numbers = defaultdict[str, list[int]](list)
+    for number, path in enumerate(paths.values()):
+        numbers[path].append(number)
 
     def position(path: str) -> tuple[int, int]:
         layer = profile.layer_index(f"{path}.")
@@ -125,38 +85,35 @@ def modules_in_order(model: ModelConfig) -> list[Module]:
         Module(path, tuple(numbers[path]), path in matrices, profile.layer_index(f"{path}."))
         for path in sorted(numbers, key=position)
     ]
-    if model.tie_word_embeddings:
-        modules.append(Module("lm_head", modules[0].parameters, is_matrix=True))
-    return modules
+    head = Module("lm_head", modules[0].parameters, is_matrix=True)
+    return [*modules, head] if model.tie_word_embeddings else modules
 
 
 def micro_batch_events(
     model: ModelConfig, checkpointing: CheckpointingConfig, modules: Sequence[Module]
-) -> list[Event]:
-    """Return what happens to the modules in forward and backward, in order.
+) -> Iterator[Event]:
+    """Yield what happens to the modules in forward and backward, in order.
 
     Backward never leaves an embedding, whose input has no gradient. It enters a layer's last matrix before it runs the
     layer's second forward, which ends as soon as that matrix refers to its parameters again.
     """
-    profile = model_profile(model)
-    embeddings = {name.rpartition(".")[0] for name in profile.embedding_shapes}
+    embeddings = {name.rpartition(".")[0] for name in model_profile(model).embedding_shapes}
+    last_matrices = {module.layer: module for module in modules if module.is_matrix}
     forward = list(nested(modules))
-    events = [Event(kind, module, "forward") for kind, module in forward]
-    behind = -1  # the layer in whose backward the last event is
+    for kind, module in forward:
+        yield kind, module, "forward"
     for kind, module in reversed(forward):
         if kind == "leave":
-            events.append(Event("enter", module, "backward"))
+            yield "enter", module, "backward"
             layer = module.layer
-            if module.is_matrix and layer is not None and layer != behind:
-                behind = layer
-                if checkpointing.recomputes_layer(layer):
-                    events += second_forward([other for other in modules if other.layer == layer])
+            if layer is not None and module is last_matrices[layer] and checkpointing.recomputes_layer(layer):
+                yield from second_forward([other for other in modules if other.layer == layer])
             continue
         if module.is_matrix:
-            events += [Event("compute", module, "backward"), Event("forget", module, "backward")]
+            yield "compute", module, "backward"
+            yield "forget", module, "backward"
         if module.path not in embeddings:
-            events.append(Event("leave", module, "backward"))
-    return events
+            yield "leave", module, "backward"
 
 
 def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
@@ -165,9 +122,9 @@ def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
     for kind, module in nested(modules):
         if module.path in layer:
             continue
-        yield Event(kind, module, "recompute")
+        yield kind, module, "recompute"
         if kind == "enter" and module.is_matrix:
-            yield Event("refer", module, "recompute")
+            yield "refer", module, "recompute"
             if module is modules[-1]:
                 return
 
