@@ -133,6 +133,14 @@ class StageContext(NamedTuple):
     layer_launches: float  # of the host in a layer, beside its kernels, on a CPU
 
 
+class RankStages(NamedTuple):
+    """The stages of the ranks at one place of the pipeline."""
+
+    layers: int
+    holds_embedding: bool
+    holds_head: bool
+
+
 @dataclass(frozen=True)
 class MicroBatchTime:
     """The seconds of a layer or a stage for a micro-batch on one rank."""
@@ -226,19 +234,14 @@ def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: flo
 
 @lru_cache(maxsize=16384)
 def stage_time(
-    context: StageContext,
-    hardware: HardwareConfig,
-    timing: StackTiming,
-    layers: int,
-    holds_embedding: bool,
-    holds_head: bool,
+    context: StageContext, hardware: HardwareConfig, timing: StackTiming, stages: RankStages
 ) -> MicroBatchTime:
-    """Return the seconds of a stage of so many layers, which may have the embedding and the head."""
-    shape, layer = context.shape, layer_time(context, hardware, timing)
+    """Return the seconds of a rank's stages."""
+    shape, layer, layers = context.shape, layer_time(context, hardware, timing), stages.layers
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
     vocabulary_group = context.tp_group if shape.vocabulary_tp > 1 else RankGroup(1, 1)
-    ends = [embedding_seconds(shape, hardware)] if holds_embedding else []
-    ends += [head_seconds(shape, hardware, timing)] if holds_head else []
+    ends = [embedding_seconds(shape, hardware)] if stages.holds_embedding else []
+    ends += [head_seconds(shape, hardware, timing)] if stages.holds_head else []
     for passes in ends:
         forward, backward = forward + passes.forward, backward + passes.backward
         tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, hardware)

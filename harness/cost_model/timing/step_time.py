@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
@@ -15,12 +14,11 @@ from harness.config.strategy import AXES
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.timing.collectives import group_of, send_seconds
-from harness.cost_model.timing.data_parallel_time import ShardedState, expose
+from harness.cost_model.timing.data_parallel_time import DataParallelTime
 from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
-from harness.cost_model.timing.stage_time import StageContext, stage_time
-from harness.layout.layer_spec import numel
+from harness.cost_model.timing.stage_time import RankStages, StageContext, stage_time
 from harness.layout.layout import Layout
-from harness.layout.model_profile import layer_parameter_count, model_profile
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 
@@ -48,20 +46,12 @@ class StepTime:
         return parts + self.optimizer_seconds + self.other_seconds
 
 
-class RankStages(NamedTuple):
-    """The stages of the ranks at one place of the pipeline."""
-
-    layers: int
-    holds_embedding: bool
-    holds_head: bool
-
-
 @lru_cache(maxsize=4096)
-def pipeline_stages(model: ModelConfig, layout: Layout) -> tuple[tuple[RankStages, int], ...]:
+def pipeline_stages(model: ModelConfig, layout: Layout) -> Mapping[RankStages, int]:
     """Return the different kinds of pipeline ranks, each with how many ranks are of it."""
     stages = split_into_stages(model, layout)
     ranks = (stages[place :: layout.pp] for place in range(layout.pp))
-    kinds = Counter(
+    return Counter(
         RankStages(
             sum(stage.layers for stage in own),
             any(stage.holds_embedding for stage in own),
@@ -69,18 +59,6 @@ def pipeline_stages(model: ModelConfig, layout: Layout) -> tuple[tuple[RankStage
         )
         for own in ranks
     )
-    return tuple(kinds.items())
-
-
-@lru_cache(maxsize=256)
-def _parameters(model: ModelConfig, tp: int, vocabulary_tp: int) -> tuple[float, float, float]:
-    """Return the parameters of a layer, of the embedding and of the head on one tensor-parallel rank.
-
-    A tied head counts as well: gradients of both uses are in one table, but in a pipeline each end has its own.
-    """
-    profile = model_profile(model)
-    embedding, head = numel(profile.embedding_shapes), numel(profile.head_shapes)
-    return layer_parameter_count(model) / tp, embedding / vocabulary_tp, head / vocabulary_tp
 
 
 def estimate_step_time(
@@ -110,35 +88,39 @@ def estimate_step_time(
         _layer_launches(config, layout, widths, timing),
     )
     kinds = pipeline_stages(config.model, layout)
-    times = [stage_time(context, hardware, timing, *kind) for kind, _ in kinds]
-    states = [_state(config, layout, widths, kind, gpus_per_node, micro_batches) for kind, _ in kinds]
-    exposures = [
-        expose(state, hardware, timing, time.forward, time.backward) for state, time in zip(states, times, strict=True)
-    ]
+    synchronized = {
+        kind: DataParallelTime(config, layout, widths, hardware, timing, gpus_per_node, kind) for kind in kinds
+    }
+    times = {kind: stage_time(context, hardware, timing, kind) for kind in kinds}
+    exposures = {kind: synchronized[kind].expose(time.forward, time.backward) for kind, time in times.items()}
     slowdown = hardware.fitted.overlap_slowdown
-    per_micro = [
-        time.compute + time.tp + time.cp + exposed.per_micro_batch + slowdown * exposed.hidden_per_micro_batch
-        for time, exposed in zip(times, exposures, strict=True)
-    ]
-    slowest = max(range(len(kinds)), key=per_micro.__getitem__)
+    per_micro = {
+        kind: time.compute + time.tp + time.cp + exposed.per_micro_batch + slowdown * exposed.hidden_per_micro_batch
+        for (kind, time), exposed in zip(times.items(), exposures.values(), strict=True)
+    }
+    slowest = max(per_micro, key=per_micro.__getitem__)
     time, exposed = times[slowest], exposures[slowest]
-    per_step = max(e.per_step for e in exposures)
-    hidden_per_step = max(e.hidden_per_step for e in exposures)
+    hidden_per_step = max(each.hidden_per_step for each in exposures.values())
     compute = micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step
-    data = micro_batches * exposed.per_micro_batch + per_step
+    data = micro_batches * exposed.per_micro_batch + max(each.per_step for each in exposures.values())
     communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * time.tp, "cp": micro_batches * time.cp}
     communication[_first_axis(layout, layout.replica_axes)] += data * exposed.replica_share
     communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - exposed.replica_share)
     bubble = 0.0
     if layout.pp_enabled:
-        bubble = _bubble_seconds(layout, micro_batches, kinds, per_micro, slowest)
+        # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let
+        # it pass in shorter parts, and zero bubble fills a part of the wait.
+        others = sum(per_micro[kind] * number for kind, number in kinds.items()) - per_micro[slowest]
+        bubble = others * bubble_ratio(layout, micro_batches) / ((layout.pp - 1) / micro_batches)
         transfer = _transfer_seconds(config, layout, hardware, timing, gpus_per_node)
         communication["pp"] = transfer * (micro_batches * timing.blocking_transfers + layout.pp - 1)
     return StepTime(
         compute_seconds=compute,
         exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
         bubble_seconds=bubble,
-        optimizer_seconds=_optimizer_seconds(config, layout, hardware, timing, max(s.parameters for s in states)),
+        optimizer_seconds=_optimizer_seconds(
+            config, layout, hardware, timing, max(each.parameters for each in synchronized.values())
+        ),
         other_seconds=_other_seconds(hardware, timing, micro_batches, layout.world_size / gpus_per_node),
         micro_batches=micro_batches,
         forward_seconds=time.forward,
@@ -177,29 +159,6 @@ def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths, timi
     return launches
 
 
-def _state(
-    config: RunConfig, layout: Layout, widths: StateWidths, kind: RankStages, gpus_per_node: int, micro: int
-) -> ShardedState:
-    """Return what ranks of one kind synchronize with the ranks that train on other data."""
-    layer, embedding, head = _parameters(config.model, layout.tp, layout.vocabulary_tp)
-    is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
-    layer_tensors = len(model_profile(config.model).layer_shapes)
-    return ShardedState(
-        kind.layers,
-        layer,
-        embedding * kind.holds_embedding + head * kind.holds_head,
-        layout.zero_stage,
-        group_of(layout, layout.sharding_axes, gpus_per_node),
-        group_of(layout, layout.replica_axes, gpus_per_node),
-        widths,
-        config.precision.reduce_bytes,
-        3 if widths.gathers_for_each_use and is_recomputed else 2,
-        micro,
-        layer_tensors,
-        kind.layers * layer_tensors + kind.holds_embedding + kind.holds_head,
-    )
-
-
 def _transfer_seconds(
     config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int
 ) -> float:
@@ -225,18 +184,6 @@ def _other_seconds(hardware: HardwareConfig, timing: StackTiming, micro_batches:
         growth: float = (nodes / 64) ** timing.inter_node_micro_batch_growth
         seconds += micro_batches * timing.inter_node_micro_batch_seconds * growth
     return seconds
-
-
-def _bubble_seconds(
-    layout: Layout, micro_batches: int, kinds: tuple[tuple[RankStages, int], ...], per_micro: list[float], slowest: int
-) -> float:
-    """Return the seconds in which the slowest stage waits while the pipeline fills and drains.
-
-    A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
-    pass in shorter parts, and zero bubble fills a part of the wait.
-    """
-    others = sum(seconds * number for (_, number), seconds in zip(kinds, per_micro, strict=True)) - per_micro[slowest]
-    return others * bubble_ratio(layout, micro_batches) / ((layout.pp - 1) / micro_batches)
 
 
 def _optimizer_seconds(
