@@ -79,18 +79,14 @@ def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
     The second forward takes the layer's other tensors as its inputs.
     """
     block, model = block_tensors(shape), shape.model
+    is_eager, is_grouped = model.attention == "eager", model.num_key_value_heads < model.num_attention_heads
+    # Eager products copy heads and sequences into one dimension, plain operations into fp32.
+    is_copied = shape.attention_is_decomposed or (is_eager and shape.sequences > 1)
+    is_repeated = shape.repeats_grouped_heads or (is_eager and is_grouped)
+    is_gathered = shape.cp > 1  # from all ranks
     names = [name for name in block if name.startswith(ATTENTION_CORE)]
-    if shape.cp > 1:  # gathered from all ranks
-        names += ["attention.key", "attention.value"]
-    elif shape.attention_is_decomposed:
-        names += ["attention.query", "attention.key", "attention.value"]
-    elif shape.repeats_grouped_heads:
-        names += ["attention.key", "attention.value"]
-    elif model.attention == "eager":
-        if shape.sequences > 1:  # products copy heads and sequences into one dimension
-            names += ["attention.query"]
-        if shape.sequences > 1 or model.num_key_value_heads < model.num_attention_heads:
-            names += ["attention.key", "attention.value"]  # or repeated to every head
+    names += ["attention.query"] * (is_copied and not is_gathered)
+    names += ["attention.key", "attention.value"] * (is_copied or is_repeated or is_gathered)
     return {name: block[name] for name in names}
 
 
@@ -108,19 +104,18 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
     saved = {each.matrix: shape.whole_hidden_bytes for _, each in operators if each.kind == "row"}
     saved |= {"q_proj": size, "k_proj": grouped}
     shared = [product for product in products.values() if not product.startswith("attention.")]
-    if model.attention == "eager" or shape.attention_is_decomposed:
+    has_scores = model.attention == "eager" or shape.attention_is_decomposed
+    if has_scores:
         width = FP32_BYTES if shape.attention_is_decomposed else shape.width
         scores = shape.tokens * model.num_attention_heads // shape.tp * shape.seq_len * width
         visible_scores = scores * (2 * shape.cp + 1) // (4 * shape.cp) if shape.cp > 1 else scores
-        saved |= {"v_proj": grouped, "scores": visible_scores, "mixed": size * width // shape.width}
-    elif shape.cp > 1:  # keys and values are gathered again
-        saved |= {"v_proj": grouped}
-        shared += ["attention.chunks", "attention.logsumexp"]
-    elif shape.repeats_grouped_heads:  # keys and values are repeated again
-        saved |= {"v_proj": grouped}
-        shared += ["attention.output", "attention.logsumexp"]
+        saved |= {"scores": visible_scores, "mixed": size * width // shape.width}
     else:
-        shared += [products["v_proj"], "attention.output", "attention.logsumexp"]
+        shared += ["attention.chunks" if shape.cp > 1 else "attention.output", "attention.logsumexp"]
+    if has_scores or shape.cp > 1 or shape.repeats_grouped_heads:  # values are gathered or repeated again
+        saved["v_proj"] = grouped
+    else:
+        shared.append(products["v_proj"])
     saved |= {name: block[name] for name in shared}
     recomputed = checkpointing.recomputed_products(matrix.name for matrix in layer_matrices(model))
     not_saved = {*recomputed, *(products.get(name) for name in recomputed)}

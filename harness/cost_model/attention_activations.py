@@ -88,16 +88,13 @@ def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[
     has_scores = shape.model.attention == "eager" or shape.attention_is_decomposed
     whole = (query if has_scores or shape.repeats_grouped_heads else keys) * shape.cp
     scores_grad = "output.grad"
-    if has_scores:
-        for number, (size, frees) in enumerate(score_gradients(shape)):
-            values = {} if number else {"whole_value.grad": whole}
-            yield {f"scores_{number}.grad": size} | values, (scores_grad, *frees)
-            scores_grad = f"scores_{number}.grad"
-        whole_keys = {"whole_key.grad": whole}
-    else:
-        whole_keys = {"whole_key.grad": whole, "whole_value.grad": whole}
+    for number, (size, frees) in enumerate(score_gradients(shape) if has_scores else ()):
+        values = {} if number else {"whole_value.grad": whole}
+        yield {f"scores_{number}.grad": size} | values, (scores_grad, *frees)
+        scores_grad = f"scores_{number}.grad"
     saved = ("query", "key", "value", "output", "logsumexp", "chunks", "future_mask")
-    yield whole_keys | {"query.grad": query}, (scores_grad, *(f"attention.{name}" for name in saved))
+    results = {"whole_key.grad": whole, "whole_value.grad": whole, "query.grad": query}  # that of values exists by now
+    yield results, (scores_grad, *(f"attention.{name}" for name in saved))
     yield {"key.grad": keys, "value.grad": keys}, ("whole_key.grad", "whole_value.grad")
 
 

@@ -18,7 +18,7 @@ from harness.layout import layer_spec
 from harness.layout.layer_spec import layer_matrices, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, split_into_stages, whole_model
+from harness.layout.partition import Stage, split_into_stages
 
 BACKWARD = 2  # forwards that a backward costs: a product for the input's gradient, and one for the weight's
 
@@ -128,8 +128,7 @@ def recomputed_flops(
     forward. `fused` is whether one kernel computes attention, by default as expected on a CPU.
     """
     model, train, checkpointing = config.model, config.train, config.checkpointing
-    stages = split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
-    calls = sum(recomputed_layers(config, layout, stage) for stage in stages)
+    calls = sum(recomputed_layers(config, layout, stage) for stage in split_into_stages(model, layout))
     runs_to_end = recomputes_last_projection or train.compile
     if checkpointing.name == "selective":
         return calls * recomputed_product_flops(model, checkpointing, train.global_batch * train.seq_len, runs_to_end)

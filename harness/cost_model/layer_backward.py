@@ -45,23 +45,32 @@ class LayerBackward:
         self.weights = 0
         self.moments: list[LayerMoment] = []
 
-    def run(self, results: Tensors, frees: Iterable[str] = (), weight: int = 0) -> None:
-        """Run an operator that makes these results and, if it is a matrix's, the gradient of so many elements."""
+    def run(
+        self,
+        results: Tensors,
+        frees: Iterable[str] = (),
+        weight: int = 0,
+        is_accumulation: bool = False,
+        is_followed_by_matrix: bool = True,
+    ) -> None:
+        """Run an operator that makes these results and, if it is a matrix's, the gradient of so many elements.
+
+        The residual stream's gradient is never freed: what is added to it takes its place.
+        """
         self.temporaries |= results
-        self._record(weight)
-        for name in frees:
+        sizes = (sum(self.saved.values()), sum(self.temporaries.values()))
+        self.moments.append(LayerMoment(*sizes, self.weights, weight, is_accumulation, is_followed_by_matrix))
+        self.weights += weight * is_accumulation
+        for name in {*frees} - {"residual.grad"}:
             self.saved.pop(name, None)
             self.temporaries.pop(name, None)
 
-    def accumulate(self, weight: int, is_followed_by_matrix: bool = True) -> None:
-        """Add a weight's gradient to the parameter's."""
-        self._record(weight, is_accumulation=True, is_followed_by_matrix=is_followed_by_matrix)
-        self.weights += weight
-
-    def _record(self, weight: int, is_accumulation: bool = False, is_followed_by_matrix: bool = True) -> None:
-        saved, temporaries = sum(self.saved.values()), sum(self.temporaries.values())
-        at_weight = (self.weights, weight, is_accumulation, is_followed_by_matrix)
-        self.moments.append(LayerMoment(saved, temporaries, *at_weight))
+    def recompute(self, before: Tensors, results: Tensors, copies: Tensors) -> None:
+        """Run attention's second forward, which has some of its results when its scores exist, with their copies."""
+        scores = eager_score_tensors(self.shape) | copies
+        self.saved |= before
+        self.run(scores, scores)
+        self.saved |= results
 
     def free(self, *prefixes: str) -> None:
         """Free all kept tensors whose names begin so."""
@@ -99,12 +108,10 @@ def recompute_layer(backward: LayerBackward, recomputation: Recomputation) -> No
     It keeps no saved result beyond its end: that of the last product is freed before backward takes its inputs.
     """
     shape, results = backward.shape, recomputation.results
-    backward.saved |= {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
-    scores = eager_score_tensors(shape) | {"copies": forward_copies_bytes(shape)}
+    before = {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
     taken_before = ("q_proj", "k_proj", "v_proj", "scores")
     backward.saved = {name: size for name, size in backward.saved.items() if name not in taken_before}
-    backward.run(scores, scores)
-    backward.saved |= results
+    backward.recompute(before, results, {"copies": forward_copies_bytes(shape)})
     backward.saved = {name: size for name, size in backward.saved.items() if name not in recomputation.consumed}
     last = layer_matrices(shape.model)[-1].name
     backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", last))
@@ -124,16 +131,16 @@ def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
 def run_residual(backward: LayerBackward, name: str) -> str:
     """Run what lies between a branch's last matrix and the residual stream; return the name of the gradient."""
     shape, gradient = backward.shape, "residual.grad"
-    if shape.model.dropout:
-        backward.run({"branch.grad": shape.hidden_bytes}, (f"{name}.mask",))
-        gradient = "branch.grad"
-    if shape.sequence_parallel:
-        whole, own = shape.whole_hidden_bytes, (gradient,) if gradient != "residual.grad" else ()
-        if shape.sequences > 1:  # the gathered parts are put together along the second dimension
-            backward.run({"gathered_parts.grad": whole}, own)
-            own = ("gathered_parts.grad",)
-        backward.run({"gathered.grad": whole}, own)
-        gradient = "gathered.grad"
+    whole = shape.whole_hidden_bytes * shape.sequence_parallel
+    made = {
+        "branch.grad": shape.hidden_bytes * (shape.model.dropout > 0),
+        "gathered_parts.grad": whole * (shape.sequences > 1),  # put together along the second dimension
+        "gathered.grad": whole,
+    }
+    for result, size in made.items():
+        if size:
+            backward.run({result: size}, (gradient, f"{name}.mask"))
+            gradient = result
     return gradient
 
 
@@ -152,8 +159,8 @@ def run_operator(
         # The fused kernel keeps attention's output too.
         frees = () if branch.name == "attention" and shape.model.attention == "flash" else inputs
         weight = elements[operator.matrix]
-        backward.run(gradients, frees if branch_grad == "residual.grad" else (branch_grad, *frees), weight)
-        backward.accumulate(weight)
+        backward.run(gradients, (branch_grad, *frees), weight)
+        backward.run({}, weight=weight, is_accumulation=True)
     elif kind == "column":
         is_last = operator is branch.operators[0]  # no other matrix needs the norm's output any more
         norm_output = f"{branch.norm}.output" if is_last else ""
@@ -164,11 +171,9 @@ def run_operator(
         run_rotary(backward, gradient, shape.tensor_bytes(operator.output))
     else:
         if recomputation.results and not recomputation.whole_layer:
-            scores, weights = eager_score_tensors(shape), ("attention.weights", "attention.dropped")
-            recomputed = recomputation.results.items()
-            backward.saved |= {name: size for name, size in recomputed if not name.startswith(weights)}
-            backward.run(scores, scores)
-            backward.saved |= recomputation.results
+            weights, results = ("attention.weights", "attention.dropped"), recomputation.results
+            before = {name: size for name, size in results.items() if not name.startswith(weights)}
+            backward.recompute(before, results, {})
         for results, frees in attention_backward_operators(shape):
             backward.run(results, frees)
         backward.free("attention")
@@ -184,9 +189,8 @@ def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str
     name = "input.grad" if is_first else "summand.grad"
     backward.run({name: whole}, (output_grad, norm_output), weight=elements)
     if not is_first:
-        backward.run({"sum.grad": whole}, ("input.grad", "summand.grad"), weight=elements)
-        backward.temporaries["input.grad"] = backward.temporaries.pop("sum.grad")
-    backward.accumulate(elements, is_followed_by_matrix=not norm_output)
+        backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=elements)  # in the input's place
+    backward.run({}, weight=elements, is_accumulation=True, is_followed_by_matrix=not norm_output)
 
 
 def run_rotary(backward: LayerBackward, gradient: str, size: int) -> None:
@@ -209,8 +213,7 @@ def run_norm(backward: LayerBackward, norm: str) -> None:
     rest = shape.norm_backward_bytes - own
     backward.run({"norm.grad": rest}, ("norm.grad", output_grad))
     backward.free(f"{norm}.")
-    backward.run({"norm_input.grad": own, "sum.grad": own}, ("residual.grad", "norm_input.grad"))
-    backward.temporaries["residual.grad"] = backward.temporaries.pop("sum.grad")
+    backward.run({"norm_input.grad": own, "sum.grad": own}, ("norm_input.grad", "sum.grad"))
 
 
 @lru_cache(maxsize=4096)

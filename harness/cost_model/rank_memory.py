@@ -6,6 +6,7 @@ Ranks whose stages are alike differ by the order of their passes alone, so that 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import add, mul
 from typing import NamedTuple
 
 from harness.config.model import ModelConfig
@@ -20,18 +21,13 @@ from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, representative_stage, split_into_stages, whole_model
+from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths
-
-
-def all_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
-    """Return the model's stages in order; without a pipeline it is one."""
-    return split_into_stages(model, layout) if layout.pp_enabled else [whole_model(model)]
 
 
 def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
     """Return the stages of this rank of the pipeline."""
-    return all_stages(model, layout)[pp_rank :: layout.pp]
+    return split_into_stages(model, layout)[pp_rank :: layout.pp]
 
 
 def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> list[BackwardStart]:
@@ -156,16 +152,19 @@ class RankStep:
 
     def most_offloaded(self, starts: Sequence[BackwardStart]) -> int:
         """Return the most bytes of activations that are on the host at once."""
-        sizes = [0]
-        for start in starts:
-            passes = zip(self.sharding.activations, start.pending, start.awaiting_weight_grad, strict=True)
-            sizes.append(sum((pending + awaiting) * own.offloaded_bytes for own, pending, awaiting in passes))
-        return max(sizes)
+        sizes = [stage.offloaded_bytes for stage in self.sharding.activations]
+        kept = (map(add, start.pending, start.awaiting_weight_grad) for start in starts)
+        return max((sum(map(mul, sizes, passes)) for passes in kept), default=0)
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
         """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
         own = self.sharding
-        if own.layout.pp_enabled and all(stage.waiting_exceeds_sent_back for stage in own.activations):
+        # What a pass keeps that waits for its backward, less what its gradient takes that is sent back.
+        kept = (
+            stage.before_backward - stage.received_input_bytes + stage.log_probability_bytes - stage.input_bytes
+            for stage in own.activations
+        )
+        if own.layout.pp_enabled and min(kept) >= 0:
             return heaviest_starts(own.layout, own.micro_batches, pp_ranks)
         return {rank: rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 
@@ -204,7 +203,7 @@ def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tup
 
     `period` is the n of checkpointing every n-th layer. Raises UserError if the model cannot be cut so.
     """
-    return group_ranks(tuple(all_stages(model, layout)), layout.pp, period)
+    return group_ranks(tuple(split_into_stages(model, layout)), layout.pp, period)
 
 
 @lru_cache(maxsize=1024)

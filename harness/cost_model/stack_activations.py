@@ -14,18 +14,12 @@ from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 from harness.cost_model.stage_activations import LayerActivations, StageActivations
 
 
-@dataclass(frozen=True)
-class LayerBytes:
-    """The bytes of one layer's tensors for one micro-batch."""
-
-    saved: int  # for backward
-    scores: int  # of these, what eager attention keeps of its scores
-    backward: int  # gradients of intermediates at the worst moment of backward
-
-
 @lru_cache(maxsize=4096)
-def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> LayerBytes:
-    """Return what a layer keeps for backward and what its backward adds at its worst moment."""
+def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> tuple[int, int, int]:
+    """Return the bytes that a layer keeps for backward and, of these, what eager attention keeps of its scores.
+
+    The third number is the gradients of intermediates at the worst moment of backward.
+    """
     model = shape.model
     norms, gated = norm_bytes(shape, memory) * 2, model.architecture.has_gate
     heads, scores = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes, 0
@@ -39,7 +33,7 @@ def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> LayerBytes:
     # The gradient of the MLP's output, gathered where it is divided, and of the tensors between its matrices.
     backward = shape.hidden_bytes + shape.inner_bytes * (2 if gated else 1)
     backward += shape.whole_hidden_bytes if shape.sequence_parallel and shape.tp > 1 else 0
-    return LayerBytes(norms + heads + scores + inner + masks, scores, backward)
+    return norms + heads + scores + inner + masks, scores, backward
 
 
 def norm_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:
@@ -62,13 +56,13 @@ class StackActivations(StageActivations):
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps, and the one moment of its backward that counts."""
-        layer = layer_bytes(self.shape, self.memory)
-        saved, again = layer.saved, 0
+        whole, scores, backward = layer_bytes(self.shape, self.memory)
+        saved = whole
         if self.checkpointing.name == "attention":
-            saved, again = layer.saved - layer.scores, layer.scores
+            saved = whole - scores
         elif is_recomputed:
-            saved, again = self.shape.hidden_bytes, layer.saved - self.shape.hidden_bytes
-        return LayerActivations(saved, again, 0, 0, 0, (LayerMoment(saved, again + layer.backward),))
+            saved = self.shape.hidden_bytes
+        return LayerActivations(saved, whole - saved, 0, 0, 0, (LayerMoment(saved, whole - saved + backward),))
 
     @cached_property
     def norm(self) -> dict[str, int]:

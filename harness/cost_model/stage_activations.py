@@ -46,11 +46,10 @@ def one_layer_activations(
     until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(BEFORE_SCORES)}
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
-        names = {"input", "scores"}
-        if shape.cp == 1:  # with context parallelism the plan of that moment is 0.2 % too high without these
-            # The norm's output, which attention has as its argument, and saved products beside the rotated ones.
-            rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
-            names |= {"input_layernorm.output"} | rotated
+        # The norm's output, which attention has as its argument, and saved products beside the rotated ones; with
+        # context parallelism the plan of that moment is 0.2 % too high without these.
+        rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
+        names = {"input", "scores"} | ({"input_layernorm.output"} | rotated if shape.cp == 1 else set())
         until_scores |= {name: size for name, size in (block_tensors(shape) | saved).items() if name in names}
     consumed = consumed_by_recompute(shape, checkpointing)
     for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, is_recomputed)
@@ -189,12 +188,6 @@ class StageActivations:
         norm_keeps_input = self.shape.width == FP32_BYTES or not self.shape.norm_is_decomposed
         is_kept = norm_keeps_input or self.checkpointing.recomputes_layer(self.stage.first_layer)
         return self.input_bytes if is_kept else 0
-
-    @cached_property
-    def waiting_exceeds_sent_back(self) -> bool:
-        """Whether a pass that waits for its backward keeps at least what its gradient takes that is sent back."""
-        waiting = self.before_backward - self.received_input_bytes
-        return waiting + self.log_probability_bytes >= self.input_bytes
 
     @cached_property
     def log_probability_bytes(self) -> int:

@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.cost_model.deepspeed_zero import fullest_rank
-from harness.cost_model.rank_memory import all_stages, highest_rank
+from harness.cost_model.rank_memory import highest_rank
 from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import Machine, torch_release
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import split_into_stages
 from harness.runner.local_machine import detect_machine
 
 # The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
@@ -74,7 +75,7 @@ def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tupl
         return (rank,)
     if layout.uses_deepspeed_zero and layout.zero_stage < 3:
         widths = load_engine(layout.engine).state_widths(config, layout)
-        return (fullest_rank(config, layout, widths, all_stages(config.model, layout)),)
+        return (fullest_rank(config, layout, widths, split_into_stages(config.model, layout)),)
     stage_ranks = layout.world_size // layout.pp
     if rank == "all":
         return tuple(range(0, layout.world_size, stage_ranks))

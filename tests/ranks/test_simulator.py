@@ -16,9 +16,9 @@ from harness.cost_model.communication import expected_bytes, padded_bytes
 from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import WORKSPACE_BYTES, activation_bytes, estimate_memory
-from harness.cost_model.rank_memory import all_stages
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
+from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
 from harness.records.rank_report import RankReport
@@ -133,7 +133,7 @@ def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> 
     peaks = {rank.rank: rank.profiled.peak_allocated_bytes or 0 for rank in ranks}
     peak = max(peaks.values())
     if entry.partitions_flat:
-        chosen = fullest_rank(config, layout, widths, all_stages(config.model, layout))
+        chosen = fullest_rank(config, layout, widths, split_into_stages(config.model, layout))
         if peaks[chosen] < peak:
             return [f"rank {chosen} has {peaks[chosen]} bytes at its peak, others {peak}"]
     planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
