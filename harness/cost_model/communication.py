@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections import defaultdict
-from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.checkpointing import CheckpointingConfig
@@ -44,13 +43,13 @@ def expected_bytes(
     expected: defaultdict[str, float] = defaultdict(float)
     shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
     for stage in stages_of_rank(config.model, layout, rank):
-        elements = sent_elements(config, layout, widths, stage, rank if is_padded else None)
+        gathered, reduced = sent_elements(config, layout, widths, stage, rank if is_padded else None)
         # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
         # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
         neighbors = (not stage.holds_head) + (not stage.holds_embedding)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
         by_purpose: tuple[dict[str, float], ...] = (
-            dp_bytes(config, layout, widths, elements),
+            dp_bytes(config, layout, widths, gathered, reduced),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
             cp_bytes(config, layout, stage),
             {"pp send": transfers},
@@ -164,24 +163,17 @@ def ring_fraction(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-@dataclass(frozen=True)
-class SentElements:
-    """The elements of a stage's whole parameters that move in a step, each as often as it does."""
-
-    gathered: float
-    reduced: float
-
-
 def sent_elements(
     config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int | None = None
-) -> SentElements:
-    """Return the elements that move in a step, by the papers, in which every rank has an even share, or by a rank.
+) -> tuple[float, float]:
+    """Return the elements of a stage's whole parameters that are gathered and reduced in a step, each time counted.
 
-    A rank moves its own part of every parameter, and the padding of the shards.
+    They are the papers', in which every rank has an even share, or a rank's, which moves its own part of every
+    parameter, and the padding of the shards.
     """
-    once = _sent_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
+    gathered, reduced = _sent_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
     gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
-    return SentElements(gatherings * once.gathered, reductions_per_step(config, layout) * once.reduced)
+    return gatherings * gathered, reductions_per_step(config, layout) * reduced
 
 
 @lru_cache(maxsize=1024)
@@ -192,7 +184,7 @@ def _sent_elements_once(
     widths: StateWidths,
     stage: Stage,
     rank: int | None,
-) -> SentElements:
+) -> tuple[float, float]:
     """Return the elements of one gathering and one reduction.
 
     `widths.padding` says what is padded to a multiple of the shards' number. rows: the first dimension of every
@@ -212,10 +204,12 @@ def _sent_elements_once(
         *others, last = sizes.values()
         aligned = sum(_round_up(size, widths.parameter_alignment) for size in others)
         gathered = _round_up(aligned + last, FLAT_ALIGNMENT * shards)
-    return SentElements(gathered, sum(sizes.values()))
+    return gathered, sum(sizes.values())
 
 
-def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, elements: SentElements) -> dict[str, float]:
+def dp_bytes(
+    config: RunConfig, layout: Layout, widths: StateWidths, gathered: float, reduced: float
+) -> dict[str, float]:
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
@@ -227,9 +221,9 @@ def dp_bytes(config: RunConfig, layout: Layout, widths: StateWidths, elements: S
     reduce_bytes = config.precision.reduce_bytes
     reductions = reductions_per_step(config, layout)
     sent = {
-        (along_shards, "gather"): ring_fraction(shards) * elements.gathered * widths.gathered,
-        (along_shards, "reduce"): ring_fraction(shards) * elements.reduced * reduce_bytes if layout.zero_stage else 0.0,
-        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * elements.reduced / reductions * reduce_bytes / shards,
+        (along_shards, "gather"): ring_fraction(shards) * gathered * widths.gathered,
+        (along_shards, "reduce"): ring_fraction(shards) * reduced * reduce_bytes if layout.zero_stage else 0.0,
+        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced / reductions * reduce_bytes / shards,
     }
     return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
 

@@ -8,7 +8,6 @@ same rules with numbers of elements in the place of tensors.
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, NamedTuple
 
@@ -34,7 +33,6 @@ class Module(NamedTuple):
     layer: int | None = None  # the index of the decoder layer that it is part of, if it has parameters
 
 
-@dataclass
 class ParameterCoordinator:
     """DeepSpeed's coordinator in a micro-batch.
 
@@ -42,29 +40,23 @@ class ParameterCoordinator:
     them. Small parameters are whole at all times.
     """
 
-    sizes: Sequence[int]
-    order: Sequence[Module]
-    options: CoordinatorOptions
-    step: int = 0  # of the next module in the order
-    whole: set[int] = field(default_factory=set)
-    in_flight: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by parameter, all that are gathered with it
-    users: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))  # modules that use a parameter now
-    references: dict[int, bool] = field(default_factory=dict)  # by parameter, whether its tensor is still the whole one
-    available: int = 0  # elements that count against max_live_parameters
-    elements: int = 0  # of all tensors that exist now
-    gathered_at_once: int = 0  # elements that the module entered last was waiting for, as nothing had gathered them
-
-    def __post_init__(self) -> None:
-        """Prepare the queue of parameters to fetch, and the steps at which each one is used."""
-        self.queue = deque((number, step) for step, module in enumerate(self.order) for number in module.parameters)
-        self.fetched_for: dict[int, int] = defaultdict(lambda: -1)  # the last step for which a parameter was fetched
-        self.uses: dict[int, list[int]] = defaultdict(list)
+    def __init__(self, sizes: Sequence[int], order: Sequence[Module], options: CoordinatorOptions) -> None:
+        self.sizes, self.order, self.options = sizes, order, options
+        self.queue = deque((number, step) for step, module in enumerate(order) for number in module.parameters)
+        self.uses = defaultdict[int, list[int]](list)  # the steps at which a parameter is used
         for number, step in self.queue:
             self.uses[number].append(step)
-        traversed = (self._size(module.parameters) for module in self.order)
+        traversed = (self._size(module.parameters) for module in order)
         self.before_step = list(accumulate(traversed, initial=0))  # elements of all modules before a step
+        self.step = 0  # of the next module in the order
+        self.fetched_for = defaultdict[int, int](lambda: -1)  # the last step for which a parameter was fetched
+        self.users = defaultdict[int, set[str]](set)  # the modules that use a parameter now
+        self.references: dict[int, bool] = {}  # by parameter, whether its tensor is still the whole one
+        self.in_flight: dict[int, tuple[int, ...]] = {}  # by parameter, all that are gathered with it
         self.whole = {number for number in self.uses if self._is_persistent(number)}
-        self.elements = self._size(self.whole)
+        self.elements = self._size(self.whole)  # of all tensors that exist now
+        self.available = 0  # elements that count against max_live_parameters
+        self.gathered_at_once = 0  # elements that the module entered last was waiting for, as nothing had gathered them
 
     def enter(self, module: Module) -> None:
         """Fetch the parameters of the next module in the order, and prefetch those of others."""

@@ -7,7 +7,6 @@ from itertools import accumulate
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, split_into_stages
-from harness.util.errors import UserError
 
 
 @lru_cache(maxsize=1024)
@@ -30,13 +29,9 @@ def stack_stages(model: ModelConfig, layout: Layout, balance: str) -> tuple[Stag
     Raises UserError if there are fewer layers than stages.
     """
     count, depth = layout.num_stages, model.num_hidden_layers
+    stages = split_into_stages(model, layout)
     if layout.layers_per_stage is not None or balance == "parameters":
-        return tuple(split_into_stages(model, layout))
-    if depth < count:
-        raise UserError(
-            f"strategy.pp={layout.pp} makes {count} stages of model.num_hidden_layers={depth}: choose at least one"
-            " layer per stage"
-        )
+        return tuple(stages)
     layers = [depth // count + (index < depth % count) for index in range(count)]
     if balance == "products":
         layers = balanced_by_products(model, count)

@@ -132,8 +132,8 @@ def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
     group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)
     ring, sent = Fraction(shards - 1, shards), padded_bytes(config, layout, widths, rank)
     factors = {
-        f"{group} gather": (sum(each.gathered for each in moved), widths.gathered),
-        f"{group} reduce": (sum(each.reduced for each in moved), config.precision.reduce_bytes),
+        f"{group} gather": (sum(gathered for gathered, _ in moved), widths.gathered),
+        f"{group} reduce": (sum(reduced for _, reduced in moved), config.precision.reduce_bytes),
     }
     shares = {
         kind: (elements, width)
