@@ -38,9 +38,9 @@ class LayerMoment:
 class LayerBackward:
     """The backward of a layer that keeps these tensors; `moments` are those so far."""
 
-    def __init__(self, shape: MicroBatchShape, saved: Tensors) -> None:
-        self.shape = shape
-        self.saved = dict(saved)
+    def __init__(self, shape: MicroBatchShape, saved: Tensors, recomputed: Tensors, consumed: Tensors) -> None:
+        self.shape, self.saved = shape, dict(saved)
+        self.recomputed, self.consumed = recomputed, consumed
         self.temporaries = {"residual.grad": shape.hidden_bytes}
         self.weights = 0
         self.moments: list[LayerMoment] = []
@@ -65,56 +65,62 @@ class LayerBackward:
             self.saved.pop(name, None)
             self.temporaries.pop(name, None)
 
-    def recompute(self, before: Tensors, results: Tensors, copies: Tensors) -> None:
-        """Run attention's second forward, which has some of its results when its scores exist, with their copies."""
+    def recompute(self, before: Tensors, copies: Tensors) -> None:
+        """Run a second forward, which has some of its results when attention's scores exist, with their copies."""
         scores = eager_score_tensors(self.shape) | copies
         self.saved |= before
         self.run(scores, scores)
-        self.saved |= results
+        self.saved |= self.recomputed
 
     def free(self, *prefixes: str) -> None:
         """Free all kept tensors whose names begin so."""
         self.saved = {name: size for name, size in self.saved.items() if not name.startswith(prefixes)}
 
 
-@dataclass(frozen=True)
-class Recomputation:
-    """The second forward of a layer, or of its attention's core, which runs when backward needs its first result."""
+def layer_backward_moments(
+    shape: MicroBatchShape, saved: Tensors, recomputed: Tensors, consumed: Tensors, is_recomputed: bool
+) -> list[LayerMoment]:
+    """Return the moments of the backward of a layer that saved these tensors.
 
-    results: Tensors  # the tensors that it adds to those that are kept
-    consumed: Tensors  # the saved results that it takes and frees
-    whole_layer: bool
-
-
-def layer_backward_moments(shape: MicroBatchShape, saved: Tensors, recomputation: Recomputation) -> list[LayerMoment]:
-    """Return the moments of the backward of a layer that saved these tensors."""
-    backward = LayerBackward(shape, saved)
+    A second forward of the layer, or else of its attention's core, runs when backward needs its first result. It adds
+    the tensors `recomputed` to those that are kept, and takes and frees the saved results `consumed`.
+    """
+    backward = LayerBackward(shape, saved, recomputed, consumed)
     for number, branch in enumerate(reversed(shape.model.architecture.branches)):
-        is_recomputed = recomputation.whole_layer and number == 0
-        if is_recomputed and shape.model.dropout:
-            recompute_layer(backward, recomputation)
+        is_first = is_recomputed and number == 0
+        if is_first and shape.model.dropout:
+            recompute_layer(backward)
         gradient = run_residual(backward, branch.name)
-        if is_recomputed and not shape.model.dropout:
-            recompute_layer(backward, recomputation)
+        if is_first and not shape.model.dropout:
+            recompute_layer(backward)
         for operator in reversed(branch.operators):
-            run_operator(backward, branch, operator, gradient, recomputation)
+            if operator.kind == "attention" and recomputed and not is_recomputed:
+                recompute_attention(backward)
+            run_operator(backward, branch, operator, gradient)
         run_norm(backward, branch.norm)
     return backward.moments
 
 
-def recompute_layer(backward: LayerBackward, recomputation: Recomputation) -> None:
+def recompute_layer(backward: LayerBackward) -> None:
     """Run a layer's second forward: its attention's scores, and its end, where ranks may sum and drop out.
 
     It keeps no saved result beyond its end: that of the last product is freed before backward takes its inputs.
     """
-    shape, results = backward.shape, recomputation.results
+    shape, results = backward.shape, backward.recomputed
     before = {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
     taken_before = ("q_proj", "k_proj", "v_proj", "scores")
     backward.saved = {name: size for name, size in backward.saved.items() if name not in taken_before}
-    backward.recompute(before, results, {"copies": forward_copies_bytes(shape)})
-    backward.saved = {name: size for name, size in backward.saved.items() if name not in recomputation.consumed}
+    backward.recompute(before, {"copies": forward_copies_bytes(shape)})
+    backward.saved = {name: size for name, size in backward.saved.items() if name not in backward.consumed}
     last = layer_matrices(shape.model)[-1].name
     backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", last))
+
+
+def recompute_attention(backward: LayerBackward) -> None:
+    """Run the second forward of attention's core alone."""
+    behind_scores = ("attention.weights", "attention.dropped")
+    recomputed = backward.recomputed.items()
+    backward.recompute({name: size for name, size in recomputed if not name.startswith(behind_scores)}, {})
 
 
 def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
@@ -144,9 +150,7 @@ def run_residual(backward: LayerBackward, name: str) -> str:
     return gradient
 
 
-def run_operator(
-    backward: LayerBackward, branch: Branch, operator: Operator, branch_grad: str, recomputation: Recomputation
-) -> None:
+def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, branch_grad: str) -> None:
     """Run the backward of an operator, which makes gradients of its inputs and frees what it kept and took.
 
     `branch_grad` is the gradient of the branch's result.
@@ -170,10 +174,6 @@ def run_operator(
     elif kind == "rotary":
         run_rotary(backward, gradient, shape.tensor_bytes(operator.output))
     else:
-        if recomputation.results and not recomputation.whole_layer:
-            weights, results = ("attention.weights", "attention.dropped"), recomputation.results
-            before = {name: size for name, size in results.items() if not name.startswith(weights)}
-            backward.recompute(before, results, {})
         for results, frees in attention_backward_operators(shape):
             backward.run(results, frees)
         backward.free("attention")

@@ -54,6 +54,7 @@ class Sharding:
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
         self.micro_batches = layout.grad_accumulation_steps(config.train)
+        self.optimizer_copies = 0 if config.train.fused_optimizer else config.optimizer.foreach_copies
 
     # The rank's state.
 
@@ -223,11 +224,9 @@ class Sharding:
 
     @property
     def foreach_bytes(self) -> int:
-        """The bytes of an optimizer's copies of its state that is not fused."""
-        if self.config.train.fused_optimizer:
-            return 0
-        width = self.config.optimizer.foreach_copies * self.precision.master_bytes
-        return -(-width * sum(self.counts) // self.layout.shard_count("optimizer"))
+        """The bytes of an optimizer's copies of its state."""
+        width = self.optimizer_copies * self.precision.master_bytes
+        return -(-width * sum(self.counts) // self.shard_count("optimizer"))
 
     # Gradients of matrices.
 

@@ -37,6 +37,7 @@ class StackSharding(Sharding):
         gathered = precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed))
         widths = StateWidths(width, self.main_width or width, config.optimizer_state_bytes + masters, gathered)
         super().__init__(config, layout, widths, "cuda", stages)
+        self.optimizer_copies = memory.optimizer_copies
         self.activations = [StackActivations(self.shape, stage, config.checkpointing, memory) for stage in stages]
 
     def shard_count(self, kind: str) -> int:
@@ -69,12 +70,6 @@ class StackSharding(Sharding):
         """The bytes of the buckets in which replicas without a sharded optimizer reduce gradients."""
         has_buckets = self.layout.dp_enabled and self.layout.zero_stage == 0
         return self.memory.reduce_bucket_bytes * sum(self.counts) * has_buckets
-
-    @property
-    def foreach_bytes(self) -> int:
-        """The bytes of an optimizer's copies of its state."""
-        width = self.memory.optimizer_copies * self.precision.master_bytes
-        return -(-width * sum(self.counts) // self.shard_count("optimizer"))
 
     def gathered_bytes(self, each: Pass, *, in_backward: bool) -> int:
         """Return the bytes of gathered parameters: all, or those outside of layers and of layers in use."""

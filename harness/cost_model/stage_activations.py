@@ -16,7 +16,6 @@ from harness.cost_model.attention_activations import scores_bytes
 from harness.cost_model.layer_backward import (
     BEFORE_SCORES,
     LayerMoment,
-    Recomputation,
     deferred_weight_grad_bytes,
     layer_backward_moments,
 )
@@ -59,7 +58,7 @@ def one_layer_activations(
         kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
         scores=scores_bytes(shape),
-        moments=tuple(layer_backward_moments(shape, saved, Recomputation(recomputed, consumed, is_recomputed))),
+        moments=tuple(layer_backward_moments(shape, saved, recomputed, consumed, is_recomputed)),
     )
 
 
@@ -161,10 +160,9 @@ class StageActivations:
         a second forward.
         """
         shape, indices, head = self.shape, self.stage.layer_indices, sum(self.norm.values())
-        left = self.kept_by(indices) - self.moved_bytes
-        for index in indices:
-            own = self.of_layer(self.checkpointing.recomputes_layer(index))
-            left += own.kept_for_weights - own.saved
+        layers = [self.of_layer(self.checkpointing.recomputes_layer(index)) for index in indices]
+        recomputed = sum(layer.kept_for_weights - layer.saved for layer in layers)
+        left = self.kept_by(indices) - self.moved_bytes + recomputed
         freed = weight_pass_bytes(self.norm, shape) + layer_norm_statistics_bytes(self.norm, shape)
         used_by_last_matrix = block_tensors(shape)["mlp.product"]
         if self.norm:

@@ -224,12 +224,9 @@ def _tp_seconds(
 
 def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: float) -> float:
     """Return the seconds of gathering keys and values, and of scattering their gradients."""
-    shape, group = context.shape, context.cp_group
-    if group.ranks == 1:
-        return 0.0
-    model = shape.model
+    shape, model = context.shape, context.shape.model
     elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.sequences * shape.seq_len
-    return (2 + recomputed) * gather_seconds(elements * shape.width, group, hardware)
+    return (2 + recomputed) * gather_seconds(elements * shape.width, context.cp_group, hardware)
 
 
 @lru_cache(maxsize=16384)
