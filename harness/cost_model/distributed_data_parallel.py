@@ -52,9 +52,8 @@ class DistributedDataParallel(Sharding):
 
         In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
         """
-        if not (self.rebuilds_buckets and self.is_mixed):
-            return 0
-        return round(self.bucket_elements([stage]) * self.precision.compute_bytes)
+        exist = self.rebuilds_buckets and self.is_mixed
+        return round(self.bucket_elements([stage]) * self.precision.compute_bytes) * exist
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return the old buckets."""

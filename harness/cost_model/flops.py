@@ -100,10 +100,8 @@ def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     memory-efficient kernel takes no groups), but they are repeated there (harness.models.decoder). Without a kernel
     torch multiplies the matrices one by one, and keeps the scores.
     """
-    model = config.model
-    if model.attention != "flash":
-        return False
-    return device == "cuda" or model_profile(model).has_fused_attention_on_cpu
+    has_kernel = device == "cuda" or model_profile(config.model).has_fused_attention_on_cpu
+    return config.model.attention == "flash" and has_kernel
 
 
 def causal_skipped_flops(config: RunConfig, layout: Layout) -> int:

@@ -129,9 +129,8 @@ def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
     They are the pending gradient, the summand and three copies of the tensor-parallel ranks' sum, as DTensor passes it
     on; the dropout's mask does not exist yet.
     """
-    if shape.tp == 1 or not shape.model.dropout:
-        return 0
-    return shape.whole_hidden_bytes + 4 * shape.hidden_bytes - shape.dropout_mask_bytes
+    size = shape.whole_hidden_bytes + 4 * shape.hidden_bytes - shape.dropout_mask_bytes
+    return size * (shape.tp > 1 and shape.model.dropout > 0)
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:

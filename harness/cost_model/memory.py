@@ -12,9 +12,10 @@ from harness.config.schema import Device, RunConfig
 from harness.cost_model.rank_memory import (
     RankPeak,
     RankStep,
-    highest_rank,
+    highest_peak,
     rank_backward_starts,
     rank_stages,
+    rank_steps,
     sharding_of,
 )
 from harness.cost_model.sharding import Sharding
@@ -77,16 +78,15 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     if not model_profile(config.model).is_project_decoder:
         step = RankStep(sharding_of(config, layout, widths, device, [whole_model(config.model)]))
         return rank_estimate(step.peak(0, ()))
-    highest = rank_estimate(highest_rank(config, layout, widths, device))
-    if device == "cpu":
-        return highest
-    return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
+    highest = rank_estimate(highest_peak(rank_steps(config, layout, widths, device)))
+    workspaces = {"workspaces": WORKSPACE_BYTES} if device == "cuda" else {}
+    return dataclasses.replace(highest, at_peak=highest.at_peak | workspaces)
 
 
 def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     """Return the memory of a rank whose worst moment is known."""
     own, step = peak.step.sharding, peak.step
-    buffers = max((tape.most_buffers for tape in step.tapes.values()), default=0)
+    buffers = [moment.parts["buffers"] for tape in step.tapes.values() for moment in tape.moments]
     offloaded = 0 if own.is_cpu else step.most_offloaded(peak.starts)
     return MemoryEstimate(
         own.parameter_bytes,
@@ -94,7 +94,7 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
         own.optimizer_bytes,
         activation_bytes=step.most_saved(peak.starts),
         loss_bytes=sum(stage.loss_bytes for stage in own.activations),
-        communication_buffer_bytes=own.buffer_bytes + buffers,
+        communication_buffer_bytes=own.buffer_bytes + max(buffers, default=0),
         host_bytes=step.host_bytes + offloaded,
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
         at_peak=peak.at_peak,

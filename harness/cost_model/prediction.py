@@ -140,16 +140,13 @@ class Prediction:
     @property
     def host_available_bytes(self) -> int | None:
         """The bytes of its host's memory that each rank of a node may take; None if they are not known."""
-        host_memory = self.cluster.hardware.host_memory
-        if host_memory is None:
-            return None
-        return parse_bytes(host_memory) // min(self.cluster.gpus_per_node, self.layout.world_size)
+        memory, ranks = self.cluster.hardware.host_memory, min(self.cluster.gpus_per_node, self.layout.world_size)
+        return None if memory is None else parse_bytes(memory) // ranks
 
     @cached_property
     def room(self) -> Room:
         """The memory of a device and a rank's part of its host's, of which plans count no processes."""
-        host = self.host_available_bytes
-        budget = self.config.cluster.memory_budget_bytes
+        host, budget = self.host_available_bytes, self.config.cluster.memory_budget_bytes
         host_bytes = None if host is None else host + PROCESS_BYTES["cpu"]
         return Room(self.cluster.memory_bytes, budget_bytes=budget, host_bytes=host_bytes)
 
@@ -178,17 +175,13 @@ class Prediction:
     def mfu(self) -> float | None:
         """The model's operations over the peak of all devices (arXiv 2204.02311, appendix B)."""
         peak = self.device_peak_flops
-        if peak is None:
-            return None
-        return model_flops(self.config) / (self.step_seconds * peak * self.layout.world_size)
+        return peak and model_flops(self.config) / (self.step_seconds * peak * self.layout.world_size)
 
     @property
     def cost_per_billion_tokens(self) -> float | None:
         """The price of training on a billion tokens, in the currency of the cluster's price; None without a price."""
         price = self.cluster.hardware.price_per_device_hour
-        if price is None:
-            return None
-        return price * self.layout.world_size / SECONDS_PER_HOUR * 1e9 / self.tokens_per_second
+        return price and price * self.layout.world_size / SECONDS_PER_HOUR * 1e9 / self.tokens_per_second
 
     @cached_property
     def sent_bytes(self) -> dict[str, float]:

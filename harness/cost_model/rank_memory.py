@@ -185,11 +185,6 @@ def rank_steps(config: RunConfig, layout: Layout, widths: StateWidths, device: D
     return [RankStep(sharding_of(config, layout, widths, device, stages), ranks) for stages, ranks in alike]
 
 
-def highest_rank(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> RankPeak:
-    """Return the first of the pipeline's ranks whose peak is highest."""
-    return highest_peak(rank_steps(config, layout, widths, device))
-
-
 def highest_peak(steps: Sequence[RankStep]) -> RankPeak:
     """Return the first of the ranks of these steps whose peak is highest."""
     ranks = [step.peak(*rank) for step in steps for rank in step.heaviest_starts(step.pp_ranks).items()]

@@ -85,18 +85,16 @@ class StageActivations:
     def embedding_bytes(self) -> int:
         """The bytes of token ids, a mask of those that other ranks look up, positions, and the dropout's mask."""
         shape = self.shape
-        if not self.stage.holds_embedding:
-            return 0
         positions = shape.seq_len // shape.cp * INT64_BYTES if shape.model.architecture.learned_positions else 0
-        return shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1)) + positions + shape.dropout_mask_bytes
+        tokens = shape.tokens * (INT64_BYTES + (shape.vocabulary_tp > 1))
+        return (tokens + positions + shape.dropout_mask_bytes) * self.stage.holds_embedding
 
     @cached_property
     def table_bytes(self) -> int:
         """The bytes of the cosines and sines by which all layers rotate queries and keys."""
         shape = self.shape
-        if shape.model.architecture.learned_positions:
-            return 0
-        return 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width
+        rotates = not shape.model.architecture.learned_positions
+        return 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width * rotates
 
     @cached_property
     def loss_bytes(self) -> int:
@@ -217,9 +215,8 @@ def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape)
 
     It has read them for its input's gradient. Other norms have none.
     """
-    if shape.model.architecture.norm != "layer":
-        return 0
-    return sum(size for name, size in tensors.items() if name.endswith(("norm.input", "norm.mean", "norm.rstd")))
+    suffixes = ("norm.input", "norm.mean", "norm.rstd") if shape.model.architecture.norm == "layer" else ()
+    return sum(size for name, size in tensors.items() if name.endswith(suffixes))
 
 
 def layer_weight_grad_bytes(shape: MicroBatchShape, is_recomputed: bool) -> int:

@@ -55,8 +55,3 @@ class Tape:
     def highest(self) -> Moment:
         """The first of the moments with most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
-
-    @property
-    def most_buffers(self) -> int:
-        """The most bytes of buffers at any moment."""
-        return max(moment.parts["buffers"] for moment in self.moments)

@@ -55,6 +55,5 @@ def workspaces(prediction: Prediction) -> int:
     """Return the workspaces of matrix products."""
     if prediction.is_of_nearest_decoder or prediction.cluster.device == "cpu":
         return 0
-    if prediction.is_runnable:
-        return WORKSPACE_BYTES
-    return workspace_bytes(prediction.stack.memory, prediction.cluster.hardware.compute_capability)
+    of_stack = workspace_bytes(prediction.stack.memory, prediction.cluster.hardware.compute_capability)
+    return WORKSPACE_BYTES if prediction.is_runnable else of_stack

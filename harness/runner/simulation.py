@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.cost_model.deepspeed_zero import fullest_rank
-from harness.cost_model.rank_memory import highest_rank
+from harness.cost_model.rank_memory import highest_peak, rank_steps
 from harness.engines.base import drives_several_devices, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import Machine, torch_release
@@ -82,4 +82,4 @@ def simulated_ranks(config: RunConfig, layout: Layout, machine: Machine) -> tupl
     if layout.pp == 1 or not model_profile(config.model).is_project_decoder:
         return (0,)
     widths = load_engine(layout.engine).state_widths(config, layout)
-    return (highest_rank(config, layout, widths, machine.device).pp_rank * stage_ranks,)
+    return (highest_peak(rank_steps(config, layout, widths, machine.device)).pp_rank * stage_ranks,)
