@@ -30,9 +30,8 @@ def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
     everywhere, one kernel keeps its input. The statistics are fp32, but a CPU's LayerNorm has them as wide as its
     input.
     """
-    decomposed, statistic_width = shape.norm_is_decomposed, FP32_BYTES
-    if shape.device == "cpu" and not decomposed:
-        statistic_width = shape.width
+    decomposed = shape.norm_is_decomposed
+    statistic_width = shape.width if shape.device == "cpu" and not decomposed else FP32_BYTES
     size = shape.residual_tokens * shape.model.hidden_size
     tensors = {
         f"{name}.input": size * (FP32_BYTES if decomposed else shape.width),
@@ -122,20 +121,6 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
     return {name: size for name, size in saved.items() if name not in not_saved}
 
 
-def consumed_by_recompute(shape: MicroBatchShape, checkpointing: CheckpointingConfig) -> dict[str, int]:
-    """Return the bytes of saved results that a selective second forward takes and frees.
-
-    It stops before the last product.
-    """
-    if checkpointing.name != "selective":
-        return {}
-    block = block_tensors(shape)
-    saved = selectively_saved_tensors(shape, checkpointing)
-    return {
-        name: size for name, size in saved.items() if name not in block and name != layer_matrices(shape.model)[-1].name
-    }
-
-
 def layer_activations(
     shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
 ) -> dict[str, int]:
@@ -152,14 +137,11 @@ def layer_activations(
     return {"input": shape.hidden_bytes} | saved
 
 
-def recomputed_tensors(
-    shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
-) -> dict[str, int]:
-    """Return the bytes that a layer's second forward adds to what the layer keeps, by tensor.
+def recomputed_tensors(shape: MicroBatchShape, saved: dict[str, int]) -> dict[str, int]:
+    """Return the bytes that a layer's second forward adds to what the layer has saved, by tensor.
 
     The layer's input is also its first norm's, if that keeps no fp32 copy.
     """
-    saved = layer_activations(shape, checkpointing, is_recomputed)
     recomputed = {name: size for name, size in block_tensors(shape).items() if name not in saved}
     if "input" in saved and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
         del recomputed["input_layernorm.input"]

@@ -106,9 +106,8 @@ class FullyShard(Sharding):
         """Gather a layer, or the head if it is a group of its own."""
         group = each.groups.layer if following >= 0 else each.groups.head
         if group.elements and (self.reshards or each.gathers):
-            whole = self.whole(group)
-            if not self.reshards:
-                whole = self.whole_but(each, max(0, following), has_head=following < 0)
+            others = self.whole_but(each, max(0, following), has_head=following < 0)
+            whole = self.whole(group) if self.reshards else others
             tape.live["buffers_whole"] = whole - self.whole(group)
             self.gather(tape, group)
             tape.put(buffers_whole=whole)

@@ -22,12 +22,11 @@ def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> tuple[int, int, 
     """
     model = shape.model
     norms, gated = norm_bytes(shape, memory) * 2, model.architecture.has_gate
-    heads, scores = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes, 0
-    rows = shape.tokens * model.num_attention_heads // shape.tp
-    if model.attention == "flash":
-        heads += rows * FP32_BYTES
-    else:  # the softmax, and with dropout its mask and result
-        scores = rows * shape.seq_len * (memory.scores_bytes + (1 + shape.width if model.dropout else 0))
+    rows, is_flash = shape.tokens * model.num_attention_heads // shape.tp, model.attention == "flash"
+    heads = (2 + memory.attention_copies) * shape.query_bytes + 2 * shape.key_bytes + rows * FP32_BYTES * is_flash
+    # The softmax, and with dropout its mask and result.
+    width = memory.scores_bytes + (1 + shape.width if model.dropout else 0)
+    scores = rows * shape.seq_len * width * (not is_flash)
     inner = shape.inner_bytes * (memory.gated_mlp_tensors if gated else memory.plain_mlp_tensors)
     masks = 2 * shape.dropout_mask_bytes
     # The gradient of the MLP's output, gathered where it is divided, and of the tensors between its matrices.

@@ -6,7 +6,6 @@ from functools import cached_property, lru_cache
 from harness.config.checkpointing import CheckpointingConfig
 from harness.cost_model.activations import (
     block_tensors,
-    consumed_by_recompute,
     layer_activations,
     loss_bytes,
     norm_tensors,
@@ -20,6 +19,7 @@ from harness.cost_model.layer_backward import (
     layer_backward_moments,
 )
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
+from harness.layout.layer_spec import layer_matrices
 from harness.layout.partition import Stage
 
 
@@ -41,16 +41,19 @@ def one_layer_activations(
 ) -> LayerActivations:
     """Return what a layer keeps; layers differ by whether they are recomputed."""
     saved = layer_activations(shape, checkpointing, is_recomputed)
-    recomputed = recomputed_tensors(shape, checkpointing, is_recomputed)
-    until_scores = {name: size for name, size in block_tensors(shape).items() if name.startswith(BEFORE_SCORES)}
+    block, recomputed = block_tensors(shape), recomputed_tensors(shape, saved)
+    until_scores = {name: size for name, size in block.items() if name.startswith(BEFORE_SCORES)}
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
         # The norm's output, which attention has as its argument, and saved products beside the rotated ones; with
         # context parallelism the plan of that moment is 0.2 % too high without these.
         rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
         names = {"input", "scores"} | ({"input_layernorm.output"} | rotated if shape.cp == 1 else set())
-        until_scores |= {name: size for name, size in (block_tensors(shape) | saved).items() if name in names}
-    consumed = consumed_by_recompute(shape, checkpointing)
+        until_scores |= {name: size for name, size in (block | saved).items() if name in names}
+    # A selective second forward takes and frees saved results, and stops before the last product.
+    stays = {*block, "input", layer_matrices(shape.model)[-1].name}
+    is_selective = checkpointing.name == "selective"
+    consumed = {name: size for name, size in saved.items() if is_selective and name not in stays}
     for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, is_recomputed)
     return LayerActivations(
         saved=sum(saved.values()),
@@ -223,8 +226,7 @@ def layer_weight_grad_bytes(shape: MicroBatchShape, is_recomputed: bool) -> int:
     """Return the bytes that a layer keeps or recomputes for its weights' gradients and frees after them."""
     block = block_tensors(shape)
     statistics = layer_norm_statistics_bytes(block, shape)
-    if statistics and is_recomputed:  # the first norm's input is the layer's, which stays
-        statistics -= shape.hidden_bytes
+    statistics -= shape.hidden_bytes * (statistics > 0 and is_recomputed)  # the layer's input is the first norm's
     return weight_pass_bytes(block, shape) + statistics
 
 

@@ -94,10 +94,9 @@ def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     activations, shape = each.activations, each.activations.shape
     layer_deferred, deferred = deferred_weight_grad_bytes(shape), activations.deferred_grad_bytes
     recomputed = activations.layer(0).recomputed
-    block = block_backward_bytes(shape)
-    block = max(block, recompute_allreduce_bytes(shape)) if recomputed else block
-    tape.live |= {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
-    tape.live["temporaries"] = 0
+    block = max(block_backward_bytes(shape), recompute_allreduce_bytes(shape) * (recomputed > 0))
+    kept = {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
+    tape.live |= kept | {"temporaries": 0}
     sharding.enter_layer(tape, each, 0)
     tape.live["gradients"] = 0
     tape.touch(temporaries=deferred - layer_deferred + block, temporaries_recomputed=recomputed)

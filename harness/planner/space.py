@@ -80,9 +80,8 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
     """Yield every candidate with its layout; the rules of a run are not applied yet."""
-    fixed, checkpointings = space.restrictions, CHECKPOINTINGS + (OFFLOADED if space.offloads else ())
-    if fixed.checkpointing is not None:
-        checkpointings = (fixed.checkpointing,)
+    fixed, offered = space.restrictions, CHECKPOINTINGS + (OFFLOADED if space.offloads else ())
+    checkpointings = offered if fixed.checkpointing is None else (fixed.checkpointing,)
     values = fixed.checkpointing_values.items()
     allowed = [choice for choice in checkpointings if all(getattr(choice, key) == value for key, value in values)]
     sizes = MICRO_BATCHES if fixed.micro_batch is None else (fixed.micro_batch,)

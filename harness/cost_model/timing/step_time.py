@@ -152,9 +152,8 @@ def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths, timi
     """Return what the host does in a layer for one micro-batch beside its kernels, in launches that take as long."""
     launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
     if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
-        each: float = timing.layer_gather_launches
-        if widths.gathers_for_each_use:
-            each = len(model_profile(config.model).layer_shapes) * timing.parameter_gather_launches
+        of_parameters = len(model_profile(config.model).layer_shapes) * timing.parameter_gather_launches
+        each = of_parameters if widths.gathers_for_each_use else timing.layer_gather_launches
         launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
     return launches
 
