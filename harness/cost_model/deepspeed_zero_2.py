@@ -109,11 +109,9 @@ class ZeroStage2(BucketedZero):
 
         These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
         """
-        if not self.is_mixed or self.offloads:
-            return 0
-        limit = self.widths.reduce_bucket_elements
-        large = partition_elements(self.config.model, self.layout, self.stages, limit)
-        return self.precision.compute_bytes * round(large)
+        smallest = self.widths.reduce_bucket_elements
+        large = round(partition_elements(self.config.model, self.layout, self.stages, smallest))
+        return self.precision.compute_bytes * large * (self.is_mixed and not self.offloads)
 
     @cached_property
     def gradients(self) -> list[int]:

@@ -91,9 +91,8 @@ def stack_rank_memory(peak: RankPeak, memory: StackMemory, compute_capability: i
     estimate = dataclasses.replace(estimate, at_peak=state | estimate.at_peak)
     received = memory.pipeline_tensors_at_rest * len(own.stages) * shape.hidden_bytes * own.layout.pp_enabled
     rests = own.keeps_gradients or (memory.keeps_gradients_at_rest and own.shard_count("gradients") > 1)
-    collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes
-    if not shape.sequence_parallel or own.layout.pp_enabled:
-        collectives = 0
+    is_ahead = shape.sequence_parallel and not own.layout.pp_enabled  # the host, of collectives
+    collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes * is_ahead
     absent_gradients = sum(own.gradients) - max(estimate.at_peak["gradients"], sum(own.sums))
     reserved = reserved_bytes(memory, estimate, absent_gradients, collectives)
     return RankMemory(estimate, sum(state.values()) + own.buffer_bytes + sum(own.sums) * rests + received, reserved)

@@ -85,9 +85,8 @@ class DataParallelTime:
         waited_for = _beside(gathers, gather, forward) if prefetches else gathers
         waited_for += gathers_again + reductions - beside
         alone = waited_for + _beside(beside, last, backward)
-        together = alone + replicas
-        if overlaps:
-            together = waited_for + _beside(beside + replicas, last + replica, backward)
+        beside_replicas = waited_for + _beside(beside + replicas, last + replica, backward)
+        together = beside_replicas if overlaps else alone + replicas
         added = together - alone + root_replica
         alone_and_root = alone + 2 * root_gather + root_reduce
         hidden, hidden_added = gathers + gathers_again + reductions - alone, replicas - (together - alone)

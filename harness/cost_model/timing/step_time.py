@@ -78,15 +78,7 @@ def estimate_step_time(
     compute_bytes = config.precision.compute_bytes
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
-    context = StageContext(
-        micro_batch_shape(config, layout, "cpu" if hardware.is_cpu else "cuda"),
-        config.checkpointing,
-        group_of(layout, ("tp",), gpus_per_node),
-        group_of(layout, ("cp",), gpus_per_node),
-        layout.pp_enabled,
-        config.train.compile,
-        _layer_launches(config, layout, widths, timing),
-    )
+    context = _stage_context(config, layout, hardware, timing, widths, gpus_per_node)
     kinds = pipeline_stages(config.model, layout)
     synchronized = {
         kind: DataParallelTime(config, layout, widths, hardware, timing, gpus_per_node, kind) for kind in kinds
@@ -148,14 +140,32 @@ def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
     return next((axis for axis in axes if layout.axis_sizes[axis] > 1), axes[0])
 
 
-def _layer_launches(config: RunConfig, layout: Layout, widths: StateWidths, timing: StackTiming) -> float:
-    """Return what the host does in a layer for one micro-batch beside its kernels, in launches that take as long."""
+def _stage_context(
+    config: RunConfig,
+    layout: Layout,
+    hardware: HardwareConfig,
+    timing: StackTiming,
+    widths: StateWidths,
+    gpus_per_node: int,
+) -> StageContext:
+    """Return what decides a stage's seconds.
+
+    What the host does in a layer for one micro-batch beside its kernels counts as launches that take as long.
+    """
     launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
     if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
         of_parameters = len(model_profile(config.model).layer_shapes) * timing.parameter_gather_launches
         each = of_parameters if widths.gathers_for_each_use else timing.layer_gather_launches
         launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
-    return launches
+    return StageContext(
+        micro_batch_shape(config, layout, "cpu" if hardware.is_cpu else "cuda"),
+        config.checkpointing,
+        group_of(layout, ("tp",), gpus_per_node),
+        group_of(layout, ("cp",), gpus_per_node),
+        layout.pp_enabled,
+        config.train.compile,
+        launches,
+    )
 
 
 def _transfer_seconds(
