@@ -26,10 +26,9 @@ def memory_lower_bound(prediction: Prediction) -> int:
     """
     highest = 0
     for step in end_steps(prediction):
-        own, passes = step.sharding, 1
-        if own.layout.pp_enabled:
-            rank = 0 if own.layout.schedule == "gpipe" else step.pp_ranks[0]
-            passes = max_in_flight_micro_batches(own.layout, own.micro_batches, rank) - own.layout.splits_backward
+        own = step.sharding
+        in_flight = max_in_flight_micro_batches(own.layout, own.micro_batches, step.pp_ranks[0])
+        passes = in_flight - own.layout.splits_backward
         sizes = [stage.before_backward - stage.received_input_bytes for stage in own.activations]
         at_loss = (sizes[-1] + own.activations[-1].loss_bytes) * own.stages[-1].holds_head
         highest = max(highest, step.lasting_bytes + max(passes * min(sizes), at_loss))
