@@ -8,6 +8,7 @@ is given.
 """
 
 import statistics
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +35,16 @@ COLUMNS = (
 Line = dict[str, str]
 
 
-def requests_of(line: Line) -> tuple[str, list[StepRequest]]:
-    """Return why a run is not simulated, or the requests of its fullest rank and of those that stand for all."""
+def requests_of(line: Line) -> tuple[str, int, list[StepRequest]]:
+    """Return why a run is not simulated, or how many ranks stand for all, their requests and that of the fullest."""
     config, _ = compose(*line["overrides"].split(), "name=random")
     layout = resolve_layout(config.strategy, config.world_size or 1)
     engine = config.strategy.engine
     refused = {"compiled": config.train.compile, f"engine {engine}": engine != "torch"}
     reason = next((reason for reason, applies in refused.items() if applies), "")
-    ranks = [] if reason else list(dict.fromkeys([*distinct_ranks(config, layout), int(line["peak_rank"] or 0)]))
-    return reason, [StepRequest(config, layout, rank, "cpu", "cpu", None) for rank in ranks]
+    distinct = distinct_ranks(config, layout)
+    ranks = [] if reason else list(dict.fromkeys([*distinct, int(line["peak_rank"] or 0)]))
+    return reason, len(distinct), [StepRequest(config, layout, rank, "cpu", "cpu", None) for rank in ranks]
 
 
 def distinct_ranks(config: RunConfig, layout: Layout) -> list[int]:
@@ -57,16 +59,14 @@ def distinct_ranks(config: RunConfig, layout: Layout) -> list[int]:
     return [stage + span * layout.tp + share for stage in stages for span in spans for share in shares]
 
 
-def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
+def compare(line: Line, distinct: int, reports: list[RankReport]) -> dict[str, Any]:
     """Return the line of the output: the measured and the simulated figures, or the error of the simulation."""
     failed = next((report for report in reports if report.status != "ok"), None)
     if failed:
         return {"outcome": "error", "reason": f"{failed.error}: {failed.reason}"}
-    config, _ = compose(*line["overrides"].split(), "name=random")
-    distinct = reports[: len(distinct_ranks(config, resolve_layout(config.strategy, config.world_size or 1)))]
     fullest = next(report for report in reports if report.rank == int(line["peak_rank"] or 0))
     measured, simulated = int(line["peak_without_backend_bytes"]), fullest.profiled.peak_allocated_bytes or 0
-    copies = int(line["world_size"]) // len(distinct)
+    copies = int(line["world_size"]) // distinct
     return {
         "outcome": "simulated",
         "peak_bytes": measured,
@@ -75,18 +75,18 @@ def compare(line: Line, reports: list[RankReport]) -> dict[str, Any]:
         "communication_bytes": line["communication_bytes"],
         "simulated_communication_bytes": communication_bytes(reports),
         "executed_flops": line["executed_flops"],
-        "simulated_executed_flops": copies * sum(rank.profiled.flops for rank in distinct),
+        "simulated_executed_flops": copies * sum(rank.profiled.flops for rank in reports[:distinct]),
     }
 
 
 def simulate(lines: list[Line]) -> list[dict[str, Any]]:
     """Return the lines of the output for these runs, all simulated in one process."""
     work = [(line, *requests_of(line)) for line in lines]
-    reports = iter(simulate_steps([request for _, _, requests in work for request in requests]))
+    reports = iter(simulate_steps([request for *_, requests in work for request in requests]))
     results = []
-    for line, reason, requests in work:
+    for line, reason, distinct, requests in work:
         own = [next(reports) for _ in requests]
-        result = {"outcome": "refused", "reason": reason} if reason else compare(line, own)
+        result = {"outcome": "refused", "reason": reason} if reason else compare(line, distinct, own)
         results.append({name: line.get(name, "") for name in COLUMNS} | {"reason": ""} | result)
     return results
 
@@ -95,9 +95,8 @@ def summarize(results: list[dict[str, Any]]) -> None:
     """Print how many runs were simulated, and how far the simulations are from the runs."""
     simulated = [line for line in results if line["outcome"] == "simulated"]
     ratios = sorted(abs(float(line["peak_ratio"]) - 1) for line in simulated)
-    refused = sum(line["outcome"] == "refused" for line in results)
-    failed = sum(line["outcome"] == "error" for line in results)
-    print(f"{len(results)} runs: {len(simulated)} simulated, {refused} refused, {failed} failed")
+    counts = Counter(line["outcome"] for line in results)
+    print(f"{len(results)} runs: {len(simulated)} simulated, {counts['refused']} refused, {counts['error']} failed")
     if not ratios:
         return
     print(f"peak: median {statistics.median(ratios):.4%}, worst {ratios[-1]:.2%}")
