@@ -9,8 +9,8 @@ import operator
 import statistics
 import tomllib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import groupby
@@ -27,6 +27,7 @@ from harness.metrics.formulas import ENVIRONMENT, Quantities, most_parameters, q
 from harness.metrics.memory import peak_rank
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
+from harness.util.files import JsonObject
 from harness.util.sentences import Sentences
 from harness.util.text import join_words
 
@@ -55,9 +56,9 @@ class Derivation:
 
     column: str
     value: float
-    unit: str
-    sentence: str
-    terms: Sequence[Term]
+    unit: str = ""
+    sentence: str = ""
+    terms: Sequence[Term] = ()
     # How the terms make the value: from left to right by their operators, or as the median or the largest of a list.
     rule: Literal["arithmetic", "median", "maximum"] = "arithmetic"
 
@@ -70,6 +71,15 @@ class Derivation:
         total = reduce(lambda total, term: _OPERATIONS[term.operator](total, term.value), self.terms, 0.0)
         results = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}
         return math.isclose(results[self.rule], self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
+
+
+def derivation_entries(record: Record) -> JsonObject:
+    """Return the derivations of a record as its file has them, without empty texts."""
+
+    def known(items: Iterable[tuple[str, Any]]) -> JsonObject:
+        return {key: value for key, value in items if value != ""}
+
+    return {column: asdict(derivation, dict_factory=known) for column, derivation in derive(record).items()}
 
 
 def derivations_of(record: Record) -> dict[str, Derivation]:

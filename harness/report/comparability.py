@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any, TypeVar
 
 import orjson
@@ -102,7 +103,7 @@ def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str
     return key_text([config, configured, host, differences])
 
 
-def curve_key(row: Row, config: ConfigValues, free: Sequence[str]) -> tuple[Any, ...]:
+def curve_key(row: Row, config: ConfigValues, free: tuple[str, ...]) -> tuple[Any, ...]:
     """Return a key that is equal for the points of one curve.
 
     They are equal in all columns that distinguish rows except the columns `free`, which change along the curve, and in
@@ -120,7 +121,8 @@ def _without(values: Any, free: Sequence[str]) -> Any:
     return {key: _without(value, free) for key, value in values.items() if isinstance(value, dict) or key not in free}
 
 
-def curve_columns(free: Sequence[str]) -> list[str]:
+@cache
+def curve_columns(free: tuple[str, ...]) -> list[str]:
     """Return the columns in which the points of one curve are equal."""
     return [name for name in CURVE_COLUMNS if name not in free]
 

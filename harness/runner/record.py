@@ -1,7 +1,7 @@
 """The record of a run: its row, its configuration, its ranks' reports, and the machine and versions that made it."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from harness.config.command import CommandConfig, merge_values
@@ -13,7 +13,7 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.measure.environment import collect_environment
-from harness.metrics.derivations import derive
+from harness.metrics.derivations import derivation_entries
 from harness.metrics.memory import max_known
 from harness.metrics.simulation import virtual_columns
 from harness.proof.simulation import verify_simulation
@@ -66,7 +66,7 @@ def build_record(
             **(parts or {}),
         }
     )
-    derivations = {column: asdict(derivation) for column, derivation in derive(record).items()}
+    derivations = derivation_entries(record)
     return replace(record, derivations=derivations, parts=(*record.parts, "derivations")) if derivations else record
 
 

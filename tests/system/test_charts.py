@@ -21,9 +21,11 @@ from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import expected, first, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
+from harness.report.charts.curves import select
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
 from harness.report.charts.points import Points
+from harness.report.charts.series import by_world
 from harness.report.document import Chart
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item
@@ -729,6 +731,18 @@ def test_small_charts_share_their_scales() -> None:
     text = render.svgs({"scaling": chart.spec})["scaling"]
     assert all(f">{strategy}</text>" in text for strategy in ("ddp", "tp", "zero3", "cp"))
     assert {datum["short"] for datum in data_of(chart.spec) if "short" in datum} == {*kinds[1:]}
+
+
+def test_of_too_many_curves_the_fastest_of_every_strategy_is_drawn() -> None:
+    """The fault was curves without speeds, of which the first ones were drawn."""
+    kinds = (("ddp", "none", 1.0), ("ddp", "full", 9.0), ("tp", "none", 0.5))
+    records = [
+        record(10 * at + world, strategy, 2.0, each * world, world_size=world, checkpointing=kind)
+        for at, (strategy, kind, each) in enumerate(kinds)
+        for world in (2, 4)
+    ]
+    curves = select(by_world(View("demo", thrice(records)).lines), 2)
+    assert [curve.label for curve in curves] == ["ddp + full checkpointing", "tp"]
 
 
 def test_charts_have_no_empty_rows_panels_or_equal_titles() -> None:

@@ -588,6 +588,19 @@ def test_a_page_of_many_runs_states_how_many_it_shows() -> None:
     assert all(len(part.rows) <= MOST for section in page for part in section.parts if isinstance(part, Table))
 
 
+def test_many_runs_of_several_groups_have_a_report_though_a_group_is_not_shown() -> None:
+    """The fault: a traceback, as the title of a group was made of its first run that is shown."""
+    many = [
+        record_of(row(n, "ddp", "torch", 0, repeat=n % 3, global_batch=n // 3, tokens_per_second=1000.0 + n))
+        for n in range(3 * MOST)
+    ]
+    view = View("many", many)
+    part = truncate(view, MOST)
+    assert any(not set(group.members) & set(part.lines) for group in part.groups)
+    charts = [part for section in sections(view) for part in section.parts if isinstance(part, Chart)]
+    assert "first" in {chart.name for chart in charts}
+
+
 def test_every_chart_has_a_valid_file_name() -> None:
     pictures = [part for section in sections(View("example", example())) for part in section.parts]
     names = [part.name for part in pictures if isinstance(part, Chart)]

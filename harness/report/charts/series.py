@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from harness.config.strategy import DEGREES
-from harness.report.comparability import curve_key, group_by
+from harness.report.comparability import curve_columns, curve_key, group_by
 from harness.report.labels import OTHER_OPTIONS, VARYING, labels
 from harness.report.lines import Item, Line
 
@@ -37,9 +37,10 @@ class Series(Item):
 def by_world(lines: Sequence[Line]) -> list[Series]:
     """Return the curves of speed over ranks, with equal batches if there are such lines, else with any batches."""
     ok = [line for line in lines if line.drawn_speed and line.number("world_size")]
-    batches = ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:], BATCH_COLUMNS)
-    attempts = (_group(ok, "world_size", (*_DEGREES, *free)) for free in batches)
-    return next(filter(None, attempts), [])
+    if not (any_batches := _group(ok, "world_size", (*_DEGREES, *BATCH_COLUMNS))):
+        return []  # what is alone with any batch is so with equal ones
+    attempts = (_group(ok, "world_size", (*_DEGREES, *free)) for free in ((), BATCH_COLUMNS[:1], BATCH_COLUMNS[1:]))
+    return next(filter(None, attempts), any_batches)
 
 
 def by_micro_batch(lines: Sequence[Line]) -> list[Series]:
@@ -54,9 +55,12 @@ def by_parameters(lines: Sequence[Line]) -> list[Series]:
     return _group(known, "parameters", _SIZES)
 
 
-def _group(lines: Sequence[Line], name: str, free: Sequence[str]) -> list[Series]:
+def _group(lines: Sequence[Line], name: str, free: tuple[str, ...]) -> list[Series]:
     """Return the series over a column with more than one point; the first of several lines at a point counts."""
-    groups = group_by(lines, lambda line: curve_key(line.row, line.record.config, free)).values()
+    settings = group_by(lines, lambda line: tuple(map(line.row.get, curve_columns(free)))).values()
+    varied = {line for members in settings if len({line.number(name) for line in members}) > 1 for line in members}
+    known = [line for line in lines if line in varied]  # others are alone, whatever their options are
+    groups = group_by(known, lambda line: curve_key(line.row, line.record.config, free)).values()
     by_value = [{line.number(name) or 0.0: line for line in reversed(members)} for members in groups]
     curves = [[points[value] for value in sorted(points)] for points in by_value if len(points) > 1]
     rows = [points[0].row | {"run_id": f"({number})", OTHER_OPTIONS: ""} for number, points in enumerate(curves, 1)]
