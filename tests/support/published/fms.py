@@ -44,17 +44,17 @@ class FmsRow:
 
 def exclusion(values: Values) -> str | None:
     """Return why a row is left out, or None."""
-    if values["status"] != "ok":
-        return "the run failed, and has no figures"
-    if values["peft"]:
-        return "adapters, which no layout here has"
-    if values["model"] not in MODELS:
-        return "mixture of experts or a hybrid, which no model here is"
-    if not values["peak_torch_alloc_bytes"]:
-        return "no allocated bytes are listed"
-    if values["file"].endswith(("_pf.csv", "_mp.csv")):
-        return "sequences are not packed: neither their lengths nor the padding is listed"
-    return None
+    reasons = [
+        (values["status"] != "ok", "the run failed, and has no figures"),
+        (values["peft"], "adapters, which no layout here has"),
+        (values["model"] not in MODELS, "mixture of experts or a hybrid, which no model here is"),
+        (not values["peak_torch_alloc_bytes"], "no allocated bytes are listed"),
+        (
+            values["file"].endswith(("_pf.csv", "_mp.csv")),
+            "sequences are not packed: neither their lengths nor the padding is listed",
+        ),
+    ]
+    return next((reason for is_left_out, reason in reasons if is_left_out), None)
 
 
 def excluded_rows() -> dict[str, int]:

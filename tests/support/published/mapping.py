@@ -1,9 +1,9 @@
 """What the mappings of all sources have in common: rows of a file, and a row's configuration and layout."""
 
 import csv
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,7 @@ def numbered_rows(path: Path) -> tuple[tuple[int, Values], ...]:
 
 def counted(reasons: Iterable[str | None]) -> dict[str, int]:
     """Return how many rows are left out for each reason; None is that of a row which is not."""
-    known = sorted(reason for reason in reasons if reason is not None)
-    return {reason: len(list(group)) for reason, group in groupby(known)}
+    return dict(sorted(Counter(filter(None, reasons)).items()))
 
 
 def published_model(

@@ -24,6 +24,14 @@ FILE = "megatron_golden_values.csv"
 
 GPT2_VOCABULARY = 50_257
 
+EXCLUDED_CASES = {
+    "grpo": "reinforcement learning: the memory is that of its inference engine",
+    "inference": "inference",
+    "release": "neither the number of GPUs nor the vocabulary is listed",
+    "account_for_embedding": "stages without a layer, which no layout here has",
+    "check_grads": "a head size of 128 (--kv-channels) is not listed, and the case runs several layouts",
+}
+
 COMPUTE_CAPABILITIES = {"a100": 8, "h100": 9, "gb200": 10}
 
 
@@ -50,23 +58,14 @@ class GoldenRow:
 
 def exclusion(values: Values) -> str | None:
     """Return why a row is left out, or None: what is trained is another model, or a flag that matters is not listed."""
-    if values["suite"] != "gpt" or values["num-experts"]:
-        return f"suite {values['suite']}: not a dense decoder"
-    if not values["mem_allocated_last"] or not values["mem_max_allocated_last"]:
-        return "no memory is listed"
-    reasons = {
-        "grpo": "reinforcement learning: the memory is that of its inference engine",
-        "inference": "inference",
-        "release": "neither the number of GPUs nor the vocabulary is listed",
-        "account_for_embedding": "stages without a layer, which no layout here has",
-        "check_grads": "a head size of 128 (--kv-channels) is not listed, and the case runs several layouts",
-    }
-    for word, reason in reasons.items():
-        if word in values["case"]:
-            return reason
-    if values["use-megatron-fsdp"]:
-        return "Megatron-FSDP, another implementation of sharding"
-    return "parameters in FP8, which no precision here has" if values["fp8-format"] else None
+    reasons = [
+        (values["suite"] != "gpt" or values["num-experts"], f"suite {values['suite']}: not a dense decoder"),
+        (not values["mem_allocated_last"] or not values["mem_max_allocated_last"], "no memory is listed"),
+        *((word in values["case"], reason) for word, reason in EXCLUDED_CASES.items()),
+        (values["use-megatron-fsdp"], "Megatron-FSDP, another implementation of sharding"),
+        (values["fp8-format"], "parameters in FP8, which no precision here has"),
+    ]
+    return next((reason for is_left_out, reason in reasons if is_left_out), None)
 
 
 def excluded_rows() -> dict[str, int]:
