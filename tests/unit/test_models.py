@@ -1,13 +1,15 @@
-"""The profile of a model: both implementations answer alike for the same decoder."""
+"""Models: both profiles answer alike for the same decoder, and each prepared model has the parameters it states."""
 
 import dataclasses
 
 import pytest
 
+from harness.config.locations import files_in
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.layout.decoder_profile import DecoderProfile
 from harness.layout.hf_profile import HFProfile
-from harness.layout.model_profile import ModelProfile, model_profile
+from harness.layout.model_profile import ModelProfile, model_profile, parameter_count
+from harness.models.build import build_model
 from tests.support.models import model_named
 
 SEQUENCES, SEQ_LEN = 3, 64
@@ -73,3 +75,74 @@ def test_a_traced_decoder_has_the_operations_and_styles_of_the_decoder() -> None
             assert getattr(trace, name)(*each) == getattr(decoder, name)(*each), (name, each)
     for profile in (trace, decoder):
         assert (profile.has_fused_attention_on_cpu, profile.has_biases) == (True, False)
+
+
+# --- prepared models
+
+NAMES = sorted(files_in("model").keys() - {"hf"})  # of which the size is its own
+
+# The published counts of these models, so that a wrong size in a YAML cannot hide behind a count computed from it.
+KNOWN = {
+    "1b": 1_235_814_400,
+    "3b": 3_212_749_824,
+    "7b": 6_738_415_616,
+    "8b": 8_030_261_248,
+    "13b": 13_015_864_320,
+    "30b": 32_528_943_616,
+    "70b": 70_553_706_496,
+    "405b": 405_853_388_800,
+    "mistral_7b": 7_241_732_096,
+}
+
+# Models named by their counts in published tables: GPT-3's and Megatron's agree to the digits given, MPT's to a tenth.
+ROUND = {
+    "gpt_125m": 125e6,
+    "gpt_350m": 356e6,
+    "gpt_760m": 760e6,
+    "gpt_1.3b": 1.3e9,
+    "gpt_2.7b": 2.7e9,
+    "gpt_6.7b": 6.7e9,
+    "gpt_13b": 13e9,
+    "gpt_175b": 175e9,
+    "gpt_10b": 10e9,
+    "gpt_22b": 22e9,
+    "gpt_530b": 530e9,
+    "gpt_1t": 1e12,
+    "mpt_1b": 1.3e9,
+    "mpt_3b": 2.7e9,
+    "mpt_7b": 6.7e9,
+    "mpt_13b": 13e9,
+    "mpt_30b": 30e9,
+    "mpt_70b": 65e9,
+}
+
+
+def test_the_prepared_models_exist() -> None:
+    assert {"tiny", "125m", "350m", "10b", *KNOWN} <= set(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stated_parameter_count_is_that_of_the_built_module(name: str) -> None:
+    model = model_named(name)
+    assert model.name == name and model.source
+    module = build_model(model)
+    built = sum(parameter.numel() for parameter in module.parameters())  # parameters() yields a tied weight once
+    assert model.parameters == built == parameter_count(model)
+
+
+@pytest.mark.parametrize(("name", "count"), KNOWN.items())
+def test_stated_parameter_count_is_the_published_one(name: str, count: int) -> None:
+    assert model_named(name).parameters == count
+
+
+@pytest.mark.parametrize(("name", "count"), ROUND.items())
+def test_stated_parameter_count_rounds_to_the_published_one(name: str, count: float) -> None:
+    model = model_named(name)
+    assert model.family == "gpt" and model.intermediate_size == 4 * model.hidden_size
+    assert model.parameters == pytest.approx(count, rel=0.02)
+
+
+def test_tiny_is_small_yet_divisible() -> None:
+    tiny = model_named("tiny")
+    assert tiny.num_hidden_layers >= 4 and tiny.num_attention_heads >= 4 and tiny.num_key_value_heads == 2
+    assert 300_000 < tiny.parameters < 700_000 and tiny.vocab_size == 256

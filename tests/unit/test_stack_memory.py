@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.checkpointing import Checkpointing, CheckpointingConfig
 from harness.config.from_dict import from_dict
 from harness.config.locations import files_in
 from harness.config.precision import PrecisionConfig
@@ -48,19 +48,13 @@ from tests.support.rank_memory import predict_rank_memory
 
 
 @lru_cache(maxsize=16)
-def gpt_config(name: str, seq_len: int = 1024, micro_batch: int = 1, attention: str = "eager") -> RunConfig:
-    """Return a GPT with dropout in mixed precision, as the papers' formulas have it."""
-    config = compose_config(
-        f"model={name}",
-        "model.dropout=0.1",
-        f"model.attention={attention}",
-        "precision=bf16_mixed",
-        f"train.seq_len={seq_len}",
-        f"train.micro_batch={micro_batch}",
-        "train.global_batch=4096",
-        "strategy=single",
+def gpt_config(name: str, micro_batch: int = 1, checkpointing: Checkpointing = "none") -> RunConfig:
+    """Return a GPT with dropout in mixed precision, as the papers' formulas have it, on its whole context."""
+    return compose_config(
+        *(f"model={name}", "model.dropout=0.1", "model.attention=eager", "model.context_length=1024"),
+        *("precision=bf16_mixed", f"checkpointing={checkpointing}", "train.seq_len=1024"),
+        *(f"train.micro_batch={micro_batch}", "train.global_batch=4096", "strategy=single"),
     )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, context_length=seq_len))
 
 
 def layout_of(world_size: int = 1, **keys: object) -> Layout:
@@ -218,7 +212,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
     tp: int, sequence_parallel: bool, recomputes: bool, constant: float, scores: float
 ) -> None:
     """The norms' statistics, 8 bytes a token for each norm, are what the paper leaves out."""
-    model = gpt_config("gpt_22b", 2048).model
+    model = gpt_config("gpt_22b").model
     shape = MicroBatchShape(model, 4, 2048, "bfloat16", "cuda", tp, sequence_parallel)
     saved, kept_scores, _ = layer_bytes(shape, load_stack("megatron").memory)
     sbh = shape.tokens * model.hidden_size
@@ -231,7 +225,7 @@ def test_a_layer_keeps_the_bytes_of_the_papers_formulas(
     ("micro_batch", "gigabytes"), [(1, 14.9), (2, 29.8), (4, 59.6), (8, 119.0), (16, 238.0), (32, 477.0)]
 )
 def test_a_10b_model_keeps_the_activations_that_are_published(micro_batch: int, gigabytes: float) -> None:
-    config = gpt_config("gpt_10b", 1024, micro_batch)
+    config = gpt_config("gpt_10b", micro_batch)
     shape = MicroBatchShape(config.model, micro_batch, 1024, "bfloat16", "cuda")
     saved, _, _ = layer_bytes(shape, load_stack("megatron").memory)
     unit = 1 if gigabytes > 100 else 0.1  # of the last printed digit
@@ -281,21 +275,19 @@ def test_more_recomputation_and_smaller_micro_batches_never_need_more(name: str,
     plain = predict_memory(config, layout, stack)
     assert plain.peak_bytes == sum(plain.at_peak.values()) and min(plain.at_peak.values()) >= 0
     peaks = [
-        predict_memory(dataclasses.replace(config, checkpointing=CheckpointingConfig(mode)), layout, stack).peak_bytes
+        predict_memory(gpt_config("gpt_1.3b", 4, mode), layout, stack).peak_bytes
         for mode in ("full", "attention", "none")
     ]
     assert peaks == sorted(peaks)
-    if layout.schedule == "gpipe":  # it keeps the whole batch, however it is cut
-        return
-    smaller = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch=1))
-    assert predict_memory(smaller, layout, stack).peak_bytes < plain.peak_bytes
+    smaller = predict_memory(gpt_config("gpt_1.3b"), layout, stack).peak_bytes
+    assert smaller < plain.peak_bytes or layout.schedule == "gpipe"  # which keeps the whole batch, however it is cut
 
 
 @pytest.mark.parametrize("name", ["megatron", "nanotron"])
 @pytest.mark.parametrize("pp", [2, 4, 8])
 @pytest.mark.parametrize("mode", ["none", "full"])
-def test_the_highest_rank_is_among_those_that_are_compared(name: str, pp: int, mode: str) -> None:
-    config = dataclasses.replace(gpt_config("gpt_1.3b"), checkpointing=CheckpointingConfig(mode))  # type: ignore[arg-type]
+def test_the_highest_rank_is_among_those_that_are_compared(name: str, pp: int, mode: Checkpointing) -> None:
+    config = gpt_config("gpt_1.3b", checkpointing=mode)
     stack, layout = load_stack(name), layout_of(pp, pp=pp)
     every = [predict_rank_memory(config, layout, stack, rank).estimate.peak_bytes for rank in range(pp)]
     assert predict_memory(config, layout, stack).peak_bytes == max(every)
