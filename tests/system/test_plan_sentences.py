@@ -44,18 +44,30 @@ SEARCHES = (
 )
 
 
+CPU = """
+name: cpu
+gpus_per_node: 4
+device: cpu
+hardware:
+  device_name: cpu
+  memory: 16GiB
+  memory_bandwidth: 2.0e+10
+  intra_node_bandwidth: 5.0e+9
+  inter_node_bandwidth: 1.0e+9
+  peak_flops: 1.0e+11
+  sources: [a test]
+  fitted_to: a test
+  fitted: {matmul_efficiency: 0.5, attention_efficiency: 0.3, attention_backward_ratio: 1.0, memory_efficiency: 0.7,
+    kernel_seconds: 1.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.5, intra_node_latency: 1.0e-5,
+    inter_node_efficiency: 0.5, inter_node_latency: 1.0e-4, node_contention: 0.0, overlap_slowdown: 0.5}
+"""
+
+
 @pytest.fixture(autouse=True)
 def cpu_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder that describes a machine of four ranks on a CPU."""
-    folder = tmp_path / "conf" / "cluster"
-    folder.mkdir(parents=True)
-    fitted = "matmul_efficiency: 0.5, attention_efficiency: 0.3, attention_backward_ratio: 1.0, memory_efficiency: 0.7"
-    fitted += ", kernel_seconds: 1.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.5, intra_node_latency: 1.0e-5"
-    fitted += ", inter_node_efficiency: 0.5, inter_node_latency: 1.0e-4, node_contention: 0.0, overlap_slowdown: 0.5"
-    text = "name: cpu\ngpus_per_node: 4\ndevice: cpu\nhardware:\n  device_name: cpu\n  memory: 16GiB\n"
-    text += "  memory_bandwidth: 2.0e+10\n  intra_node_bandwidth: 5.0e+9\n  inter_node_bandwidth: 1.0e+9\n"
-    text += f"  peak_flops: 1.0e+11\n  sources: [a test]\n  fitted_to: a test\n  fitted: {{{fitted}}}\n"
-    (folder / "cpu.yaml").write_text(text)
+    (tmp_path / "conf" / "cluster").mkdir(parents=True)
+    (tmp_path / "conf" / "cluster" / "cpu.yaml").write_text(CPU)
     monkeypatch.chdir(tmp_path)
 
 

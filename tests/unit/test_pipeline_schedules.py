@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Sequence
+from functools import cache
+from operator import itemgetter
 
 import pytest
 from hypothesis import given, settings
@@ -17,25 +19,21 @@ SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # forward, whole backward, o
 
 def simulated_seconds(orders: Order, layout: Layout) -> float:
     """Return when the last rank ends if each operation starts once its inputs are there."""
-    end_times: dict[tuple[int, str, int], float] = {}
-    clock, next_action = dict.fromkeys(orders, 0.0), dict.fromkeys(orders, 0)
-    while any(next_action[pp_rank] < len(actions) for pp_rank, actions in orders.items()):
-        before = dict(next_action)
-        for pp_rank, actions in orders.items():
-            while next_action[pp_rank] < len(actions):
-                stage, operation, index = actions[next_action[pp_rank]]
-                needs = {(stage, "I", index)} if operation == "W" else {(stage, "F", index)}
-                if operation == "F":
-                    needs = {(stage - 1, "F", index)} if stage else set()
-                elif operation in "BI" and stage < layout.num_stages - 1:
-                    needs |= {(stage + 1, operation, index)}
-                if not needs <= end_times.keys():
-                    break
-                start = max([clock[pp_rank], *(end_times[need] for need in needs)])
-                clock[pp_rank] = end_times[stage, operation, index] = start + SECONDS[operation] / layout.virtual_stages
-                next_action[pp_rank] += 1
-        assert next_action != before, "the schedule waits for itself"
-    return max(clock.values())
+    places = {action: (rank, index) for rank, actions in orders.items() for index, action in enumerate(actions)}
+
+    @cache
+    def end(rank: int, place: int) -> float:
+        """Return when a rank has done so many operations."""
+        stage, operation, index = orders[rank][place]
+        needs = [(stage, "I", index)] if operation == "W" else [(stage, "F", index)]
+        if operation == "F":
+            needs = [(stage - 1, "F", index)] if stage else []
+        elif operation in "BI" and stage < layout.num_stages - 1:
+            needs.append((stage + 1, operation, index))
+        waited = [end(rank, place - 1) if place else 0.0, *(end(*places[need]) for need in needs)]
+        return max(waited) + SECONDS[operation] / layout.virtual_stages
+
+    return max(end(*place) for place in sorted(places.values(), key=itemgetter(1)))
 
 
 def max_in_flight(actions: list[tuple[int, str, int]]) -> int:

@@ -1,17 +1,14 @@
 """Sweeps in the order of their predictions: which runs are made, what is said of the others, and the regret."""
 
 import dataclasses
-import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from harness.config.checkpointing import Checkpointing, CheckpointingConfig
-from harness.config.command import CommandConfig, PlanConfig, merge_values
+from harness.config.command import PlanConfig, merge_values
 from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.from_dict import from_dict
-from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.records.plan_validation import (
     PlannedConfiguration,
@@ -23,7 +20,6 @@ from harness.records.schema import Record
 from harness.report.findings import validation_sentences
 from harness.report.view import View
 from harness.runner.plan import make_plan
-from harness.runner.resolve import load_strategy_preset
 from harness.sweep.planned_order import order_by_plan
 from harness.sweep.queued_run import QueuedRun
 from harness.util.errors import UserError
@@ -34,26 +30,25 @@ H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, 
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "tp", "pp_1f1b", "tp_sp")
 
 
-@functools.cache
-def base() -> tuple[RunConfig, CommandConfig]:
-    """Return a configuration of a billion parameters on eight devices."""
-    model = ("model=1b", "model.tie_word_embeddings=false", "precision=bf16_mixed")
-    return compose("strategy=ddp", *model, "world_size=8", "data=synthetic", "train.global_batch=32")
+# A billion parameters on eight devices.
+SETTINGS = (
+    *("model=1b", "model.tie_word_embeddings=false", "precision=bf16_mixed"),
+    *("world_size=8", "data=synthetic", "train.global_batch=32"),
+)
 
 
-def queued(strategy: str, checkpointing: Checkpointing = "none", machine: Machine = H100, repeat: int = 0) -> QueuedRun:
-    """Return a run of it with another strategy."""
-    config, command = base()
-    changes = {"strategy": load_strategy_preset(strategy), "checkpointing": CheckpointingConfig(checkpointing)}
-    plan = make_plan(dataclasses.replace(config, **changes, repeat=repeat), machine, command)  # type: ignore[arg-type]
+def queued(strategy: str, checkpointing: str = "none", machine: Machine = H100, repeat: int = 0) -> QueuedRun:
+    """Return a run with a strategy."""
+    words = (f"strategy={strategy}", f"checkpointing={checkpointing}", f"repeat={repeat}")
+    config, command = compose(*words, *SETTINGS)
+    plan = make_plan(config, machine, command)
     return QueuedRun(plan.config, plan.command, plan, plan.run_id, repeat)
 
 
 @pytest.fixture(scope="module")
 def sweep() -> list[QueuedRun]:
     """Return twelve configurations, two of each strategy."""
-    kinds: tuple[Checkpointing, ...] = ("none", "full")
-    return [queued(name, kind) for name in STRATEGIES for kind in kinds]
+    return [queued(name, kind) for name in STRATEGIES for kind in ("none", "full")]
 
 
 def predicted_order(runs: list[QueuedRun]) -> list[str]:
