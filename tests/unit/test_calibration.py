@@ -42,31 +42,19 @@ from harness.hardware.described_cluster import described_devices
 from harness.layout.layout import resolve_layout
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
+from tests.support.planned import HARDWARE
 
 RANKS = 2
 
-TRUTH = HardwareConfig(
+TRUTH = dataclasses.replace(
+    HARDWARE,
     device_name="cpu",
     memory=2**34,
     memory_bandwidth=4e10,
     intra_node_bandwidth=2e9,
     inter_node_bandwidth=1.25e9,
-    sources=("a machine that does not exist",),
-    fitted=FittedHardware(
-        matmul_efficiency=0.8,
-        attention_efficiency=0.3,
-        attention_backward_ratio=0.7,
-        memory_efficiency=0.9,
-        kernel_seconds=3e-6,
-        launch_seconds=5e-6,
-        intra_node_efficiency=0.75,
-        intra_node_latency=2e-4,
-        inter_node_efficiency=0.8,
-        inter_node_latency=2e-4,
-        node_contention=0.0,
-        overlap_slowdown=0.4,
-    ),
-    fitted_to="nothing",
+    host_bandwidth=None,
+    fitted=FittedHardware(0.8, 0.3, 0.7, 0.9, 3e-6, 5e-6, 0.75, 2e-4, 0.8, 2e-4, 0.0, 0.4),
     peak_flops=2e11,
     peak_flops_dtype="float32",
     processor="A processor",
