@@ -19,8 +19,8 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
         return None
     kinds = [_kind(entry.layout) for entry in front]
     fields = {
-        "x": figures("GiB of a device", [round(entry.needed_bytes / GIB, 3) for entry in front], ",.1f"),
-        "y": figures("tokens/s", [round(entry.tokens_per_second, 3) for entry in front], ",.0f"),
+        "x": figures("GiB of a device", [entry.needed_bytes / GIB for entry in front], ",.1f"),
+        "y": figures("tokens/s", [entry.tokens_per_second for entry in front], ",.0f"),
         "kind": Field("model state", kinds),
     }
     rows = Rows([Item(entry.label(), "", place) for place, entry in enumerate(front)], fields, "layout")

@@ -12,6 +12,7 @@ from harness.engines.torch import (
     pipeline_parallel,
     tensor_parallel,
 )
+from harness.measure.collective_rules import CollectiveCall
 from harness.measure.communication import CommunicationCounter
 from harness.worker import main as worker_main
 
@@ -27,9 +28,9 @@ def uncounted(run_dir: str) -> None:
     """Make the counter miss one kind of operation."""
     count = CommunicationCounter._count
 
-    def spoiled(self: Any, func: Any, args: Any, kwargs: Any) -> None:
-        if "reduce_scatter" not in func._schema.name:
-            count(self, func, args, kwargs)
+    def spoiled(self: Any, call: CollectiveCall) -> None:
+        if "reduce_scatter" not in call.operator:
+            count(self, call)
 
     CommunicationCounter._count = spoiled  # type: ignore[method-assign]
     worker_main.main(run_dir)
