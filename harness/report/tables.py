@@ -53,21 +53,21 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if only is not None:  # the lines keep ratios to baselines that may not be shown
         lines = [line for line in lines if any(run.run_id in only for run in line.runs)]
     if not lines:
-        console.print(Text("no runs recorded"))
+        console.print(Text(sentence("no_runs")))
         return
     if text := warning(whole):
         console.print(Text(text, style="bold red"))
     baseline = baseline_name(lines)
-    caption = (shared_settings(rows_of(lines)), f"× is the ratio to {baseline}" if baseline else "")
+    caption = (shared_settings(rows_of(lines)), sentence("ratio_to", baseline=baseline) if baseline else "")
     console.print(Text(sanitize("; ".join(filter(None, caption)))))
     columns = comparison_columns(lines, short=True)
     fitted, left_out = fit_width([column for column in columns if not column.is_extra], console.width)
     console.print(rich_table(fitted), soft_wrap=False)
     more = [column.title for column in [*left_out, *(column for column in columns if column.is_extra)]]
     if more:
-        console.print(Text(f"more columns in the report: {', '.join(more)}", style="dim"))
+        console.print(Text(sentence("more_columns", titles=more), style="dim"))
     if len(view.records) < len(whole.records):
-        console.print(Text(f"{len(view.records)} of {len(whole.records)} runs are shown; runs.csv has all of them"))
+        console.print(Text(sentence("runs_shown", shown=len(view.records), total=len(whole.records))))
     for note in (*_legend(fitted), *_notes(lines)):
         console.print(Text(sanitize(note)))
 
@@ -96,18 +96,15 @@ def _notes(lines: Sequence[Line]) -> Iterator[str]:
     disturbed = by_kind(_causes(lines, lambda row: row.get("noise_warning")))
     brief = [line.label for line in lines if line.speed.is_disturbed and not line.get("noise_warning")]
     differences = labels_by(lines, lambda line: line.get("stale_reason"))
-    stale = f"{STALE_MARK} stale, recorded with other versions than are installed"
-    for note, labels in (
-        *((f"{stale} ({difference})", labels) for difference, labels in differences.items()),
-        *((f"{DISTURBED_MARK} noise warning ({cause})", _configurations(names)) for cause, names in disturbed.items()),
-        (f"{DISTURBED_MARK} fewer than four timed steps", brief),
-        *(
-            (f"attention kernels differ between rows; {kernel} ran for", labels)
-            for kernel, labels in labels_by_kernel(lines).items()
-        ),
-    ):
-        if labels:
-            yield f"{note}: {labels_text(labels, total)}"
+    concerned = {
+        "note_of_stale_rows": differences,
+        "note_of_disturbances": {cause: _configurations(names) for cause, names in disturbed.items()},
+        "note_of_few_steps": {"": brief} if brief else {},
+        "note_of_kernels": labels_by_kernel(lines),
+    }
+    marks = {"stale": STALE_MARK, "disturbed": DISTURBED_MARK}
+    for kind, by_cause in concerned.items():
+        yield from (sentence(kind, cause=cause, of=of, total=total, marks=marks) for cause, of in by_cause.items())
 
 
 def _configurations(names: Sequence[str]) -> list[str]:

@@ -288,7 +288,7 @@ def test_a_single_row_is_compared_with_the_baseline_of_all() -> None:
     lines = printed(records(), 120, only={f"{5:010x}"})
     assert terminal_cells(lines, "zero3")[:6] == ["zero3", "2", "12,346", "(n", "=", "1)"]
     assert "× is the ratio to ddp" in " ".join(lines) and not any(line.startswith("ddp") for line in lines)
-    assert printed([], 120) == ["no runs recorded"]
+    assert printed([], 120) == ["No runs are recorded."]
 
 
 def test_a_table_has_one_baseline_or_none() -> None:
