@@ -137,12 +137,12 @@ def run_residual(backward: LayerBackward, name: str) -> str:
     """Run what lies between a branch's last matrix and the residual stream; return the name of the gradient."""
     shape, gradient = backward.shape, "residual.grad"
     whole = shape.whole_hidden_bytes * shape.sequence_parallel
-    made = {
+    gradients = {
         "branch.grad": shape.hidden_bytes * (shape.model.dropout > 0),
         "gathered_parts.grad": whole * (shape.sequences > 1),  # put together along the second dimension
         "gathered.grad": whole,
     }
-    for result, size in made.items():
+    for result, size in gradients.items():
         if size:
             backward.run({result: size}, (gradient, f"{name}.mask"))
             gradient = result

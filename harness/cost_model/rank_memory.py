@@ -153,18 +153,18 @@ class RankStep:
     def most_offloaded(self, starts: Sequence[BackwardStart]) -> int:
         """Return the most bytes of activations that are on the host at once."""
         sizes = [stage.offloaded_bytes for stage in self.sharding.activations]
-        kept = (map(add, start.pending, start.awaiting_weight_grad) for start in starts)
-        return max((sum(map(mul, sizes, passes)) for passes in kept), default=0)
+        pending = (map(add, start.pending, start.awaiting_weight_grad) for start in starts)
+        return max((sum(map(mul, sizes, passes)) for passes in pending), default=0)
 
     def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
         """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
         own = self.sharding
         # What a pass keeps that waits for its backward, less what its gradient takes that is sent back.
-        kept = (
+        waiting = (
             stage.before_backward - stage.received_input_bytes + stage.log_probability_bytes - stage.input_bytes
             for stage in own.activations
         )
-        if own.layout.pp_enabled and min(kept) >= 0:
+        if own.layout.pp_enabled and min(waiting) >= 0:
             return heaviest_starts(own.layout, own.micro_batches, pp_ranks)
         return {rank: rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 

@@ -95,8 +95,8 @@ def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     layer_deferred, deferred = deferred_weight_grad_bytes(shape), activations.deferred_grad_bytes
     recomputed = activations.layer(0).recomputed
     block = max(block_backward_bytes(shape), recompute_allreduce_bytes(shape) * (recomputed > 0))
-    kept = {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
-    tape.live |= kept | {"temporaries": 0}
+    saved = {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
+    tape.live |= saved | {"temporaries": 0}
     sharding.enter_layer(tape, each, 0)
     tape.live["gradients"] = 0
     tape.touch(temporaries=deferred - layer_deferred + block, temporaries_recomputed=recomputed)

@@ -53,10 +53,10 @@ class Points(Plot):
         def pixels(datum: Datum) -> tuple[float, float]:
             return share(self.x, datum["x"]) * size[0], (1 - share(self.y, datum["y"])) * size[1]
 
-        # The boxes that are taken: the middle, and the distance of the edges from it.
-        taken = [(*pixels(point), _POINT, _POINT) for point in points]
+        # The boxes that are occupied: the middle, and the distance of the edges from it.
+        occupied = [(*pixels(point), _POINT, _POINT) for point in points]
         segments = [ends for line in lines for ends in pairwise(map(pixels, line))]
-        taken += [(x, y, 1.0, 1.0) for ends in segments for x, y in np.linspace(*ends, _STEPS)]
+        occupied += [(x, y, 1.0, 1.0) for ends in segments for x, y in np.linspace(*ends, _STEPS)]
         labels: dict[int, Datum] = {}
         for place, point in sorted(enumerate(points), key=lambda entry: not entry[1].get("first")):
             text, (x, y) = shortened(point["name"]), pixels(point)
@@ -64,9 +64,9 @@ class Points(Plot):
             for align, right, down, halves in _SIDES if text else ():
                 middle, level = x + right + halves * half, y + down
                 is_inside = half <= middle <= size[0] - half and tall <= level <= size[1] - tall
-                is_free = all(abs(middle - at) >= half + w or abs(level - to) >= tall + h for at, to, w, h in taken)
+                is_free = all(abs(middle - at) >= half + w or abs(level - to) >= tall + h for at, to, w, h in occupied)
                 if is_inside and is_free:
-                    taken.append((middle, level, half, tall))
+                    occupied.append((middle, level, half, tall))
                     labels[place] = point | {"align": align, "dx": right, "dy": down, "short": text}
                     break
         return [labels[place] for place in sorted(labels)]
