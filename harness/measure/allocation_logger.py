@@ -42,8 +42,7 @@ class CpuAllocationLog(AllocationLogger):
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
-        allocator.begin_log()
-        self.initial_count = allocator.log_length()
+        self.initial_count = allocator.begin_log()  # other threads may write lines from now on
 
     def position(self) -> int:
         """Return the number of the next line."""

@@ -95,8 +95,8 @@ struct Blocks {
     }
   }
 
-  // Start the log with every live block, from the oldest to the newest.
-  void begin_log() {
+  // Start the log with every live block, from the oldest to the newest. Return the number of their lines.
+  std::int64_t begin_log() {
     const std::lock_guard<std::mutex> guard(mutex);
     log.clear();
     logging = true;
@@ -109,6 +109,7 @@ struct Blocks {
     for (; block != nullptr; block = block->after) {
       write(block, 1);
     }
+    return static_cast<std::int64_t>(log.size());
   }
 
   // Exclude the lines from now on from the log's peak, or include them again. Return the number of the next line.
@@ -214,8 +215,8 @@ void set_limit(std::int64_t bytes) {
   blocks().limit_bytes = bytes > 0 ? bytes : kNoLimit;
 }
 
-void begin_log() {
-  blocks().begin_log();
+std::int64_t begin_log() {
+  return blocks().begin_log();
 }
 
 std::int64_t log_length() {

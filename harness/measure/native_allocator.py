@@ -25,7 +25,7 @@ class Allocator(Protocol):
     live_bytes: Callable[[], int]  # those allocated now
     peak_bytes: Callable[[], int]  # the most allocated at once since reset_peak()
     reset_peak: Callable[[], object]  # start a new peak from the bytes allocated now
-    begin_log: Callable[[], object]  # log what is allocated and freed; the first lines are the blocks that are live now
+    begin_log: Callable[[], int]  # log what is allocated and freed, first the blocks that are live now; their number
     log_length: Callable[[], int]  # the number of lines logged so far, which serves as the log's clock
     pause_log: Callable[[bool], int]  # exclude the lines from now on from the log's peak, or include them; their number
     end_log: Callable[[], int]  # stop logging; the most bytes that were live at once after a line outside pauses
@@ -64,7 +64,8 @@ def load_allocator(path: Path) -> LimitedAllocator:
 
     library: Any = AllocatorLibrary(str(path))
     library.install.restype = ctypes.c_int
-    for count in (library.live_bytes, library.peak_bytes, library.log_length, library.pause_log, library.end_log):
+    counts = (library.live_bytes, library.peak_bytes, library.begin_log, library.log_length)
+    for count in (*counts, library.pause_log, library.end_log):
         count.restype = ctypes.c_int64
     library.set_limit.argtypes = [ctypes.c_int64]
     library.log_lines.restype = ctypes.c_void_p
