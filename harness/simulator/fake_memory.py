@@ -86,13 +86,14 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Start a new peak from the bytes that are live now."""
         self._peak_bytes = self._live_bytes
 
-    def begin_log(self) -> None:
-        """Log every request from now on; the first lines are the storages that are live now."""
+    def begin_log(self) -> int:
+        """Log every request from now on, first the storages that are live now. Return their number."""
         self.initial_sizes, self.log_begin, self.log_peak = (
             list(self.sizes.items()),
             len(self.requests),
             self._live_bytes,
         )
+        return len(self.initial_sizes)
 
     def log_length(self) -> int:
         """Return the number of lines logged so far."""
