@@ -8,25 +8,15 @@ The comments of the fields are the reference of all keys (docs/reference/configu
 """
 
 import dataclasses
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from harness.config.byte_size import Size, parse_bytes
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.from_dict import (
-    ConfigValues,
-    Finite,
-    Natural,
-    Positive,
-    one_of,
-    require,
-    rule,
-)
+from harness.config.from_dict import ConfigValues, Finite, Natural, Positive, is_above_zero, one_of, require, rule
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
-from harness.config.optimizer import ADAMW, OptimizerSpec
-from harness.config.precision import PrecisionConfig
 from harness.config.strategy import StrategyConfig
 
 RequestedDevice = Literal["auto", "cpu", "cuda"]
@@ -46,6 +36,130 @@ SimulatedRank = Annotated[
 def _no_identity(default: Any) -> Any:
     """Return a field with a default that is no part of a run's identity."""
     return field(default=default, metadata={"identity": False})
+
+
+Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
+SavedProducts = Literal["all", "every_second"]
+
+RECOMPUTING_MODES = ("full", "every_n", "selective")  # the modes that call a layer's forward a second time
+
+
+@dataclass(frozen=True)
+class CheckpointingConfig:
+    """The selection of the parts of forward that backward computes a second time instead of saving their results."""
+
+    name: Checkpointing  # The kind of checkpointing.
+    # The n of every_n: the last of every n decoder layers is checkpointed, counted through all stages.
+    every: Positive = 1
+    # Whether the host's memory holds the activations that layers keep for backward.
+    offload_activations: bool = False
+    # The products of a layer's projections that selective saves: all, or every_second, which are the first, third, etc.
+    saved_products: SavedProducts = "all"
+
+    def __post_init__(self) -> None:
+        is_every_n = self.name == "every_n"
+        rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
+        require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
+        require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+        key, products = "checkpointing.saved_products", self.saved_products
+        rule = f"is for checkpointing=selective, not {self.name}: choose it, or all"
+        require(self.name == "selective" or products == "all", key, products, rule)
+
+    def recomputes_layer(self, layer: int) -> bool:
+        """Return whether a decoder layer, by its index in the whole model, runs its forward a second time."""
+        return self.name in RECOMPUTING_MODES and (layer + 1) % self.every == 0
+
+    def saves_product(self, number: int) -> bool:
+        """Return whether selective checkpointing saves a product of a layer's forward, the first of which is number 1.
+
+        A product is that of one projection, with or without its bias; attention's own products are not counted.
+        """
+        return self.saved_products == "all" or number % 2 == 1
+
+    def recomputed_products(self, projections: Iterable[str]) -> tuple[str, ...]:
+        """Return those of a layer's projections, in the order of its forward, whose products are not saved."""
+        return tuple(name for number, name in enumerate(projections, 1) if not self.saves_product(number))
+
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element, by torch's dtype names
+
+Precision = Annotated[str, one_of("fp32", "bf16", "bf16_mixed", "fp16_mixed")]
+LossScale = Annotated[float, rule(is_above_zero, "is not a finite number above 0: choose one, such as 65536")]
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """The dtypes of one precision, by torch's names: the same in every engine, and never autocast."""
+
+    name: Precision  # The name of the precision: fp32, bf16, bf16_mixed or fp16_mixed.
+    compute: str  # The dtype of weights and activations in forward and backward.
+    master: str  # The dtype of the parameters that the optimizer updates, and of its moments.
+    accumulate: str  # The dtype in which gradients are summed over micro-batches.
+    reduce: str  # The dtype in which gradients are sent between ranks.
+    # The factor of the loss in the first step, which then adapts to overflows; null means that the loss is not scaled.
+    initial_loss_scale: LossScale | None = None
+    loss_scale_window: Positive = 2000  # The number of steps without an overflow after which the loss scale is doubled.
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether the optimizer updates copies of another width than the weights that compute."""
+        return self.compute != self.master
+
+    @property
+    def compute_bytes(self) -> int:
+        """Bytes per element of `compute`."""
+        return DTYPE_BYTES[self.compute]
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes per element of `master`."""
+        return DTYPE_BYTES[self.master]
+
+    @property
+    def accumulate_bytes(self) -> int:
+        """Bytes per element of `accumulate`."""
+        return DTYPE_BYTES[self.accumulate]
+
+    @property
+    def reduce_bytes(self) -> int:
+        """Bytes per element of `reduce`."""
+        return DTYPE_BYTES[self.reduce]
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """A tensor that an optimizer keeps for each parameter, divided among ranks as the optimizer is."""
+
+    name: str  # torch's name of it
+    width: float = 1.0  # of an element, in the width of a master
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer of torch. Its update works element by element, and so sends nothing beside what the layout sends."""
+
+    name: str  # its class in torch.optim
+    settings: tuple[str, ...]  # its arguments that are keys of `train`
+    states: tuple[OptimizerState, ...]
+    gradient_state: str  # the state that is a multiple of the clipped gradient after the first update
+    update_bytes: float  # read and written for each parameter in 16-bit mixed precision, by one pass over all tensors
+    foreach_copies: int  # the masters' copies that torch's foreach operators make at once; the fused kernel makes none
+    kernels: Mapping[str, str]  # the implementation, fused or foreach, by the operator that shows that it ran
+
+
+# The update reads the gradient, and reads and writes master and both moments, in fp32; it writes the 16-bit weight.
+ADAMW = OptimizerSpec(
+    name="AdamW",
+    settings=("lr", "betas", "eps", "weight_decay"),
+    states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq")),
+    gradient_state="exp_avg",
+    update_bytes=4 + 2 * 3 * 4 + 2,
+    foreach_copies=1,  # the roots of all second moments
+    kernels={"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"},
+)
+
+OPTIMIZERS = (ADAMW,)
+STATE_NAMES = tuple(dict.fromkeys(state.name for optimizer in OPTIMIZERS for state in optimizer.states))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import yaml
 
 from harness.config.from_dict import Natural, NotNegative, from_dict, one_of, rule
 from harness.config.locations import files_in
-from harness.config.optimizer import ADAMW
+from harness.config.schema import ADAMW
 
 # Which engine's memory a stack has: `harness` is this project's own, which the exact model predicts from the widths and
 # the layout, `replicated` keeps weights whole beside sharded or whole optimizer state, and `flat_units` is FSDP1, whose

@@ -14,7 +14,7 @@ dropout: scaled_dot_product_attention runs plain operations in fp32, which keep 
 
 from functools import lru_cache
 
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import CheckpointingConfig
 from harness.cost_model.attention_activations import attention_tensors
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 from harness.layout.layer_spec import layer_matrices

@@ -5,9 +5,8 @@ import math
 from collections import defaultdict
 from functools import lru_cache
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.layout.layer_spec import layer_branches, norm_shapes, numel

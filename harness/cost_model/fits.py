@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from harness.config.checkpointing import Checkpointing, CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Checkpointing, CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.config.stack import StackMemory
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate

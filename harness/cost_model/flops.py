@@ -11,9 +11,8 @@ divide the batch, the matrices or the depth divide the operations; tensor-parall
 multiply by all of it.
 """
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import CheckpointingConfig, Device, RunConfig
 from harness.layout import layer_spec
 from harness.layout.layer_spec import layer_matrices, projection_flops
 from harness.layout.layout import Layout

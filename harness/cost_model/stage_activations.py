@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import CheckpointingConfig
 from harness.cost_model.activations import (
     block_tensors,
     layer_activations,

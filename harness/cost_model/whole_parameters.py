@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Literal
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
+from harness.config.schema import CheckpointingConfig
 from harness.cost_model.parameter_coordinator import CoordinatorOptions, EventKind, Module, ParameterCoordinator
 from harness.layout.model_profile import model_profile
 

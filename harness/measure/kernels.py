@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.config.optimizer import OPTIMIZERS
+from harness.config.schema import OPTIMIZERS
 from harness.records.rank_report import COMPOSED
 
 # The order of preference. MATH composes attention from plain operators, where no fused kernel can be used.

@@ -7,10 +7,10 @@ from typing import Any
 
 import jinja2
 
-from harness.config.checkpointing import RECOMPUTING_MODES
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
+from harness.config.schema import RECOMPUTING_MODES
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.rank_memory import rank_stages

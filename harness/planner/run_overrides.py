@@ -7,10 +7,9 @@ from typing import Any
 
 import yaml
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.from_dict import GroupValues
 from harness.config.locations import files_in
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 
 SEARCH = "search"  # the strategy that stands for all of them

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.stack import StackConfig
 from harness.config.strategy import MODEL_AXES, StrategyConfig
 from harness.layout.layout import Layout, resolve_layout

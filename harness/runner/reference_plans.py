@@ -9,8 +9,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import RankReport

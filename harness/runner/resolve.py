@@ -10,8 +10,7 @@ from harness.config.command import read_run_config
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.locations import files_in
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import Device, PrecisionConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.util.errors import UserError
 from harness.util.redact import keys_holding_secrets

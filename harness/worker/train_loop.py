@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from harness.config.optimizer import OptimizerSpec
-from harness.config.schema import TRACED_STEPS, RunConfig
+from harness.config.schema import TRACED_STEPS, OptimizerSpec, RunConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints

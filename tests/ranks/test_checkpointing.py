@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.from_dict import from_dict
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.cost_model.flops import (
     attention_product_flops,
     layer_flops,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from harness.config.precision import PrecisionConfig
+from harness.config.schema import PrecisionConfig
 from harness.cost_model.flops import executed_flops, head_flops, model_flops
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.layout.compatibility import incompatibilities

@@ -17,12 +17,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import GraphExecGroup
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import Stage, split_into_stages, whole_model
 from harness.layout.state_widths import StateWidths

@@ -20,11 +20,9 @@ from unittest import mock
 
 import yaml
 
-import harness.config.checkpointing
 import harness.config.command
 import harness.config.hardware
 import harness.config.model
-import harness.config.precision
 import harness.config.schema
 import harness.config.strategy
 from harness.cli.main import COMMANDS, help_text
@@ -42,8 +40,6 @@ CONFIG_MODULES = (
     harness.config.schema,
     harness.config.model,
     harness.config.strategy,
-    harness.config.checkpointing,
-    harness.config.precision,
     harness.config.hardware,
     harness.config.command,
 )

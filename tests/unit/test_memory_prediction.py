@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import CheckpointingConfig, Device, PrecisionConfig, RunConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.memory import PROCESS_BYTES, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape

@@ -20,10 +20,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import GraphExecGroup
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.cost_model.activations import block_tensors
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape

@@ -7,9 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.config.stack import load_stack
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import WORKSPACE_BYTES

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from harness.config.checkpointing import Checkpointing, CheckpointingConfig
 from harness.config.from_dict import from_dict
 from harness.config.locations import files_in
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import Checkpointing, CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.config.stack import StackConfig, StackMemory, load_stack
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.fits import fit_verdict

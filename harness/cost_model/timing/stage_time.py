@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.hardware import HardwareConfig
+from harness.config.schema import CheckpointingConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape

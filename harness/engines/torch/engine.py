@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from harness.config.optimizer import STATE_NAMES
-from harness.config.schema import RunConfig
+from harness.config.schema import STATE_NAMES, RunConfig
 from harness.engines.base import Batch, StepResult
 from harness.engines.torch.data_parallel import DataParallel, master_params
 from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad, squared_grad_norm

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import RunConfig
+from harness.config.schema import PrecisionConfig, RunConfig
 from harness.engines.torch.mesh import hsdp_mesh
 from harness.layout.layout import Layout
 from harness.layout.state_widths import STATE_KINDS, StateKind

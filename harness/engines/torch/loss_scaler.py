@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from harness.config.precision import PrecisionConfig
+from harness.config.schema import PrecisionConfig
 from harness.engines.torch.grad_norm import local_part
 
 

@@ -8,7 +8,7 @@ import harness.models.activation_checkpoint
 import harness.models.build
 import harness.models.decoder
 import harness.models.init_weights
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import CheckpointingConfig
 from harness.engines.torch import (
     pipeline_parallel,
 )

@@ -9,9 +9,8 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
 from tests.support.published import DATA, PublishedRow

@@ -10,7 +10,7 @@ import dataclasses
 from functools import lru_cache
 from pathlib import Path
 
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import CheckpointingConfig
 from harness.config.strategy import StrategyConfig
 from tests.support.published import DATA, PublishedRow
 from tests.support.published.mapping import (

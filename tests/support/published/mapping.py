@@ -7,10 +7,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from harness.config.checkpointing import CheckpointingConfig
 from harness.config.model import ModelConfig
-from harness.config.precision import PrecisionConfig
-from harness.config.schema import ClusterConfig, DataConfig, RunConfig, TrainConfig
+from harness.config.schema import (
+    CheckpointingConfig,
+    ClusterConfig,
+    DataConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainConfig,
+)
 from harness.config.strategy import StrategyConfig
 from harness.layout.layout import resolve_layout
 from tests.support.published import PublishedRow

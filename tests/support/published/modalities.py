@@ -10,7 +10,7 @@ The vocabulary of 50,304 is that of the repository's configurations. Precision B
 import dataclasses
 from functools import cache
 
-from harness.config.checkpointing import CheckpointingConfig
+from harness.config.schema import CheckpointingConfig
 from harness.config.strategy import StrategyConfig
 from tests.support.published import DATA, PublishedRow
 from tests.support.published.mapping import (

@@ -8,8 +8,7 @@ nodes. The global batch is of all data-parallel ranks, and a row's micro-batches
 
 from functools import cache
 
-from harness.config.checkpointing import CheckpointingConfig
-from harness.config.precision import PrecisionConfig
+from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.strategy import StrategyConfig
 from tests.support.published import DATA, PublishedRow
 from tests.support.published.mapping import Values, numbered_rows, published_model, published_row, train_config
