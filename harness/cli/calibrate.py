@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.cli.command import argument, command
 from harness.util.errors import UserError
 
 if TYPE_CHECKING:
@@ -17,17 +16,6 @@ if TYPE_CHECKING:
 FOLDER = Path("conf") / "cluster"
 
 
-@command(
-    "calibrate",
-    "Measure this machine into a cluster file of the current folder, conf/cluster/NAME.yaml: matrix products,"
-    " attention, memory, launches, and collectives of its ranks by message size. `harness plan cluster=NAME` then"
-    " plans for it, and runs on it predict their step time. It takes about a minute; let nothing else run.",
-    argument("--name", help="the name of the cluster; the default is made of ranks and device"),
-    argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the kind of device"),
-    argument("--ranks", type=int, help="the ranks that measure; the default is one for each GPU, or 2"),
-    argument("--quick", action="store_true", help="a few seconds, with fewer sizes and repetitions"),
-    argument("--overwrite", action="store_true", help="replace a file of this name"),
-)
 def main(options: Namespace) -> None:
     """Measure, fit, print and write. Raises UserError for a mistake in the options, or for ranks that fail."""
     from harness.calibration.cluster import cluster_path, default_name

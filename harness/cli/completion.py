@@ -1,17 +1,12 @@
 """harness completion bash|zsh|fish: a script for the shell, which asks this program what may follow."""
 
-import ast
-import importlib.util
 import typing
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from harness.cli.command import argument, command
-from harness.cli.ls import KINDS
-from harness.cli.main import COMMANDS
+from harness.cli.commands import COMMANDS
 from harness.config.mistakes import choices_of, group_names, known_keys
-from harness.util.errors import run_command
 
 SHELLS = {
     # bash begins a new word after each of its word breaks, `=` and `:` among them: it wants what follows the last one.
@@ -40,12 +35,6 @@ complete -c harness -a '(harness completion query (commandline -cp) 2>/dev/null)
 """,
 }
 
-INSTALL = {
-    "bash": 'write this line into ~/.bashrc: eval "$(harness completion bash)"',
-    "zsh": 'write this line into ~/.zshrc: eval "$(harness completion zsh)"',
-    "fish": "harness completion fish > ~/.config/fish/completions/harness.fish",
-}
-
 OPTIONS = ("-m", "--help", "--version", "--cfg")
 
 
@@ -70,25 +59,14 @@ def candidates(line: str) -> list[str]:
 
 def _command_words(word: str, last: str) -> Iterator[str]:
     """Yield what may follow a command word: its options, and the folders or names that it takes."""
+    arguments = COMMANDS[word].arguments
     if last.startswith("-"):
-        yield from command_options(word)
-    elif word == "ls":
-        yield from KINDS
-    elif word == "completion":
-        yield from SHELLS
+        yield from ("--help", *(name for names, _ in arguments for name in names if name.startswith("--")))
+    elif word in ("ls", "completion"):
+        yield from arguments[0][1]["choices"]
     elif word != "selftest":
         depth = 2 if word in ("export", "explain") and last.count("/") > 1 else 1
         yield from (str(path) for path in Path("results").glob("/".join("*" * depth)) if path.is_dir())
-
-
-def command_options(word: str) -> list[str]:
-    """Return the options of a command from its source, because importing the module can take seconds."""
-    spec = importlib.util.find_spec(f"harness.cli.{word}")
-    assert spec is not None and spec.origin is not None
-    calls = [node for node in ast.walk(ast.parse(Path(spec.origin).read_text())) if isinstance(node, ast.Call)]
-    table = [call.args for call in calls if isinstance(call.func, ast.Name) and call.func.id == "argument"]
-    names = [ast.literal_eval(argument) for arguments in table for argument in arguments]
-    return ["--help", *(name for name in names if name.startswith("--"))]
 
 
 def _settings(last: str) -> Iterator[str]:
@@ -122,19 +100,6 @@ def _values(key: str) -> Iterator[str]:
         yield from map(str, typing.get_args(hint))
 
 
-@command(
-    "completion",
-    "Print the script that completes commands, groups, keys and values in a shell.",
-    argument("shell", choices=list(SHELLS)),
-    epilog="; ".join(f"{shell}: {how}" for shell, how in INSTALL.items()),
-)
-def print_script(options: Namespace) -> None:
+def main(options: Namespace) -> None:
     """Print the script of a shell."""
     print(SHELLS[options.shell], end="")
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run `harness completion`, or answer the script's own question, and return the exit status."""
-    if arguments[:1] == ["query"]:
-        return run_command(lambda: print("\n".join(candidates(" ".join(arguments[1:])))))
-    return print_script(arguments)

@@ -32,8 +32,8 @@ from harness.sweep.micro_batch_search import wants_max_micro_batch
 from harness.sweep.slurm import plugin
 from harness.sweep.stop_after import parse_stop_after
 from harness.tracking.base import tracker_names
-from harness.util.errors import UserError, os_error_text
-from harness.util.text import count_text, one_line
+from harness.util.errors import UserError
+from harness.util.text import count_text
 
 
 @dataclass(frozen=True)
@@ -132,29 +132,16 @@ def check_run(values: ConfigValues) -> bool:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run what the overrides describe, and return the exit status: 2 for a mistake in the command, else the runs' own.
+    """Run what the overrides describe, and return the exit status of the runs. Raises UserError for a mistake.
 
     What makes the runs is imported only once the command is known to be without a mistake.
     """
-    try:
-        with showing("harness: reading the configuration") as notice:
-            combinations = compose(arguments, notice)
-            if not combinations.requested:
-                return 0
-            check(combinations)
-    except UserError as error:
-        return report_mistake(str(error))
-    except OSError as error:
-        return report_mistake(os_error_text(error))
-    except KeyboardInterrupt:
-        return 130
+    with showing("harness: reading the configuration") as notice:
+        combinations = compose(arguments, notice)
+        if not combinations.requested:
+            return 0
+        check(combinations)
     number = count_text(len(combinations.requested), "combination" if combinations.is_sweep else "run")
     run = import_slowly("harness.cli.run", f"harness: {number} composed, loading what runs them")
     status: int = run.main(combinations)
     return status
-
-
-def report_mistake(message: str) -> int:
-    """Print a mistake in the command as one line and return its exit status."""
-    print(one_line(message), file=sys.stderr)
-    return 2

@@ -1,13 +1,11 @@
 """harness diff A B: what changed between two comparisons, or whether the second holds the first as a baseline."""
 
 import json
-import re
-from argparse import ArgumentTypeError, Namespace
+from argparse import Namespace
 from pathlib import Path
 
 import orjson
 
-from harness.cli.command import argument, command
 from harness.cli.report import prepare_output, read_comparison
 from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import read_runs_csv
@@ -33,26 +31,6 @@ def read_runs(path: Path) -> list[Record]:
     return read_comparison(path).records
 
 
-def parse_share(text: str) -> float:
-    """Return a percentage such as 5% as a fraction. Raises ArgumentTypeError for anything else."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
-    if not match:
-        raise ArgumentTypeError(f"{text} is not a percentage: write 5%, or 0% for no growth at all")
-    return float(match[1]) / 100
-
-
-@command(
-    "diff",
-    "Show what changed from one comparison to another: runs, figures, versions and machine. With --fail-above, show"
-    " what regressed instead, and exit with status 1 if anything did: memory, bytes sent or FLOPs grew by more than"
-    " the limit, a speed fell by more than it and left the range of its undisturbed repeats, or a run that was ok"
-    " fails or is missing.",
-    argument("A", type=Path, metavar="results/A", help="the folder of one comparison, or its runs.csv"),
-    argument("B", type=Path, metavar="results/B", help="the folder of one comparison, or its runs.csv"),
-    argument("--fail-above", type=parse_share, metavar="SHARE", help="the limit, such as 5%%; A is the baseline"),
-    argument("--across-versions", action="store_true", help="compare speeds although versions differ"),
-    argument("--json", action="store_true", help="print what regressed as JSON"),
-)
 def main(options: Namespace) -> int:
     """Print what changed from A to B, or what regressed by more than the limit, and return REGRESSED if anything did.
 

@@ -1,27 +1,15 @@
 """harness explain results/NAME/RUN [COLUMN ...]: the arithmetic behind the figures of one run's row."""
 
 from argparse import Namespace
-from pathlib import Path
 
-from harness.cli.command import argument, command
 from harness.metrics.derivations import derivations_of
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
 from harness.report.derivations import derivation_lines
 from harness.util.errors import UserError
+from harness.util.text import printable
 
 
-def sanitize_line(line: str) -> str:
-    """Return a line for a terminal, with its indentation and the spaces between its columns."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
-
-
-@command(
-    "explain",
-    "Show what each figure of a run was computed from: terms that add up to it, each with its counter or formula.",
-    argument("run", type=Path, metavar="results/NAME/RUN", help="the folder of one run"),
-    argument("columns", nargs="*", metavar="COLUMN", help="columns of runs.csv; otherwise all that are known"),
-)
 def main(options: Namespace) -> None:
     """Print what the figures of a run were computed from, or those of the named columns alone.
 
@@ -38,4 +26,4 @@ def main(options: Namespace) -> None:
         if column not in derivations:
             raise UserError(f"{column} has no arithmetic in {run}: choose {', '.join(derivations)}")
     for column in columns or derivations:
-        print("\n".join(map(sanitize_line, derivation_lines(derivations[column]))), end="\n\n")
+        print("\n".join(map(printable, derivation_lines(derivations[column]))), end="\n\n")

@@ -5,14 +5,11 @@ from collections.abc import Iterator
 
 import yaml
 
-from harness.cli.command import argument, command
+from harness.cli.commands import KINDS
 from harness.config.from_dict import GroupValues
 from harness.config.locations import files_in, first_sentence
 from harness.util.errors import UserError
 from harness.util.text import sanitize
-
-# What can be listed, each by its word in the singular, which is the group of the configuration that it is.
-KINDS = {"strategies": "strategy", "models": "model", "clusters": "cluster", "sweeps": "sweep"}
 
 
 def describe(kind: str, values: GroupValues, comment: str) -> str:
@@ -40,16 +37,6 @@ def listing(kind: str) -> Iterator[str]:
         yield f"{sanitize(name):<{width}}  {sanitize(about)}".rstrip()
 
 
-def plural(word: str) -> str:
-    """Return the kind that a group of the configuration has in this command: strategies for strategy."""
-    return next((kind for kind, group in KINDS.items() if group == word), word)
-
-
-@command(
-    "ls",
-    "List what can be chosen on the command line.",
-    argument("kind", choices=list(KINDS), type=plural),
-)
 def main(options: Namespace) -> None:
     """Print the names of a kind, with one line about each."""
     for line in listing(options.kind):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from harness import __version__
 from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
+from harness.util.errors import UserError, run_command
 
 HELP = ("-h", "--help")
 
@@ -18,27 +19,32 @@ LIST_WORDS = {"list": "", "strategies": "strategies", "models": "models", "clust
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    The first argument is a command word, `--help` or `--version`; anything else is an override of the configuration
-    that is then run. Without arguments the help is shown and nothing is trained.
-    """
+    """Run one command and return its exit status; a mistake in it is one line of output."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    return run_command(lambda: run_words(words))
+
+
+def run_words(words: Sequence[str]) -> int | None:
+    """Run what the words of a command line ask for, and return its exit status, 0 for None.
+
+    The first one is a command word, `--help` or `--version`; anything else is an override of the configuration that is
+    then run. Without words the help is shown and nothing is trained. Raises UserError for a mistake.
+    """
     is_run = bool(words) and words[0] not in COMMANDS
     if not words or words[0] == "help" or (is_run and set(HELP) & set(words)):
         print(help_text())
-        return 0
+        return None
     if words[0] == "--version":
         print(f"harness {__version__}")
-        return 0
-    is_word = re.fullmatch(r"[A-Za-z]\w*", words[0]) and not "".join(words[1:2]).startswith("=")
-    if is_run and is_word:
-        print(unknown_command_text(words), file=sys.stderr)
-        return 2
-    name, rest = ("compose", words) if is_run else (words[0], words[1:])
-    module = import_slowly(f"harness.cli.{name}", "harness: loading" if is_run else f"harness {name}: loading")
-    status: int = module.main(rest)
-    return status
+        return None
+    if is_run and re.fullmatch(r"[A-Za-z]\w*", words[0]) and not "".join(words[1:2]).startswith("="):
+        raise UserError(unknown_command_text(words))
+    if is_run:
+        status: int = import_slowly("harness.cli.compose", "harness: loading").main(words)
+        return status
+    from harness.cli.commands import run_word  # its parsers are not needed for help and runs
+
+    return run_word(words[0], words[1:])
 
 
 def unknown_command_text(words: Sequence[str]) -> str:
@@ -69,7 +75,7 @@ def unknown_command_text(words: Sequence[str]) -> str:
     return f"{problem}: {remedy}"
 
 
-# Every command word with one line of help; the main(arguments) of the module of its name runs it.
+# Every command word with one line of help; harness.cli.commands has its arguments, and the module of its name runs it.
 COMMANDS = {
     "plan": "predict memory and time of any layout on any cluster, and search for the best",
     "calibrate": "measure this machine into a cluster file for plans and predictions",

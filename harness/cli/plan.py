@@ -4,9 +4,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from harness.cli.command import argument, command
 from harness.cost_model.prediction import Prediction
 from harness.planner.explain import explanation
 from harness.planner.plan import LayoutPlan, Refusal, plans
@@ -73,19 +71,6 @@ def text_lines(entries: Sequence[LayoutPlan | Refusal], explains: bool) -> Itera
             yield f"{position}: {line}"
 
 
-@command(
-    "plan",
-    "Predict memory and time of layouts on any cluster; without a strategy, search for the best.",
-    argument("--explain", action="store_true", help="also print the arithmetic of each figure"),
-    argument(
-        "--report",
-        type=Path,
-        metavar="FILE",
-        help="write a search as FILE.html, or as FILE.md with figures/ and plans.csv beside it",
-    ),
-    epilog="KEY=VALUE are the settings of runs, such as model=70b.",
-    takes_settings=True,
-)
 def main(options: Namespace) -> None:
     """Print the plans of the settings, and write the page of the first search. Raises UserError for a mistake."""
     formats = [word.partition("=")[2] for word in options.settings if word.startswith("format=")]

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from rich.text import Text
 
-from harness.cli.command import argument, command
 from harness.config.byte_size import parse_bytes
 from harness.records.store import LoadedRecords, read_all
 from harness.report.document import charts
-from harness.report.files import FOLDER, FORMATS, export, parse_formats, parse_width, write_files
+from harness.report.files import FOLDER, export, parse_formats, parse_width, write_files
 from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
@@ -19,26 +18,6 @@ from harness.util.errors import UserError
 from harness.util.text import sanitize
 
 
-@command(
-    "report",
-    "Show the comparison of recorded runs as a table, a page to read and files of rows.",
-    argument("folders", type=Path, nargs="+", metavar="results/NAME", help="the folders of comparisons"),
-    argument("--to", type=Path, metavar="results/NAME", help="where to write; otherwise beside the records"),
-    argument("--pivot", metavar="COLUMN", help="a table of strategies against this column of runs.csv"),
-    argument("--fits-in", metavar="SIZE", help="recommend what is fastest in so much memory, such as 24GiB"),
-    argument(
-        "--export",
-        metavar="FORMAT,…",
-        help=f"also write the comparison and its charts into the folder {FOLDER}: any of {', '.join(FORMATS)}",
-    ),
-    argument("--width", metavar="SIZE", help="the width of exported charts in a paper, such as 84mm"),
-    argument(
-        "--statistic",
-        choices=("median", "mean"),
-        default="median",
-        help="how exported speeds are summarized: median [min, max] or mean ± sd",
-    ),
-)
 def main(options: Namespace) -> None:
     """Print the table of all folders' runs and write their report.
 

@@ -6,7 +6,7 @@ The first half, harness.cli.compose, has composed their configurations.
 from contextlib import ExitStack
 from pathlib import Path
 
-from harness.cli.compose import Combinations, report_mistake
+from harness.cli.compose import Combinations
 from harness.config.command import merge_values
 from harness.config.from_dict import ConfigValues
 from harness.config.hydra import expand_repeats
@@ -29,7 +29,7 @@ from harness.sweep.scheduler import Scheduler
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
 from harness.sweep.stop_after import parse_stop_after
 from harness.tracking.client import TrackingClient
-from harness.util.errors import UserError, os_error_text
+from harness.util.errors import UserError
 
 SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other status is a failure
 
@@ -155,17 +155,13 @@ class RunCommand:
 def main(combinations: Combinations) -> int:
     """Run all combinations.
 
-    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 2 for a
-    mistake in the command; 130 if it was interrupted.
+    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 130 if it was
+    interrupted. Raises UserError for a mistake in the command.
     """
     command = RunCommand(combinations)
     try:
         command.execute()
         return command.finish()
-    except UserError as error:
-        return report_mistake(str(error))
-    except OSError as error:  # a disk that is full, or was made read-only meanwhile
-        return report_mistake(os_error_text(error))
     except KeyboardInterrupt:
         command.finish()
         return 130

@@ -1,22 +1,10 @@
 """harness selftest: real runs that show what of an installation works, on any machine."""
 
 from argparse import Namespace
-from pathlib import Path
 
-from harness.cli.command import argument, command
 from harness.util.errors import UserError
 
 
-@command(
-    "selftest",
-    "Show what of this installation works: versions, devices, and real runs with what must come of each. Steps that"
-    " have passed are not repeated by a later call. The exit status is 0 only if no step failed.",
-    argument("--only", metavar="STEP,...", help="run these steps alone; --list names them all"),
-    argument("--again", action="store_true", help="repeat steps that have passed before"),
-    argument("--list", action="store_true", help="name the steps, what each shows, and what it needs"),
-    argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="the device of the runs"),
-    argument("--to", type=Path, default=Path("results"), metavar="DIR", help="the folder of the results"),
-)
 def main(options: Namespace) -> int:
     """Run the steps that the options choose. Return 0 only if no step failed. Raises UserError for an unknown step."""
     from harness.selftest import run

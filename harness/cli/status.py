@@ -5,11 +5,9 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 from rich.console import Console
 
-from harness.cli.command import argument, command
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.records import heartbeat
 from harness.records.run_folder import ComparisonFolder
@@ -71,11 +69,6 @@ def command_line(queue: CommandFile, is_alive: bool, loaded: LoadedRecords) -> s
     return f"{name}, is running: {count}{about}"
 
 
-@command(
-    "status",
-    "Show how far the commands of a comparison are, while they run or after.",
-    argument("folder", type=Path, metavar="results/NAME", help="the folder of one comparison"),
-)
 def main(options: Namespace) -> None:
     """Print the state of a comparison. Raises UserError if there is no such folder."""
     console = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)

@@ -5,12 +5,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from harness.cli.command import argument, command
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.records.store import read_all
-from harness.tracking.base import tracker_names
-from harness.tracking.sync import ANSWER_SECONDS, sync_comparison
+from harness.tracking.sync import sync_comparison
 from harness.util.errors import UserError
 from harness.util.text import count_text, sanitize
 
@@ -34,21 +32,6 @@ def print_error(line: str) -> None:
     print(sanitize(line), file=sys.stderr)
 
 
-@command(
-    "sync",
-    "Send the runs that the tracker's server does not have yet, and their table, from the records.",
-    argument("folder", type=Path, metavar="results/NAME", help="the folder of one comparison"),
-    argument("--tracker", choices=tracker_names(), default="wandb"),
-    argument("--project", help="by default the runs' own, tracking.project"),
-    argument("--entity", help="user or team; by default the runs' own, tracking.entity"),
-    argument("--again", action="store_true", help="also send what was sent before, and replace it"),
-    argument(
-        "--timeout",
-        type=float,
-        default=ANSWER_SECONDS,
-        help="seconds that the server has to start a run, and again to receive all of it; by default %(default)g",
-    ),
-)
 def main(options: Namespace) -> int:
     """Send what the tracker does not have. Return 0 if the tracker has all runs then, 1 if not."""
     target = requested_tracking(options.folder, options.tracker, options.project, options.entity)

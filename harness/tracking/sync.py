@@ -10,8 +10,6 @@ from harness.tracking import payload
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
 
-ANSWER_SECONDS = 30.0  # the server's time to register a run, and again to receive the rest of it
-
 LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run
 
 
@@ -29,8 +27,8 @@ def sync_comparison(
     folder: Path,
     tracking: TrackingConfig,
     log: Callable[[str], None],
-    again: bool = False,
-    timeout_seconds: float = ANSWER_SECONDS,
+    again: bool,
+    timeout_seconds: float,
 ) -> SyncResult:
     """Send every record that the tracker does not have, and the comparison's table; with `again` send all of them.
 

@@ -20,11 +20,14 @@ def os_error_text(error: OSError) -> str:
 def run_command(command: Callable[[], int | None]) -> int:
     """Run a command and return its exit code: its own, 0 for None, or 2 after a UserError or an OSError as one line.
 
-    If the reader of the output, such as `head`, has closed it, return 128 + SIGPIPE without a message, as shells do.
+    Without a message, as shells do, return 128 + SIGPIPE if the reader of the output, such as `head`, has closed it,
+    and 128 + SIGINT after Ctrl-C.
     """
     try:
         status = command() or 0
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 128 + signal.SIGPIPE

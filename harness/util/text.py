@@ -30,7 +30,11 @@ def sanitize(text: object) -> str:
 
     Such characters could steer a terminal or a parser.
     """
-    line = one_line(text)
+    return printable(one_line(text))
+
+
+def printable(line: str) -> str:
+    """Return a line, whose spaces stay, with every unprintable character replaced."""
     if line.isprintable():
         return line
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)

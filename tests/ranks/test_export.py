@@ -11,7 +11,7 @@ from accelerate import DistributedType
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from harness.cli import export as command
+from harness.cli.main import main
 from harness.models.build import build_model
 from harness.runner import local_machine
 from harness.runner.launch_run import build_run_spec, write_row
@@ -63,7 +63,7 @@ def trains_alike(directory: Path, launch: tuple[str, ...], bound: float = 1e-4) 
 @pytest.mark.long
 def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
     directory = recorded(results, "strategy=ddp")
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     trains_alike(directory, TORCHRUN)
     trains_alike(directory, ACCELERATE)
 
@@ -71,7 +71,7 @@ def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
 @pytest.mark.parametrize("overrides", [pytest.param("strategy=zero1", marks=pytest.mark.long), "strategy=pp_1f1b"])
 def test_by_torchrun(results: Path, overrides: str) -> None:
     directory = recorded(results, overrides)
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     trains_alike(directory, TORCHRUN)
 
 
@@ -101,7 +101,7 @@ def test_by_torchrun(results: Path, overrides: str) -> None:
 )
 def test_more_by_torchrun(results: Path, overrides: str) -> None:
     directory = recorded(results, overrides)
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     trains_alike(directory, TORCHRUN)
 
 
@@ -110,7 +110,7 @@ def test_more_by_torchrun(results: Path, overrides: str) -> None:
 def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
     """The comparison detects ranks that no longer synchronize and gradients that are no longer clipped."""
     directory = recorded(results, "strategy=ddp train.micro_batch=4")
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     script = directory / "export" / "train.py"
     remaining = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
     script.write_text("".join(remaining))
@@ -122,7 +122,7 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) ->
 def test_mixed_precision_of_the_exported_script(results: Path, overrides: str) -> None:
     """Compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
     directory = recorded(results, f"{overrides} precision=bf16_mixed")
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     trains_alike(directory, TORCHRUN, bound=1e-3)
 
 
@@ -133,7 +133,7 @@ def test_mixed_precision_of_the_exported_script(results: Path, overrides: str) -
 def test_more_by_accelerate(results: Path, overrides: str) -> None:
     """A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded."""
     directory = recorded(results, overrides)
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     trains_alike(directory, ACCELERATE, bound=1e-4 if "bf16" not in overrides else 1e-3)
 
 
@@ -142,7 +142,7 @@ def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys
     directory = recorded(results, "strategy=pp_1f1b")
     (directory / "export").mkdir(exist_ok=True)
     (directory / "export" / "accelerate.yaml").write_text("old")
-    assert command.main([str(directory)]) == 0
+    assert main(["export", str(directory)]) == 0
     notes = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert notes["accelerate.yaml"] == "not written, Accelerate has no pipeline parallelism for training"
     assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
@@ -206,7 +206,7 @@ def written(results: Path, overrides: str) -> Path:
     spec, _ = build_run_spec(planned)
     spec.write(planned.folder.path)
     write_row(planned, {"status": "ok", "reason": ""})
-    assert command.main([str(planned.folder.path)]) == 0
+    assert main(["export", str(planned.folder.path)]) == 0
     return planned.folder.path / "export"
 
 
@@ -233,11 +233,11 @@ def test_a_script_that_would_train_otherwise_is_not_written(
 
 def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
-    assert command.main([str(tmp_path / "nope")]) == 2
+    assert main(["export", str(tmp_path / "nope")]) == 2
     config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *SMALL_BATCH)
     planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
     write_row(planned, {"status": "refused", "reason": "it does not fit"})
-    assert command.main([str(planned.folder.path)]) == 2
+    assert main(["export", str(planned.folder.path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     first, second = printed.err.splitlines()
@@ -247,5 +247,5 @@ def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_a_script_in_another_folder_names_the_run(results: Path, tmp_path: Path) -> None:
     directory = recorded(results, "strategy=pp_1f1b")
-    assert command.main([str(directory), "--to", str(tmp_path / "mine")]) == 0
+    assert main(["export", str(directory), "--to", str(tmp_path / "mine")]) == 0
     assert f"read_run_spec(Path('{directory.resolve()}'))" in (tmp_path / "mine" / "train.py").read_text()

@@ -5,7 +5,6 @@
 
 import ast
 import contextlib
-import importlib
 import io
 import itertools
 import json
@@ -25,6 +24,7 @@ import harness.config.hardware
 import harness.config.model
 import harness.config.schema
 import harness.config.strategy
+from harness.cli.commands import run_word
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
 from harness.records.columns import COLUMNS, Group
@@ -226,7 +226,7 @@ def command_help(word: str) -> str:
         contextlib.redirect_stdout(out),
         contextlib.suppress(SystemExit),
     ):
-        importlib.import_module(f"harness.cli.{word}").main(["--help"])
+        run_word(word, ["--help"])
     return out.getvalue().strip()
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.export import main as export
+from harness.cli.main import main
 from harness.data.corpus import token_file
 from harness.records.store import read_all, read_record
 from tests.support.commands import Done, run_harness
@@ -140,7 +140,7 @@ def test_an_export_of_a_damaged_run_prints_one_line(
 ) -> None:
     damage_file(folder, "sweep/tp*/run.json", damage)
     (run_dir,) = folder.glob("sweep/tp*")
-    assert export([str(run_dir)]) == 2
+    assert main(["export", str(run_dir)]) == 2
     message = capsys.readouterr().err
     assert "run.json cannot be read" in message and message.count("\n") == 1
 

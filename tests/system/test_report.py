@@ -13,7 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.cells import cell_len
 
-from harness.cli.report import main
+from harness.cli.main import main
 from harness.layout.layout import resolve_layout
 from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import versions
@@ -537,6 +537,6 @@ def test_bad_directories_are_reported_in_a_single_line_with_status_2(
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for name in ("missing", "file", "empty"):
-        assert main([str(tmp_path / name)]) == 2
+        assert main(["report", str(tmp_path / name)]) == 2
         out, err = capsys.readouterr()
         assert not out and err.count("\n") == 1 and "results/NAME" in err

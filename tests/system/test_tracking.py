@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from harness.cli.sync import main as upload
+from harness.cli.main import main
 from harness.records import heartbeat
 from harness.records.store import read_all, read_record
 from harness.tracking import payload
@@ -74,7 +74,7 @@ def wait_until_logged(folder: Path, name: str, value: Any) -> None:
 
 
 def send(folder: Path, *options: str) -> int:
-    return upload([str(folder), *options])
+    return main(["sync", str(folder), *options])
 
 
 @pytest.fixture

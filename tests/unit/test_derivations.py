@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from harness.cli.explain import main
+from harness.cli.main import main
 from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
@@ -154,17 +154,17 @@ def test_the_page_gets_every_text_once(recorded: list[Record]) -> None:
 
 def test_the_command_prints_all_or_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = next(EXAMPLE.glob("pp_1f1b*"))
-    assert main([str(run)]) == 0
+    assert main(["explain", str(run)]) == 0
     blocks = capsys.readouterr().out.strip().split("\n\n")
     (record,) = [entry for entry in read_all(EXAMPLE).records if entry.run_id == run.name]
     expected = derive(record)
     assert [block.split(" = ")[0] for block in blocks] == list(expected)
     assert [block.splitlines() for block in blocks] == [list(derivation_lines(entry)) for entry in expected.values()]
     assert recomputed(blocks[0].splitlines(), "median") == pytest.approx(record.row["step_seconds"])
-    assert main([str(run), "mfu"]) == 2 and "choose step_seconds" in capsys.readouterr().err
-    assert main([str(tmp_path)]) == 2 and "results/NAME/RUN" in capsys.readouterr().err
+    assert main(["explain", str(run), "mfu"]) == 2 and "choose step_seconds" in capsys.readouterr().err
+    assert main(["explain", str(tmp_path)]) == 2 and "results/NAME/RUN" in capsys.readouterr().err
     write_record(tmp_path / "failed", record.with_row(status="oom", reason="rank 1"))
-    assert main([str(tmp_path / "failed")]) == 2 and "its status is oom" in capsys.readouterr().err
+    assert main(["explain", str(tmp_path / "failed")]) == 2 and "its status is oom" in capsys.readouterr().err
 
 
 def deep(record: Record, layers: int, seq_len: int) -> Record:

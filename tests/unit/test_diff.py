@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from harness.cli.diff import main
+from harness.cli.main import main
 from harness.records.runs_csv import read_runs_csv, rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import write_record
@@ -93,7 +93,7 @@ def diff(
         paths[0] = write_runs_csv(folder, rows_of(first))
     before = sorted(folder.rglob("*"))
     with redirect_stdout(io.StringIO()) as text:
-        status = main([*map(str, paths), *options])
+        status = main(["diff", *map(str, paths), *options])
     assert sorted(folder.rglob("*")) == before
     return status, text.getvalue()
 
@@ -270,7 +270,7 @@ def test_folders_without_records_are_reported_in_a_single_line_with_status_2(
     write_record(tmp_path / "good" / "x", record(1, "ddp"))
     (tmp_path / "empty").mkdir()
     for folders in (("good", "missing"), ("missing", "good"), ("good", "empty"), ("empty", "good")):
-        assert main([str(tmp_path / name) for name in folders]) == 2
+        assert main(["diff", *(str(tmp_path / name) for name in folders)]) == 2
         out, err = capsys.readouterr()
         assert not out and err.count("\n") == 1 and "results/NAME" in err
     for wrong in ([], [str(tmp_path)], [str(tmp_path)] * 3):
@@ -456,8 +456,8 @@ def test_published_tables_hold_themselves_as_a_baseline(table: Path, tmp_path: P
             line.row["peak_allocated_bytes"] += 1
     worse = write_runs_csv(tmp_path, rows_of(records))
     with redirect_stdout(io.StringIO()) as text:
-        assert main([str(table), str(table.parent), "--fail-above", "0%"]) == 0
-        assert main([str(table), str(worse), "--fail-above", "0%"]) == 1
+        assert main(["diff", str(table), str(table.parent), "--fail-above", "0%"]) == 0
+        assert main(["diff", str(table), str(worse), "--fail-above", "0%"]) == 1
     assert "peak memory" in text.getvalue()
 
 
@@ -466,10 +466,10 @@ def test_mistakes_have_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
         write_record(tmp_path / status / "x", record(number, "ddp", status=status, reason=""))
     (tmp_path / "notes.csv").write_text("a,b\n1,2\n")
     ok, oom = str(tmp_path / "ok"), str(tmp_path / "oom")
-    assert main([oom, ok, "--fail-above", "5%"]) == 2 and "is no baseline" in capsys.readouterr().err
-    assert main([str(tmp_path / "notes.csv"), ok]) == 2 and "is not a table of runs" in capsys.readouterr().err
-    assert main([str(tmp_path / "missing.csv"), ok]) == 2 and "cannot be read" in capsys.readouterr().err
+    assert main(["diff", oom, ok, "--fail-above", "5%"]) == 2 and "is no baseline" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path / "notes.csv"), ok]) == 2 and "is not a table of runs" in capsys.readouterr().err
+    assert main(["diff", str(tmp_path / "missing.csv"), ok]) == 2 and "cannot be read" in capsys.readouterr().err
     for options in (["--fail-above", "5"], ["--fail-above", "-5%"], ["--json"], ["--across-versions"]):
         with pytest.raises(SystemExit) as end:
-            main([ok, ok, *options])
+            main(["diff", ok, ok, *options])
         assert end.value.code == 2

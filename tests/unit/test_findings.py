@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 import pytest
 
-from harness.cli.report import main
+from harness.cli.main import main
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
@@ -397,7 +397,9 @@ def test_any_column_can_be_the_pivot(tmp_path: Path, capsys: pytest.CaptureFixtu
         ["tp", "oom", ""],
         ["tp_sp", "refused", ""],
     ]
-    assert main([str(stored(tmp_path / "a", example())), "--pivot", "checkpointing", "--fits-in", "18MiB"]) == 0
+    assert (
+        main(["report", str(stored(tmp_path / "a", example())), "--pivot", "checkpointing", "--fits-in", "18MiB"]) == 0
+    )
     shown = capsys.readouterr().out
     assert re.search(r"strategy +none +full", shown) and re.search(r"ddp +20.00 +16.00", shown)
     assert "Fits in 18.00 MiB: 3 of 4 configurations, of which zero1 is the fastest" in shown
@@ -611,7 +613,7 @@ def test_the_command_accepts_several_folders_and_rejects_wrong_options(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folders = [str(stored(tmp_path / name, example())) for name in ("a", "b")]
-    assert main([*folders, "--fits-in", "18MiB", "--pivot", "repeat"]) == 0
+    assert main(["report", *folders, "--fits-in", "18MiB", "--pivot", "repeat"]) == 0
     written = {path.name for path in (tmp_path / "a+b").iterdir()}
     assert written == {"runs.csv", "runs.parquet", "report.md", "report.html", "figures"}
     assert "Fits in 18.00 MiB" in (tmp_path / "a+b" / "report.md").read_text()
@@ -621,7 +623,7 @@ def test_the_command_accepts_several_folders_and_rejects_wrong_options(
         ("--fits-in", "2 suitcases"): "--fits-in=2 suitcases is",
     }
     for mistake, message in mistakes.items():
-        assert main([folders[0], *mistake]) == 2
+        assert main(["report", folders[0], *mistake]) == 2
         assert capsys.readouterr().err.startswith(message) and not (tmp_path / "a" / "report.md").exists()
 
 
@@ -633,7 +635,7 @@ def test_a_report_without_charts_is_complete_otherwise(
 
     monkeypatch.setattr(render, "svgs", fails)
     folder = stored(tmp_path / "plain", example())
-    assert main([str(folder)]) == 0
+    assert main(["report", str(folder)]) == 0
     assert "report.md has no charts: no renderer" in capsys.readouterr().err
     assert "![" not in (folder / "report.md").read_text() and (folder / "report.html").stat().st_size > 10**5
 
