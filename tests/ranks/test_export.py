@@ -1,5 +1,6 @@
 """Exported files train as the run did: each is started as its user would start it, and its losses equal the run's."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -31,16 +32,21 @@ def recorded(results: Path, overrides: str) -> Path:
     return run_folder(results, record).path
 
 
+def exported(results: Path, overrides: str) -> Path:
+    """Return the folder of a run that was exported."""
+    directory = recorded(results, overrides)
+    assert main(["export", str(directory)]) == 0
+    return directory
+
+
 def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
     """Return the losses of every step as an exported script prints them."""
-    environment = dict(os.environ)
-    scripts = sysconfig.get_path("scripts")
-    environment |= {"PATH": os.pathsep.join((scripts, environment["PATH"])), "PYTHONPATH": str(ROOT)}
-    environment |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         launch,
         cwd=directory / "export",
-        env=environment,
+        env=os.environ | variables,
         capture_output=True,
         text=True,
         timeout=300,  # under Accelerate DeepSpeed compiles its collective for inference once
@@ -56,85 +62,57 @@ def of_the_run(directory: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
-def trains_alike(directory: Path, launch: tuple[str, ...], bound: float = 1e-4) -> None:
-    assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
-
-
-@pytest.mark.long
-def test_ddp_by_torchrun_and_by_accelerate(results: Path) -> None:
-    directory = recorded(results, "strategy=ddp")
-    assert main(["export", str(directory)]) == 0
-    trains_alike(directory, TORCHRUN)
-    trains_alike(directory, ACCELERATE)
-
-
-@pytest.mark.parametrize("overrides", [pytest.param("strategy=zero1", marks=pytest.mark.long), "strategy=pp_1f1b"])
-def test_by_torchrun(results: Path, overrides: str) -> None:
-    directory = recorded(results, overrides)
-    assert main(["export", str(directory)]) == 0
-    trains_alike(directory, TORCHRUN)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "strategy=single world_size=1",
-        "strategy=ddp checkpointing=full model=gpt_tiny train.fused_optimizer=false",
-        "strategy=zero1_torch",
-        "strategy=zero2 checkpointing=every_n",
-        "strategy=zero3",
-        "strategy=zero_offload",
-        "strategy=fsdp_full_shard checkpointing=full",
-        "strategy=fsdp_full_shard model.tie_word_embeddings=true",
-        "strategy=fsdp_shard_grad_op",
-        "strategy=fsdp_no_shard train.gradient_clipping=0",
-        "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
-        "strategy=tp",
-        "strategy=tp model=gpt_tiny",
-        "strategy=tp_sp checkpointing=full",
-        "strategy=fsdp_tp world_size=4",
-        "strategy=pp_gpipe checkpointing=full",
-        "strategy=pp_interleaved",
-        "strategy=pp_zero_bubble",
-    ],
+BY_TORCHRUN = (
+    *("strategy=ddp", "strategy=zero1", "strategy=single world_size=1"),
+    "strategy=ddp checkpointing=full model=gpt_tiny train.fused_optimizer=false",
+    "strategy=zero1_torch",
+    "strategy=zero2 checkpointing=every_n",
+    *("strategy=zero3", "strategy=zero_offload"),
+    "strategy=fsdp_full_shard checkpointing=full",
+    "strategy=fsdp_full_shard model.tie_word_embeddings=true",
+    "strategy=fsdp_shard_grad_op",
+    "strategy=fsdp_no_shard train.gradient_clipping=0",
+    "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
+    *("strategy=tp", "strategy=tp model=gpt_tiny"),
+    "strategy=tp_sp checkpointing=full",
+    "strategy=fsdp_tp world_size=4",
+    "strategy=pp_gpipe checkpointing=full",
+    *("strategy=pp_interleaved", "strategy=pp_zero_bubble"),
+    *(f"strategy={strategy} precision=bf16_mixed" for strategy in ("zero2", "zero3", "fsdp_full_shard")),
 )
-def test_more_by_torchrun(results: Path, overrides: str) -> None:
-    directory = recorded(results, overrides)
-    assert main(["export", str(directory)]) == 0
-    trains_alike(directory, TORCHRUN)
+
+# A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded.
+BY_ACCELERATE = (
+    *("strategy=ddp", "strategy=zero1", "strategy=zero3"),
+    *("strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard"),
+)
+
+
+@pytest.mark.parametrize(
+    ("launch", "overrides"),
+    [
+        (TORCHRUN, "strategy=pp_1f1b"),
+        *(pytest.param(TORCHRUN, overrides, marks=pytest.mark.long) for overrides in BY_TORCHRUN),
+        *(pytest.param(ACCELERATE, overrides, marks=pytest.mark.long) for overrides in BY_ACCELERATE),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value[0],
+)
+def test_an_exported_script_trains_as_the_run_did(results: Path, launch: tuple[str, ...], overrides: str) -> None:
+    """In mixed precision compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
+    directory = exported(results, overrides)
+    bound = 1e-3 if "bf16" in overrides else 1e-4
+    assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["model = DistributedDataParallel(", "torch.nn.utils.clip_grad_norm_("])
 def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
     """The comparison detects ranks that no longer synchronize and gradients that are no longer clipped."""
-    directory = recorded(results, "strategy=ddp train.micro_batch=4")
-    assert main(["export", str(directory)]) == 0
+    directory = exported(results, "strategy=ddp train.micro_batch=4")
     script = directory / "export" / "train.py"
     remaining = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
     script.write_text("".join(remaining))
     assert losses(directory, TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overrides", ["strategy=zero2", "strategy=zero3", "strategy=fsdp_full_shard"])
-def test_mixed_precision_of_the_exported_script(results: Path, overrides: str) -> None:
-    """Compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
-    directory = recorded(results, f"{overrides} precision=bf16_mixed")
-    assert main(["export", str(directory)]) == 0
-    trains_alike(directory, TORCHRUN, bound=1e-3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "overrides", ["strategy=zero1", "strategy=zero3", "strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard"]
-)
-def test_more_by_accelerate(results: Path, overrides: str) -> None:
-    """A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded."""
-    directory = recorded(results, overrides)
-    assert main(["export", str(directory)]) == 0
-    trains_alike(directory, ACCELERATE, bound=1e-4 if "bf16" not in overrides else 1e-3)
 
 
 def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,15 +152,9 @@ def test_accelerate_reads_the_exported_file(
     assert expected.items() <= (values.fsdp_config | values.deepspeed_config).items()
     if kind == DistributedType.FSDP:
         groups = values.fsdp_config["fsdp_transformer_layer_cls_to_wrap"].split(",")
-        config = compose_config(overrides)
-        model = build_model(config.model)
-        classes = {
-            type(module).__name__
-            for group in model.embedding_and_head_groups()
-            for module in group
-            if module is not model.norm
-        }
-        assert set(groups) == classes | {type(block).__name__ for block in model.layers_by_index().values()}
+        model = build_model(compose_config(overrides).model)
+        modules = itertools.chain(model.layers_by_index().values(), *model.embedding_and_head_groups())
+        assert set(groups) == {type(module).__name__ for module in modules if module is not model.norm}
 
 
 def test_deepspeed_reads_the_exported_file(results: Path) -> None:

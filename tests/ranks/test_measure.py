@@ -1,15 +1,13 @@
 """The meters compared with arithmetic: bytes of the allocator, of collectives, and of tensors saved for backward."""
 
 import dataclasses
-import gc
-import json
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +16,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.multiprocessing.spawn import start_processes
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import gelu
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.strategy import StrategyConfig
-from harness.launcher.forkserver import start_forkserver
-from harness.layout.layout import Layout, group_axes, resolve_layout
+from harness.layout.layout import group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import RULES, SENDS_NOTHING
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
@@ -32,6 +30,9 @@ from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
 from harness.measure.memory import CPU, DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
+from harness.measure.step_timer import garbage_collection_disabled
+from harness.records.rank_report import Traffic
+from harness.simulator.process_group import fake_process_group
 from harness.tensors.shard import Shard
 from harness.tensors.storage import storage_bytes
 from harness.util.errors import UserError
@@ -102,27 +103,27 @@ def test_allocator_edges(allocator: Allocator) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert allocator.live_bytes() == start
 
-    def churn() -> None:
+    def churn(_: int) -> None:
         for size in range(300):
             torch.empty(size, dtype=torch.uint8)
 
-    threads = [threading.Thread(target=churn) for _ in range(4)]
     allocator.reset_peak()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(churn, range(4)))
     assert allocator.live_bytes() == start
     assert 299 <= allocator.peak_bytes() - start <= 4 * 299
 
 
-class NoState(SimpleNamespace):
-    """An engine without parameters."""
+class Holder:
+    """An engine that holds only these parameters."""
 
     model = nn.Module()
 
-    def local_shards(self, kind: str) -> list[Shard]:
-        return []
+    def __init__(self, *parameters: Shard) -> None:
+        self.parameters = parameters
+
+    def local_shards(self, kind: str) -> Sequence[Shard]:
+        return self.parameters if kind == "parameters" else ()
 
     def named_buffers(self) -> list[tuple[str, str, Tensor]]:
         return []
@@ -138,12 +139,12 @@ def test_the_log_and_its_peak_agree_while_other_threads_allocate(allocator: Allo
 
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    threads = [threading.Thread(target=churn, args=(size,)) for size in (12, 128)]
-    try:
-        for thread in threads:
-            thread.start()
+    with ThreadPoolExecutor(2) as pool, ExitStack() as at_end:
+        at_end.callback(stopped.set)
+        at_end.callback(sys.setswitchinterval, interval)
+        pool.map(churn, (12, 128))
         for _ in range(30):
-            recorder = OwnershipRecorder(NoState(), DeviceMemory(CPU, allocator))  # type: ignore[arg-type]
+            recorder = OwnershipRecorder(Holder(), DeviceMemory(CPU, allocator))  # type: ignore[arg-type]
             recorder.start()
             for _ in range(50):
                 with recorder.pause():
@@ -151,11 +152,6 @@ def test_the_log_and_its_peak_agree_while_other_threads_allocate(allocator: Allo
             recorder.end()
             peak = recorder.at_peak(None)  # raises an error if the two differ
             assert peak is not None and peak.bytes == sum(part.bytes for part in peak.parts) >= storage_bytes([kept])
-    finally:
-        stopped.set()
-        for thread in threads:
-            thread.join()
-        sys.setswitchinterval(interval)
 
 
 def test_a_missing_compiler_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,19 +194,9 @@ def test_fingerprints_need_the_memory_of_a_chunk(allocator: Allocator) -> None:
     chunk = 8 * CHUNK_ELEMENTS["cpu"] + 2 * 8 * model.vocab_size
     assert chunk <= of_state < 1.01 * chunk + 10_000 < 4 * shard.local.numel() / 4
     allocator.reset_peak()
-    fingerprinter.updates(OneShard(shard))
+    fingerprinter.updates(Holder(shard))
     of_update = allocator.peak_bytes() - before
     assert of_update < 4 * shard.local.numel() + 2.01 * chunk  # and a chunk of it is widened
-
-
-class OneShard:
-    """An engine with one parameter."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-
-    def local_shards(self, kind: str) -> list[Shard]:
-        return [self.shard] if kind == "parameters" else []
 
 
 def test_every_collective_of_this_torch_has_a_rule() -> None:
@@ -228,24 +214,27 @@ def test_an_unknown_collective_is_refused() -> None:
             torch.ops._c10d_functional.invented_collective(torch.ones(2), "0")
 
 
-def layout(world_size: int, **degrees: Any) -> Layout:
-    return resolve_layout(StrategyConfig(name="any", **degrees), world_size)
-
-
-def test_axes_are_named_by_the_layout() -> None:
-    hybrid = layout(8, dp_replicate=2, dp_shard=4)
-    assert group_axes((4, 5, 6, 7), hybrid) == "dp_shard"
-    assert group_axes((1, 5), hybrid) == "dp_replicate"
-    assert group_axes(range(8), hybrid) == "dp_replicate+dp_shard"
-    assert group_axes((3,), hybrid) == "self"
-    deep = layout(8, dp_shard=2, tp=2, pp=2)
-    assert [group_axes(ranks, deep) for ranks in ((0, 1), (0, 2), (0, 4), (0, 1, 2, 3), range(8))] == [
-        "tp",
-        "dp_shard",
-        "pp",
-        "dp_shard+tp",
-        "world",
-    ]
+@pytest.mark.parametrize(
+    ("degrees", "axes"),
+    [
+        (
+            {"dp_replicate": 2, "dp_shard": 4},
+            {
+                (4, 5, 6, 7): "dp_shard",
+                (1, 5): "dp_replicate",
+                tuple(range(8)): "dp_replicate+dp_shard",
+                (3,): "self",
+            },
+        ),
+        (
+            {"dp_shard": 2, "tp": 2, "pp": 2},
+            {(0, 1): "tp", (0, 2): "dp_shard", (0, 4): "pp", (0, 1, 2, 3): "dp_shard+tp", tuple(range(8)): "world"},
+        ),
+    ],
+)
+def test_axes_are_named_by_the_layout(degrees: dict[str, Any], axes: dict[tuple[int, ...], str]) -> None:
+    layout = resolve_layout(StrategyConfig(name="any", **degrees), 8)
+    assert {ranks: group_axes(ranks, layout) for ranks in axes} == axes
 
 
 class Block(nn.Module):
@@ -278,125 +267,23 @@ def network() -> nn.Sequential:
     return nn.Sequential(*[Block(HIDDEN, INNER) for _ in range(LAYERS)])
 
 
-def activation_bytes_of(model: nn.Module, blocks: nn.Module, checkpointed: bool = False) -> int:
-    """Return the activation bytes of one forward and backward of the model that wraps these blocks."""
+def activation_bytes_of(model: nn.Module, checkpointed: bool = False) -> int:
+    """Return the activation bytes of one forward and backward of a network."""
     meter = ActivationMeter(model)
-    for block in blocks.children():
+    for block in model.children():
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
     with meter:
         model(torch.ones(BATCH, HIDDEN)).sum().backward()
     return meter.peak_bytes
 
 
-def counted(action: Callable[[], object]) -> list[dict[str, Any]]:
+def traffic_of(action: Callable[[], object]) -> list[Traffic]:
     with CommunicationCounter() as counter:
         action()
-    return [{**vars(entry), "total": bytes_sent(counter.traffic())} for entry in counter.traffic()]
-
-
-def on_a_rank(rank: int, folder: str) -> None:
-    """Write every figure that one of four real ranks counts to a file."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
-    data = torch.ones(BATCH, HIDDEN)
-    figures: dict[str, Any] = {"operations": {}}
-
-    ddp = nn.parallel.DistributedDataParallel(network(), broadcast_buffers=False)
-    for name in ("ddp first", "ddp rebuilds buckets", "ddp"):
-        figures[name] = counted(lambda: ddp(data).sum().backward())
-    with ddp.no_sync():
-        figures["ddp unsynchronised"] = counted(lambda: ddp(data).sum().backward())
-    figures["saved by ddp"] = [activation_bytes_of(ddp, ddp.module, ck) for ck in (False, True)]
-
-    meshes = {
-        "fsdp": init_device_mesh("cpu", (WORLD,)),
-        "hybrid": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")),
-    }
-    for name, mesh in meshes.items():
-        model = network()
-        for part in (*model, model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)
-        for _ in range(2):
-            figures[name] = counted(lambda model=model: model(data).sum().backward())  # type: ignore[misc]
-        figures[f"saved by {name}"] = [activation_bytes_of(model, model, ck) for ck in (False, True)]
-        figures[f"parameters of {name}"] = storage_bytes(model.parameters())
-
-    tensor, parts = torch.ones(16), [torch.ones(16) for _ in range(WORLD)]
-    root = rank == 0
-    operations: dict[str, Callable[[], object]] = {
-        "all_reduce": lambda: dist.all_reduce(tensor),
-        "all_gather": lambda: dist.all_gather(parts, tensor),
-        "all_gather_into": lambda: dist.all_gather_into_tensor(torch.empty(64), tensor),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(4), tensor),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty(16), tensor),
-        "broadcast": lambda: dist.broadcast(tensor, 0),
-        "reduce": lambda: dist.reduce(tensor, 0),
-        "scatter": lambda: dist.scatter(tensor, parts if root else None, 0),
-        "gather": lambda: dist.gather(tensor, parts if root else None, 0),
-        "send": lambda: dist.send(tensor, 1) if root else dist.recv(tensor, 0) if rank == 1 else None,
-        "barrier": dist.barrier,
-    }
-    for name, action in operations.items():
-        figures["operations"][name] = sum(entry["bytes_sent"] for entry in counted(action))
-    Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    start_forkserver("cpu")  # it has imported torch
-    start_processes(on_a_rank, (str(folder),), nprocs=WORLD, start_method="forkserver")
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return counter.traffic()
 
 
 MODEL_BYTES = 4 * LAYERS * 2 * HIDDEN * INNER
-
-
-def test_volumes_are_exactly_those_of_the_literature(ranks: list[dict[str, Any]]) -> None:
-    """DDP sends 2Ψ(n-1)/n and full sharding 3Ψ(n-1)/n, exactly, and nothing unsent is counted (arXiv 1910.02054)."""
-    for figures in ranks:
-        assert sum(entry["bytes_sent"] for entry in figures["ddp"]) == 2 * MODEL_BYTES * 3 / 4
-        assert figures["ddp unsynchronised"] == []
-        sent = {entry["operation"]: entry["bytes_sent"] for entry in figures["fsdp"]}
-        assert sent == {"all_gather": 2 * MODEL_BYTES * 3 / 4, "reduce_scatter": MODEL_BYTES * 3 / 4}
-        assert figures["parameters of fsdp"] == MODEL_BYTES / WORLD
-
-
-def test_hybrid_sharding_splits_by_axis(ranks: list[dict[str, Any]]) -> None:
-    """A shard group sends 3Ψ(G-1)/G and R replicas send 2(Ψ/G)(R-1)/R, each under its own axis."""
-    hybrid = layout(WORLD, dp_replicate=2, dp_shard=2)
-    for figures in ranks:
-        sent: dict[str, float] = {}
-        for entry in figures["hybrid"]:
-            axis = group_axes(entry["group_ranks"], hybrid)
-            sent[axis] = sent.get(axis, 0.0) + entry["bytes_sent"]
-        assert sent == {"dp_shard": 3 * MODEL_BYTES / 2, "dp_replicate": 2 * (MODEL_BYTES / 2) / 2}
-
-
-def test_bytes_of_each_operation(ranks: list[dict[str, Any]]) -> None:
-    """Four ranks send one tensor of 64 bytes, and each rank counts its own part."""
-    expected = {
-        "all_reduce": [96.0] * 4,
-        "all_gather": [192.0] * 4,
-        "all_gather_into": [192.0] * 4,
-        "reduce_scatter": [48.0] * 4,
-        "all_to_all": [48.0] * 4,
-        "broadcast": [48.0] * 4,
-        "reduce": [48.0] * 4,
-        "scatter": [192.0, 0, 0, 0],
-        "gather": [0, 64.0, 64.0, 64.0],
-        "send": [64.0, 0, 0, 0],
-        "barrier": [0] * 4,
-    }
-    assert {name: [figures["operations"][name] for figures in ranks] for name in expected} == expected
-
-
-# ---------------------------------------------------------------- activations
 
 INPUT_BYTES, INNER_BYTES = 4 * BATCH * HIDDEN, 4 * BATCH * INNER
 
@@ -405,12 +292,69 @@ WHOLE = LAYERS * (INPUT_BYTES + 2 * INNER_BYTES)
 CHECKPOINTED = LAYERS * INPUT_BYTES + 2 * INNER_BYTES  # the inputs of all blocks, and one block's own
 
 
-def test_saved_activations_are_the_same_under_every_wrapper(ranks: list[dict[str, Any]]) -> None:
-    """No wrapper's weights count, gathered or not; checkpointing keeps the blocks' inputs and one block."""
-    assert [activation_bytes_of(model := network(), model, ck) for ck in (False, True)] == [WHOLE, CHECKPOINTED]
-    for figures in ranks:
-        for name in ("ddp", "fsdp", "hybrid"):
-            assert figures[f"saved by {name}"] == [WHOLE, CHECKPOINTED], name
+@pytest.mark.parametrize(
+    ("degrees", "sent"),
+    [
+        (
+            {"dp_shard": 4},
+            {"dp_shard all_gather": 2 * MODEL_BYTES * 3 / 4, "dp_shard reduce_scatter": MODEL_BYTES * 3 / 4},
+        ),
+        (
+            {"dp_replicate": 2, "dp_shard": 2},
+            {
+                "dp_shard all_gather": 2 * MODEL_BYTES / 2,
+                "dp_shard reduce_scatter": MODEL_BYTES / 2,
+                "dp_replicate all_reduce": 2 * (MODEL_BYTES / 2) / 2,
+            },
+        ),
+    ],
+)
+def test_sharding_sends_what_the_literature_says_and_saves_no_weights(
+    degrees: dict[str, Any], sent: dict[str, float]
+) -> None:
+    """A shard group sends 3Ψ(G-1)/G and R replicas send 2(Ψ/G)(R-1)/R, exactly (arXiv 1910.02054).
+
+    No gathered weight counts as saved for backward; checkpointing keeps the blocks' inputs and one block.
+    """
+    layout, model = resolve_layout(StrategyConfig(name="any", **degrees), WORLD), network()
+    with fake_process_group(0, WORLD):
+        mesh = init_device_mesh("cpu", tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+        step = partial(activation_bytes_of, model)
+        step()  # in which modules are initialized
+        traffic = traffic_of(step)
+        assert {f"{group_axes(t.group_ranks, layout)} {t.operation}": t.bytes_sent for t in traffic} == sent
+        assert storage_bytes(model.parameters()) == MODEL_BYTES / layout.dp_shard
+        assert [step(checkpointed) for checkpointed in (False, True)] == [WHOLE, CHECKPOINTED]
+    whole = network()
+    assert [activation_bytes_of(whole, checkpointed) for checkpointed in (False, True)] == [WHOLE, CHECKPOINTED]
+
+
+@pytest.mark.parametrize("rank", range(WORLD))
+def test_bytes_of_each_operation(rank: int) -> None:
+    """Four ranks send one tensor of 64 bytes, and each rank counts its own part."""
+    tensor, parts = torch.ones(16), [torch.ones(16) for _ in range(WORLD)]
+    root_parts = parts if rank == 0 else None
+    operations: list[tuple[Callable[[], object], list[float]]] = [
+        (lambda: dist.all_reduce(tensor), [96] * 4),
+        (lambda: dist.all_gather(parts, tensor), [192] * 4),
+        (lambda: dist.all_gather_into_tensor(torch.empty(64), tensor), [192] * 4),
+        (lambda: dist.reduce_scatter_tensor(torch.empty(4), tensor), [48] * 4),
+        (lambda: dist.all_to_all_single(torch.empty(16), tensor), [48] * 4),
+        (lambda: dist.broadcast(tensor, 0), [48] * 4),
+        (lambda: dist.reduce(tensor, 0), [48] * 4),
+        (lambda: dist.scatter(tensor, root_parts, 0), [192, 0, 0, 0]),
+        (lambda: dist.gather(tensor, root_parts, 0), [0, 64, 64, 64]),
+        (lambda: dist.send(tensor, 1) if rank == 0 else dist.recv(tensor, 0), [64, 0, 0, 0]),
+        (dist.barrier, [0] * 4),
+    ]
+    with fake_process_group(rank, WORLD):
+        for action, sent in operations:
+            assert bytes_sent(traffic_of(action)) == sent[rank]
+
+
+# ---------------------------------------------------------------- activations
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
@@ -419,8 +363,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
     meter = ActivationMeter(model)
     for block in model:
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
-    gc.disable()  # what is held must go with its last reference, not with the collector
-    try:
+    with garbage_collection_disabled():  # what is held must go with its last reference, not with the collector
         with meter:
             for _ in range(3):
                 model(torch.ones(BATCH, HIDDEN)).sum().backward()
@@ -430,8 +373,6 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
                 loss.backward()
         del losses, loss
         assert meter.saved_bytes == 0
-    finally:
-        gc.enable()
     assert one_by_one == (CHECKPOINTED if checkpointed else WHOLE)
     assert meter.peak_bytes == (CHECKPOINTED + LAYERS * INPUT_BYTES if checkpointed else 2 * WHOLE)
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from harness.config.command import read_run_config
-from harness.config.schema import RunConfig
 from harness.cost_model.memory import activation_bytes
 from harness.engines import torch as torch_engine
 from harness.launcher.forkserver import start_forkserver
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
@@ -90,18 +89,14 @@ def check(results: Path, record: Record, parts: bool = True) -> None:
     assert (row["status"], row["reason"]) == ("ok", "")
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     ranks = commands.run_folder(results, record).read_rank_reports(row["world_size"])
-    config, layout = config_of(record)
+    config = read_run_config(record.config)
+    layout = resolve_layout(config.strategy, row["world_size"])
     for rank in ranks:
         predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])
         assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), rank.rank
     if parts:
         row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
-
-
-def config_of(record: Record) -> tuple[RunConfig, Layout]:
-    config = read_run_config(record.config)
-    return config, resolve_layout(config.strategy, record.row["world_size"])
 
 
 REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
@@ -158,8 +153,7 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
 def test_a_fault_is_an_error(
     results: Path, world: int, overrides: str, fault: Callable[[str], None], problem: str
 ) -> None:
-    record = record_of(results, world, overrides, fault)
-    assert_not_proven(record, problem)
+    assert_not_proven(record_of(results, world, overrides, fault), problem)
 
 
 WRONG = (
@@ -185,23 +179,22 @@ def test_a_refused_pair_would_train_something_else(results: Path, monkeypatch: p
     assert_not_proven(record_of(results, 4, WRONG[0][0]), "gradient deviates")
 
 
-def test_default_degrees_of_named_strategies() -> None:
-    """The defaults are: tp, cp and pp_* fill the world; fsdp_tp has tp 2, tp_pp 2 x 2, and 3d tp 2 and pp 2.
+ONES = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}
 
-    Hybrid sharding shards inside a node.
-    """
 
-    def shape(strategy: str, world: int) -> dict[str, int]:
-        layout = resolve_layout(compose_config(f"strategy={strategy}").strategy, world)
-        return {axis: getattr(layout, axis) for axis in ("dp_replicate", "dp_shard", "tp", "cp", "pp")}
-
-    ones = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}
-    assert shape("cp", 8) == ones | {"cp": 8}
-    assert shape("fsdp_tp", 8) == ones | {"dp_shard": 4, "tp": 2}
-    assert shape("tp_pp", 4) == ones | {"tp": 2, "pp": 2}
-    assert shape("3d", 8) == ones | {"dp_replicate": 2, "tp": 2, "pp": 2}
-    assert shape("ddp_pp", 8) == ones | {"dp_replicate": 4, "pp": 2}
-    assert shape("fsdp_pp", 8) == ones | {"dp_shard": 4, "pp": 2}
-    assert shape("fsdp_hybrid_shard", 8) == ones | {"dp_replicate": 2, "dp_shard": 4}
-    four_nodes = compose_config("strategy=fsdp_hybrid_shard", "cluster.nodes=4").strategy
-    assert (four_nodes.dp_replicate, resolve_layout(four_nodes, 16).dp_shard) == (4, 4)
+@pytest.mark.parametrize(
+    ("overrides", "world", "degrees"),
+    [
+        ("cp", 8, {"cp": 8}),
+        ("fsdp_tp", 8, {"dp_shard": 4, "tp": 2}),
+        ("tp_pp", 4, {"tp": 2, "pp": 2}),
+        ("3d", 8, {"dp_replicate": 2, "tp": 2, "pp": 2}),
+        ("ddp_pp", 8, {"dp_replicate": 4, "pp": 2}),
+        ("fsdp_pp", 8, {"dp_shard": 4, "pp": 2}),
+        ("fsdp_hybrid_shard", 8, {"dp_replicate": 2, "dp_shard": 4}),
+        ("fsdp_hybrid_shard cluster.nodes=4", 16, {"dp_replicate": 4, "dp_shard": 4}),  # it shards inside a node
+    ],
+)
+def test_default_degrees_of_named_strategies(overrides: str, world: int, degrees: dict[str, int]) -> None:
+    layout = resolve_layout(compose_config(*f"strategy={overrides}".split()).strategy, world)
+    assert {axis: getattr(layout, axis) for axis in ONES} == ONES | degrees

@@ -81,6 +81,7 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.halved, "ddp", "layers.1.input_layernorm.weight"),
         (faults.never_broadcast, "zero1_torch", "the parameter of embed_tokens.weight is not the same on all ranks"),
         (faults.unsynchronized, "ddp", "sent 0 bytes a step along dp_replicate"),
+        (faults.unsynchronized, "ddp", "gradient deviates by"),  # each rank's copy: their average would be right
         (faults.rows_not_summed, f"tp {SMALL_TENSOR}", "0.50 x the"),
         (faults.vocabulary_shifted, f"tp {SMALL_TENSOR}", "loss deviates"),
         (faults.norms_not_summed, f"tp_sp {SMALL_TENSOR}", "layernorm.weight's "),
@@ -146,12 +147,6 @@ def test_a_fault_in_the_ranks_is_an_error(
     assert_not_proven(record, problem)
     row = record.row
     assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
-
-
-def test_missing_synchronization_shows_in_the_gradients(results: Path) -> None:
-    """Each rank's copy is compared separately, because their average would be right."""
-    record = run_with(results, faults.unsynchronized, "strategy=ddp")
-    assert record.row["grad_deviation"] > 0.1
 
 
 def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     assert "was in warm-up, step 1, in " in row["reason"] and row["duration_seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("waiting (endings.py:")
+    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("stuck_in_a_step (endings.py:")
     assert "harness/worker/train_loop.py" in RunFolder(folder).stacks(0).read_text()
 
 

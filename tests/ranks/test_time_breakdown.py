@@ -1,7 +1,8 @@
 """The division of a step's time, on hand-made traces of both kinds of device and with a rank that really waits."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from harness.measure.time_breakdown import (
     merged_intervals,
     total_seconds,
 )
+from harness.records.rank_report import RankReport, TimeBreakdown
 from harness.records.run_folder import RunFolder
 from tests.support import faults
 from tests.support.commands import compose, compose_config, execute_run
@@ -50,8 +52,29 @@ def cpu(name: str, begin: int, end: int, thread: int = 1) -> TraceEvent:
     return TraceEvent(name, begin * MS, end * MS, activity, thread)
 
 
-def test_operators_on_a_cpu_hide_collectives_in_flight() -> None:
-    breakdown = cpu_time_breakdown(
+def gpu(name: str, begin: int, end: int, launched_by: int, activity: str = "kernel") -> TraceEvent:
+    return TraceEvent(name, begin * MS, end * MS, activity, 0, launched_by)
+
+
+def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
+    return TraceEvent("cudaLaunchKernel", moment * MS, (moment + 1) * MS, "cuda_runtime", thread, number)
+
+
+REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
+
+
+class Division(NamedTuple):
+    """The times of a step in milliseconds, and of its phases: as a whole, exposed, idle and copying."""
+
+    whole: float
+    overlapped: float
+    phases: dict[str, tuple[float, float, float, float]]
+
+
+STEP_OF_TWO_PHASES = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
+
+ON_A_CPU = {
+    "operators hide collectives in flight": (
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 0, 30),
@@ -65,27 +88,99 @@ def test_operators_on_a_cpu_hide_collectives_in_flight() -> None:
             cpu("c10d::allreduce_", 50, 51),  # inside another, as a DTensor's
             cpu("gloo:all_reduce", 50, 80),
             cpu("aten::mm", 60, 75, thread=3),  # of another thread: hides nothing
-        ]
-    )
-    assert breakdown.seconds == pytest.approx(0.1)
-    assert breakdown.phases["forward"] == pytest.approx((0.030, 0.0, 0.0, 0.0))
-    assert breakdown.phases["backward"] == pytest.approx((0.060, 0.021, 0.0, 0.0))  # 50 to 51, and 60 to 80
-    assert breakdown.phases["rest"] == pytest.approx((0.010, 0.0, 0.0, 0.0))
-    assert breakdown.overlapped_seconds == pytest.approx(0.029)
-
-
-def test_waiting_for_messages_is_no_exposed_communication() -> None:
-    breakdown = cpu_time_breakdown(
+        ],
+        # Exposed from 50 to 51, and from 60 to 80.
+        Division(100, 29, {"forward": (30, 0, 0, 0), "backward": (60, 21, 0, 0), "rest": (10, 0, 0, 0)}),
+    ),
+    "waiting for messages is no exposed communication": (
         [
             cpu("harness.step", 0, 100),
             cpu("harness.forward", 40, 60),
             cpu("aten::mm", 40, 60),
             cpu("gloo:recv", 0, 40, thread=2),
             cpu("gloo:send", 60, 90, thread=2),
-        ]
-    )
-    assert breakdown.phases["rest"] == pytest.approx((0.080, 0.0, 0.070, 0.0))
-    assert breakdown.overlapped_seconds == 0 and breakdown.phases["forward"].exposed_seconds == 0
+        ],
+        Division(100, 0, {"forward": (20, 0, 0, 0), "rest": (80, 0, 70, 0)}),
+    ),
+}
+
+ON_A_GPU = {
+    # Backward runs in another thread; annotations around kernels are neither kernels nor phases.
+    "kernels count for the phase that launched them": (
+        [
+            cpu("harness.step", 0, 20),
+            cpu("harness.forward", 0, 4),
+            cpu("harness.backward", 5, 14),
+            launch(1, 1),
+            launch(2, 6, thread=9),
+            launch(3, 7, thread=9),
+            launch(4, 15),
+            gpu("sgemm", 20, 40, launched_by=1),
+            gpu("harness.backward", 90, 91, launched_by=3, activity="gpu_user_annotation"),
+            gpu("FSDP::all_gather", 50, 110, launched_by=2, activity="gpu_user_annotation"),
+            gpu("sgemm", 50, 60, launched_by=2),
+            gpu(REDUCE, 55, 80, launched_by=2),
+            gpu("sgemm", 90, 100, launched_by=3),
+            gpu(MESSAGE, 100, 110, launched_by=3),
+            gpu("adam", 110, 120, launched_by=4),
+        ],
+        # In backward exposed to 80 and idle to 90; in the rest idle before backward and in the message, then adam.
+        Division(100, 5, {"forward": (20, 0, 0, 0), "backward": (50, 20, 10, 0), "rest": (30, 0, 20, 0)}),
+    ),
+    # Offload's copies run beside kernels of NCCL, which nothing hides then; alone they are neither work nor idle.
+    "copies hide no communication": (
+        [
+            cpu("harness.step", 0, 9),
+            cpu("harness.backward", 0, 9),
+            *(launch(number, number) for number in range(1, 5)),
+            gpu("sgemm", 10, 20, launched_by=1),
+            gpu(REDUCE, 15, 40, launched_by=2),
+            gpu("Memcpy DtoH (Device -> Pinned)", 18, 60, launched_by=3, activity="gpu_memcpy"),
+            gpu("sgemm", 70, 80, launched_by=4),
+        ],
+        Division(70, 5, {"backward": (70, 20, 10, 20)}),
+    ),
+    # The kernel of the first step's backward would belong to the second step by the operator's moment.
+    "an operator with the number of a launch moves no kernel": (
+        [
+            *(cpu("harness.step", 0, 10), cpu("harness.step", 10, 20)),
+            *(launch(7, 5), launch(8, 17)),
+            *(gpu("sgemm", 20, 30, launched_by=7), gpu("sgemm", 60, 70, launched_by=8)),
+            TraceEvent("aten::mm", 15 * MS, 16 * MS, "cpu_op", 1, 7),
+        ],
+        Division(20, 0, {}),
+    ),
+    # Streams overlap, but the parts of a step must not.
+    "a phase ends where the next begins": (
+        [
+            *STEP_OF_TWO_PHASES,
+            *(launch(1, 1), launch(2, 5), gpu("copy", 10, 40, launched_by=1), gpu("mm", 30, 50, launched_by=2)),
+        ],
+        Division(40, 0, {"forward": (20, 0, 0, 0), "backward": (20, 0, 0, 0), "rest": (0, 0, 0, 0)}),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("divide", "events", "expected"),
+    [
+        pytest.param(divide, *case, id=name)
+        for divide, cases in ((cpu_time_breakdown, ON_A_CPU), (gpu_time_breakdown, ON_A_GPU))
+        for name, case in cases.items()
+    ],
+)
+def test_a_step_is_divided(
+    divide: Callable[[list[TraceEvent]], TimeBreakdown], events: list[TraceEvent], expected: Division
+) -> None:
+    breakdown = divide(events)
+    assert 1000 * breakdown.seconds == pytest.approx(expected.whole)
+    assert 1000 * breakdown.overlapped_seconds == pytest.approx(expected.overlapped)
+    for name, parts in expected.phases.items():
+        assert [1000 * seconds for seconds in breakdown.phases[name]] == pytest.approx(parts), name
+
+
+def test_a_trace_without_kernels_has_no_breakdown() -> None:
+    assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
 
 
 def test_a_matrix_product_hides_a_collective() -> None:
@@ -155,116 +250,34 @@ def test_the_operator_log_lists_what_torchs_profiler_lists(operator_log: Operato
     assert {event.name for event in log.tracer.events()} == {"aten::ones", "aten::add"}
 
 
-def gpu(name: str, begin: int, end: int, launched_by: int, activity: str = "kernel") -> TraceEvent:
-    return TraceEvent(name, begin * MS, end * MS, activity, 0, launched_by)
-
-
-def launch(number: int, moment: int, thread: int = 1) -> TraceEvent:
-    return TraceEvent("cudaLaunchKernel", moment * MS, (moment + 1) * MS, "cuda_runtime", thread, number)
-
-
-REDUCE, MESSAGE = "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevComm*)", "ncclDevKernel_SendRecv(ncclDevComm*)"
-
-
-def test_gpu_kernels_count_for_the_phase_that_launched_them() -> None:
-    """Backward runs in another thread; annotations around kernels are neither kernels nor phases."""
-    breakdown = gpu_time_breakdown(
-        [
-            cpu("harness.step", 0, 20),
-            cpu("harness.forward", 0, 4),
-            cpu("harness.backward", 5, 14),
-            launch(1, 1),
-            launch(2, 6, thread=9),
-            launch(3, 7, thread=9),
-            launch(4, 15),
-            gpu("sgemm", 20, 40, launched_by=1),
-            gpu("harness.backward", 90, 91, launched_by=3, activity="gpu_user_annotation"),
-            gpu("FSDP::all_gather", 50, 110, launched_by=2, activity="gpu_user_annotation"),
-            gpu("sgemm", 50, 60, launched_by=2),
-            gpu(REDUCE, 55, 80, launched_by=2),
-            gpu("sgemm", 90, 100, launched_by=3),
-            gpu(MESSAGE, 100, 110, launched_by=3),
-            gpu("adam", 110, 120, launched_by=4),
-        ]
-    )
-    assert breakdown is not None and breakdown.seconds == pytest.approx(0.1)
-    assert breakdown.phases["forward"] == pytest.approx((0.020, 0.0, 0.0, 0.0))
-    assert breakdown.phases["backward"] == pytest.approx((0.050, 0.020, 0.010, 0.0))  # to 80 exposed, to 90 idle
-    assert breakdown.phases["rest"] == pytest.approx((0.030, 0.0, 0.020, 0.0))  # before backward, message, adam
-    assert breakdown.overlapped_seconds == pytest.approx(0.005)
-
-
-def test_copies_hide_no_communication() -> None:
-    """Offload's copies run beside kernels of NCCL, which nothing hides then; alone they are neither work nor idle."""
-    breakdown = gpu_time_breakdown(
-        [
-            cpu("harness.step", 0, 9),
-            cpu("harness.backward", 0, 9),
-            *(launch(number, number) for number in range(1, 5)),
-            gpu("sgemm", 10, 20, launched_by=1),
-            gpu(REDUCE, 15, 40, launched_by=2),
-            gpu("Memcpy DtoH (Device -> Pinned)", 18, 60, launched_by=3, activity="gpu_memcpy"),
-            gpu("sgemm", 70, 80, launched_by=4),
-        ]
-    )
-    assert breakdown is not None and breakdown.overlapped_seconds == pytest.approx(0.005)
-    assert breakdown.phases["backward"] == pytest.approx((0.070, 0.020, 0.010, 0.020))
-
-
-def test_an_operator_with_the_number_of_a_launch_moves_no_kernel() -> None:
-    """The kernel of the first step's backward would belong to the second step by the operator's moment."""
-    marks = [cpu("harness.step", 0, 10), cpu("harness.step", 10, 20)]
-    same_number = TraceEvent("aten::mm", 15 * MS, 16 * MS, "cpu_op", 1, 7)
-    kernels = [launch(7, 5), launch(8, 17), gpu("sgemm", 20, 30, launched_by=7), gpu("sgemm", 60, 70, launched_by=8)]
-    breakdown = gpu_time_breakdown([*marks, *kernels, same_number])
-    assert breakdown is not None and breakdown.seconds == pytest.approx(0.020)
-
-
-def test_a_phase_ends_where_the_next_begins() -> None:
-    """Streams overlap, but the parts of a step must not."""
-    listed = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
-    listed += [launch(1, 1), launch(2, 5), gpu("copy", 10, 40, launched_by=1), gpu("mm", 30, 50, launched_by=2)]
-    breakdown = gpu_time_breakdown(listed)
-    assert breakdown is not None and breakdown.seconds == pytest.approx(0.04)
-    assert [breakdown.phases[name].seconds for name in ("forward", "backward", "rest")] == pytest.approx(
-        [0.02, 0.02, 0]
-    )
-
-
-def test_a_trace_without_kernels_has_no_breakdown() -> None:
-    assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
+def reports_with(
+    fault: Callable[[str], None], results: Path, strategy: str, world_size: int, global_batch: int
+) -> list[RankReport]:
+    """Return the reports of the ranks of a very small run."""
+    sizes = (f"train.global_batch={global_batch}", "train.micro_batch=1", "train.seq_len=16", "train.steps=1")
+    to = (f"results_dir={results}", "proof.reference=false", f"world_size={world_size}", "train.warmup_steps=1")
+    config, command = compose(*to, f"strategy={strategy}", *sizes)
+    record = execute_run(config, command, fault)
+    assert record.row["status"] == "ok", record.row["reason"]
+    return RunFolder(results / command.name / record.row["run_id"]).read_rank_reports(world_size)
 
 
 def test_no_garbage_is_collected_in_timed_steps(tmp_path: Path) -> None:
-    small = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=2", "train.warmup_steps=1")
-    config, command = compose(f"results_dir={tmp_path}", "proof.reference=false", "strategy=single", *small)
-    record = execute_run(config, command, faults.much_garbage)
-    assert record.row["status"] == "ok", record.row["reason"]
-    assert not (tmp_path / command.name / record.row["run_id"] / "collections").exists()
+    reports_with(faults.much_garbage, tmp_path, "single", world_size=1, global_batch=2)
 
 
 def test_a_tracer_that_starts_late_is_no_communication(tmp_path: Path) -> None:
     """Torch's profiler takes longer to attach itself on some ranks, for which the others would wait in a collective."""
-    small = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
-    to = (f"results_dir={tmp_path}", "proof.reference=false")
-    config, command = compose(*to, "strategy=ddp", "world_size=2", *small)
-    record = execute_run(config, command, faults.slow_to_trace)
-    assert record.row["status"] == "ok", record.row["reason"]
-    ranks = RunFolder(tmp_path / command.name / record.row["run_id"]).read_rank_reports(2)
+    ranks = reports_with(faults.slow_to_trace, tmp_path, "ddp", world_size=2, global_batch=2)
     exposed = [sum(p.exposed_seconds for p in rank.time_breakdown.phases.values()) for rank in ranks]
     assert max(exposed) < 0.5 * faults.SLOW_TRACER_SECONDS
 
 
 def test_waiting_for_a_slow_rank_is_exposed_communication(tmp_path: Path) -> None:
     """Rank 1 sleeps in its forwards, and rank 0 waits for it in the synchronization at the end of backward."""
-    small = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
-    to = (f"results_dir={tmp_path}", "proof.reference=false")
-    config, command = compose(*to, "strategy=ddp", "world_size=2", *small)
-    record = execute_run(config, command, faults.slow_rank)
-    assert record.row["status"] == "ok", record.row["reason"]
-    folder = tmp_path / command.name / record.row["run_id"]
     slept = 2 * 2 * faults.SLOW_RANK_SECONDS  # two traced steps of two micro-batches
-    waiting, sleeping = (rank.time_breakdown.phases for rank in RunFolder(folder).read_rank_reports(2))
+    ranks = reports_with(faults.slow_rank, tmp_path, "ddp", world_size=2, global_batch=4)
+    waiting, sleeping = (rank.time_breakdown.phases for rank in ranks)
     assert waiting["backward"].exposed_seconds > 0.5 * slept > 2 * sleeping["backward"].exposed_seconds
     assert sleeping["forward"].seconds > slept > 2 * waiting["forward"].seconds
     assert sleeping["forward"].exposed_seconds < 0.05 * slept  # the end of the norm's all-reduce may reach into it

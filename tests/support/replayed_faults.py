@@ -47,16 +47,19 @@ def problems_of(results: Path, combination: Combination, fault: Fault) -> list[s
     return problems
 
 
-def profiled(ranks: Sequence[RankReport], **values: Any) -> Reports:
+def profiled(ranks: Reports, **values: Any) -> Reports:
     """Return the reports with these values in their profiled step."""
     return [Change(rank, profiled=Change(rank.profiled, **values)) for rank in ranks]
 
 
-def traffic(ranks: Sequence[RankReport], change: Callable[[Traffic], Traffic | None]) -> Reports:
-    """Return the reports with every entry of traffic changed, or left out where the change returns None."""
-    changed = [[change(entry) for entry in rank.profiled.communication] for rank in ranks]
-    entries = [[entry for entry in of_rank if entry is not None] for of_rank in changed]
-    return [Change(r, profiled=Change(r.profiled, communication=e)) for r, e in zip(ranks, entries, strict=True)]
+def traffic(ranks: Reports, change: Callable[[Traffic], Traffic]) -> Reports:
+    """Return the reports with every entry of traffic changed."""
+    return [profiled([rank], communication=[*map(change, rank.profiled.communication)])[0] for rank in ranks]
+
+
+def each(ranks: Reports, change: Callable[[Any], Any], *fields: str) -> Reports:
+    """Return the reports with every tensor in these fields changed."""
+    return [Change(rank, **{field: [*map(change, getattr(rank, field))] for field in fields}) for rank in ranks]
 
 
 def scaled(entry: Traffic, factor: float) -> Traffic:
@@ -74,7 +77,7 @@ def whole(shard: Any) -> Any:
 
 def uncounted(ranks: Reports) -> Reports:
     """Leave out one kind of operation."""
-    return traffic(ranks, lambda entry: None if entry.operation == "reduce_scatter" else entry)
+    return traffic(ranks, lambda entry: scaled(entry, 0) if entry.operation == "reduce_scatter" else entry)
 
 
 def lower_stage(ranks: Reports) -> Reports:
@@ -125,7 +128,7 @@ def smallest_call_counted(ranks: Reports, operations: Sequence[str], times: int)
 
 def layer_twice(ranks: Reports) -> Reports:
     """Run every layer a second time in forward."""
-    return [Change(rank, profiled=Change(rank.profiled, flops=rank.profiled.flops * 4 // 3)) for rank in ranks]
+    return [profiled([rank], flops=rank.profiled.flops * 4 // 3)[0] for rank in ranks]
 
 
 def never_recomputed(ranks: Reports) -> Reports:
@@ -158,26 +161,22 @@ def summed_in_16_bit(ranks: Reports) -> Reports:
 
 def tensor_parallel_dropped(ranks: Reports) -> Reports:
     """Hold every parameter whole on every rank."""
-    return [Change(rank, parameter_shards=[whole(shard) for shard in rank.parameter_shards]) for rank in ranks]
+    return each(ranks, whole, "parameter_shards")
 
 
 def whole_gradient(ranks: Reports) -> Reports:
     """Hold the embedding's gradient whole on every rank."""
-
-    def change(gradient: TensorFingerprint) -> Any:
-        return whole(gradient) if gradient.name == "embed_tokens.weight" else gradient
-
-    return [Change(rank, first_gradients=[change(gradient) for gradient in rank.first_gradients]) for rank in ranks]
+    name = "embed_tokens.weight"
+    return each(ranks, lambda gradient: whole(gradient) if gradient.name == name else gradient, "first_gradients")
 
 
 def other_layers(ranks: Reports) -> Reports:
     """Hold the first stage's layers on both stages."""
 
     def change(shard: StateShard) -> StateShard:
-        name = shard.name.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1.")
-        return shard._replace(name=name)
+        return shard._replace(name=shard.name.replace("layers.2.", "layers.0.").replace("layers.3.", "layers.1."))
 
-    return [Change(rank, parameter_shards=[change(shard) for shard in rank.parameter_shards]) for rank in ranks]
+    return each(ranks, change, "parameter_shards")
 
 
 def whole_model_built(ranks: Reports) -> Reports:
@@ -203,8 +202,7 @@ def halved(ranks: Reports) -> Reports:
         assert gradient.square is not None and gradient.projection is not None
         return gradient._replace(square=gradient.square / 4, projection=gradient.projection / 2)
 
-    moments = ("first_gradients", "last_gradients")
-    return [Change(rank, **{moment: [*map(change, getattr(rank, moment))] for moment in moments}) for rank in ranks]
+    return each(ranks, change, "first_gradients", "last_gradients")
 
 
 def not_finite(ranks: Reports) -> Reports:
@@ -223,7 +221,7 @@ def norms_drift(ranks: Reports) -> Reports:
     def change(master: TensorFingerprint) -> TensorFingerprint:
         return master._replace(square=float(master.shape[0])) if "norm" in master.name else master
 
-    return [ranks[0], Change(ranks[1], last_masters=[change(master) for master in ranks[1].last_masters])]
+    return [ranks[0], *each(ranks[1:], change, "last_masters")]
 
 
 def heads_drop_alike(ranks: Reports) -> Reports:

@@ -23,11 +23,6 @@ from tests.support.faults.delays import (
     slow_steps,
     slow_to_trace,
 )
-from tests.support.faults.dropout import (
-    heads_drop_alike,
-    masks_alike,
-    masks_of_their_own,
-)
 from tests.support.faults.endings import (
     collective_mismatched,
     each_its_own,
@@ -35,6 +30,7 @@ from tests.support.faults.endings import (
     exhausted_in_a_stage,
     greedy,
     killed,
+    nan_later,
     stuck,
     stuck_everywhere,
     stuck_in_a_step,
@@ -85,9 +81,11 @@ from tests.support.faults.step import (
 )
 from tests.support.faults.training import (
     bias_summed_twice,
+    heads_drop_alike,
     keys_in_other_order,
     loss_of_its_own,
-    nan_later,
+    masks_alike,
+    masks_of_their_own,
     never_broadcast,
     norms_drift,
     not_finite,

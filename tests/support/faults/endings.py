@@ -10,122 +10,81 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import harness.models.activation_checkpoint
-import harness.models.build
-import harness.models.decoder
-import harness.models.init_weights
-from harness.engines.torch import (
-    engine,
-)
 from harness.records.run_folder import read_run_spec
-from harness.worker import batches as rank_batches
 from harness.worker import main as worker_main
-from tests.support.faults.rank import rank
-from tests.support.faults.training import nan_later
+from tests.support.faults.plant import rank, replaces
+
+BATCHES = "harness.worker.batches.Batches.__call__"  # called at the start of every step, with the step's number
 
 
-def exhausted(run_dir: str) -> None:
+@replaces(BATCHES, of_rank=1)
+def exhausted(ordinary: Any, self: Any, step: int) -> Any:
     """Ask for more memory than there is on rank 1, in its second step."""
-
-    def spoiled(self: Any, step: int) -> Any:
-        if rank() == 1 and step == 1:
-            torch.empty(1 << 50, dtype=torch.uint8)
-        return batches(self, step)
-
-    batches = rank_batches.Batches.__call__
-    rank_batches.Batches.__call__ = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    if step == 1:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    return ordinary(self, step)
 
 
-def exhausted_in_a_stage(run_dir: str) -> None:
+@replaces("harness.models.decoder.Decoder.forward", of_rank=1)
+def exhausted_in_a_stage(*_: Any, **__: Any) -> None:
     """Ask for more memory than there is on rank 1, inside the model's forward."""
-    forward = harness.models.decoder.Decoder.forward
-
-    def spoiled(self: Any, hidden: Any, targets: Any = None) -> Any:
-        if rank() == 1:
-            torch.empty(1 << 50, dtype=torch.uint8)
-        return forward(self, hidden, targets)
-
-    harness.models.decoder.Decoder.forward = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    torch.empty(1 << 50, dtype=torch.uint8)
 
 
-def killed(run_dir: str) -> None:
+@replaces(BATCHES, of_rank=1)
+def killed(ordinary: Any, self: Any, step: int) -> Any:
     """Kill rank 1 while it trains, as if from outside."""
-
-    def spoiled(self: Any, step: int) -> Any:
-        if rank() == 1 and step == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return batches(self, step)
-
-    batches = rank_batches.Batches.__call__
-    rank_batches.Batches.__call__ = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return ordinary(self, step)
 
 
 def stuck(run_dir: str) -> None:
     """Keep rank 1 from ever taking part."""
     if rank() == 1:
-        Path(run_dir, "stuck").touch()
         time.sleep(3600)
     worker_main.main(run_dir)
 
 
-def stuck_in_a_step(run_dir: str) -> None:
+@replaces(BATCHES, of_rank=1)
+def stuck_in_a_step(ordinary: Any, self: Any, step: int) -> Any:
     """Stop rank 1 in its second step."""
-    step = engine.TorchEngine.step
-    step_numbers = itertools.count()
-
-    def waiting(self: Any, micro_batches: Any) -> Any:
-        if rank() == 1 and next(step_numbers) == 1:
-            time.sleep(3600)
-        return step(self, micro_batches)
-
-    engine.TorchEngine.step = waiting  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    time.sleep(3600 if step == 1 else 0)
+    return ordinary(self, step)
 
 
-def stuck_everywhere(run_dir: str) -> None:
+@replaces(BATCHES)
+def stuck_everywhere(ordinary: Any, self: Any, step: int) -> Any:
     """Stop every rank in its second step."""
-    step = engine.TorchEngine.step
-    step_numbers = itertools.count()
-
-    def waiting(self: Any, micro_batches: Any) -> Any:
-        if next(step_numbers) == 1:
-            time.sleep(3600)
-        return step(self, micro_batches)
-
-    engine.TorchEngine.step = waiting  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    time.sleep(3600 if step == 1 else 0)
+    return ordinary(self, step)
 
 
-def greedy(run_dir: str) -> None:
+@replaces(BATCHES, of_rank=1)
+def greedy(ordinary: Any, self: Any, step: int) -> Any:
     """Touch more and more host memory in rank 1's second step, until the process is stopped."""
-    step = engine.TorchEngine.step
-    step_numbers, blocks = itertools.count(), []
-
-    def hungry(self: Any, micro_batches: Any) -> Any:
-        if rank() == 1 and next(step_numbers) == 1:
-            while True:
-                blocks.append(b"1" * 2**24)
-        return step(self, micro_batches)
-
-    engine.TorchEngine.step = hungry  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    blocks = []
+    while step == 1:
+        blocks.append(b"1" * 2**24)
+    return ordinary(self, step)
 
 
-def collective_mismatched(run_dir: str) -> None:
+@replaces(BATCHES)
+def collective_mismatched(ordinary: Any, self: Any, step: int) -> Any:
     """Call another collective on rank 1 than on the other ranks, in the second step."""
-    step = engine.TorchEngine.step
-    step_numbers = itertools.count()
+    if step == 1:
+        dist.all_reduce(torch.zeros(8 if rank() == 1 else 2))
+    return ordinary(self, step)
 
-    def spoiled(self: Any, micro_batches: Any) -> Any:
-        if next(step_numbers) == 1:
-            dist.all_reduce(torch.zeros(8 if rank() == 1 else 2))
-        return step(self, micro_batches)
 
-    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+step_numbers = itertools.count()
+
+
+@replaces("harness.engines.torch.engine.TorchEngine.step")
+def nan_later(ordinary: Any, *arguments: Any) -> Any:
+    """Make the loss NaN from the third step on."""
+    result = ordinary(*arguments)
+    return result._replace(loss=result.loss * float("nan")) if next(step_numbers) >= 2 else result
 
 
 def each_its_own(run_dir: str) -> None:

@@ -1,57 +1,51 @@
 """Gradients that are summed, averaged, scaled or clipped otherwise than they must be."""
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.engines.deepspeed import initialize as deepspeed_initialize
-from harness.engines.deepspeed.engine import DeepSpeedTrainEngine
-from harness.engines.torch import (
-    ddp,
-    engine,
-    grad_norm,
-    loss_scaler,
-)
-from harness.probe import Probe
+from harness.engines.torch import grad_norm
 from harness.records.run_folder import read_run_spec
 from harness.worker import main as worker_main
-from tests.support.faults.rank import rank
+from tests.support.faults.plant import plant, replaces
+
+ENGINE = "harness.engines.torch.engine"
 
 
-def summed(run_dir: str) -> None:
+@replaces("harness.engines.torch.ddp.distributed_data_parallel")
+def summed(ordinary: Any, *arguments: Any) -> Callable[[Any], Any]:
     """Sum gradients over ranks instead of averaging them."""
-    wrap = ddp.distributed_data_parallel
 
     def all_reduce_sum(state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses other annotations than its own
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
-    def spoiled(*arguments: Any) -> Any:
-        def wrapped(model: Any) -> Any:
-            module = wrap(*arguments)(model)
-            module.register_comm_hook(None, all_reduce_sum)
-            return module
+    def wrapped(model: Any) -> Any:
+        module = ordinary(*arguments)(model)
+        module.register_comm_hook(None, all_reduce_sum)
+        return module
 
-        return wrapped
-
-    ddp.distributed_data_parallel = spoiled
-    worker_main.main(run_dir)
+    return wrapped
 
 
-def halved(run_dir: str) -> None:
+GRADIENTS_READY = "harness.probe.Probe.gradients_ready"
+
+
+def scale_gradient(name: str, scale: float, ordinary: Any, probe: Any, engine: Any) -> None:
+    for piece in engine.local_shards("gradients"):
+        if piece.name == name:
+            piece.local.mul_(scale)
+    ordinary(probe, engine)
+
+
+@replaces(GRADIENTS_READY)
+def halved(*arguments: Any) -> None:
     """Halve the gradient of one small parameter."""
-    ready = Probe.gradients_ready
-
-    def spoiled(self: Probe, engine: Any) -> None:
-        for piece in engine.local_shards("gradients"):
-            if piece.name == "layers.1.input_layernorm.weight":
-                piece.local.mul_(0.5)
-        ready(self, engine)
-
-    Probe.gradients_ready = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    scale_gradient("layers.1.input_layernorm.weight", 0.5, *arguments)
 
 
 SCALED_MATRIX = "layers.1.mlp.up_proj.weight"
@@ -64,15 +58,7 @@ def scale_by_precision(run_dir: str) -> float:
 
 def gradient_scaled(run_dir: str, matrix: str = SCALED_MATRIX) -> None:
     """Scale the gradient of one matrix a little."""
-    ready, scale = Probe.gradients_ready, scale_by_precision(run_dir)
-
-    def spoiled(self: Probe, engine: Any) -> None:
-        for piece in engine.local_shards("gradients"):
-            if piece.name == matrix:
-                piece.local.mul_(scale)
-        ready(self, engine)
-
-    Probe.gradients_ready = spoiled  # type: ignore[method-assign]
+    plant(functools.partial(scale_gradient, matrix, scale_by_precision(run_dir)), GRADIENTS_READY)
     worker_main.main(run_dir)
 
 
@@ -90,25 +76,27 @@ def update_scaled(run_dir: str) -> None:
         pieces = pieces or list(engine.local_shards("parameters"))
         return [piece.local.detach() for piece in pieces if piece.name == SCALED_MATRIX]
 
-    def spoil(step: Any) -> Any:
-        def spoiled(self: Any, micro_batches: Any) -> Any:
-            before = [piece.clone() for piece in updated_shards(self)]
-            result = step(self, micro_batches)
-            for piece, old in zip(updated_shards(self), before, strict=True):
-                piece.copy_(old + scale * (piece - old))
-            return result
+    def spoiled(ordinary: Any, engine: Any, micro_batches: Any) -> Any:
+        before = [piece.clone() for piece in updated_shards(engine)]
+        result = ordinary(engine, micro_batches)
+        for piece, old in zip(updated_shards(engine), before, strict=True):
+            piece.copy_(old + scale * (piece - old))
+        return result
 
-        return spoiled
-
-    engine.TorchEngine.step = spoil(engine.TorchEngine.step)  # type: ignore[method-assign]
-    DeepSpeedTrainEngine.step = spoil(DeepSpeedTrainEngine.step)  # type: ignore[method-assign]
+    plant(spoiled, f"{ENGINE}.TorchEngine.step", "harness.engines.deepspeed.engine.DeepSpeedTrainEngine.step")
     worker_main.main(run_dir)
 
 
-def norms_not_summed(run_dir: str) -> None:
+@replaces(f"{ENGINE}.reduce_partial_grad")
+def norms_not_summed(_: Any, gradient: Any) -> Any:
     """Leave the gradients of norms as those of this rank's part of the sequence."""
-    engine.reduce_partial_grad = unsummed
-    worker_main.main(run_dir)
+    return unsummed(gradient)
+
+
+@replaces(f"{ENGINE}.reduce_partial_grad")
+def positions_not_summed(ordinary: Any, gradient: Any) -> Any:
+    """Leave the gradients of learned positions as those of this rank's part of the sequence."""
+    return unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
 
 
 def unsummed(gradient: Any) -> Any:
@@ -117,47 +105,27 @@ def unsummed(gradient: Any) -> Any:
     return gradient
 
 
-def positions_not_summed(run_dir: str) -> None:
-    """Leave the gradients of learned positions as those of this rank's part of the sequence."""
-    ordinary = grad_norm.reduce_partial_grad
-    engine.reduce_partial_grad = lambda gradient: unsummed(gradient) if gradient.dim() == 2 else ordinary(gradient)
-    worker_main.main(run_dir)
-
-
-def norm_of_one_stage(run_dir: str) -> None:
+@replaces(f"{ENGINE}.TorchEngine.reduce_loss_and_norm")
+def norm_of_one_stage(ordinary: Any, self: Any, loss: Any, gradients: Any) -> Any:
     """Clip each stage by the norm of its own gradients."""
-    totals = engine.TorchEngine.reduce_loss_and_norm
-
-    def spoiled(self: Any, loss: Any, gradients: Any) -> Any:
-        known, _ = totals(self, loss, gradients)
-        return known, grad_norm.squared_grad_norm(gradients, gradients[0].device).sqrt()
-
-    engine.TorchEngine.reduce_loss_and_norm = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    known, _ = ordinary(self, loss, gradients)
+    return known, grad_norm.squared_grad_norm(gradients, gradients[0].device).sqrt()
 
 
-def clipped_elsewhere(run_dir: str) -> None:
+@replaces(f"{ENGINE}.clip_gradients", of_rank=1)
+def clipped_elsewhere(*_: Any) -> None:
     """Leave out the clipping on rank 1."""
-    if rank() == 1:
-        engine.clip_gradients = lambda gradients, total, most: None
-    worker_main.main(run_dir)
 
 
-def scale_never_taken_out(run_dir: str) -> None:
+@replaces("harness.engines.torch.loss_scaler.LossScaler.unscale")
+def scale_never_taken_out(*_: Any) -> None:
     """Leave gradients in fp16 multiplied by the loss scale."""
-    loss_scaler.LossScaler.unscale = lambda self, gradients: None  # type: ignore[method-assign]
-    worker_main.main(run_dir)
 
 
-def autotp_not_marked(run_dir: str) -> None:
+@replaces("harness.engines.deepspeed.initialize.apply_tensor_parallel")
+def autotp_not_marked(ordinary: Any, model: Any, *arguments: Any) -> Any:
     """Make DeepSpeed take sharded weights for copies, so that the global norm has those of one rank alone."""
-    apply = deepspeed_initialize.apply_tensor_parallel
-
-    def spoiled(model: Any, *arguments: Any) -> Any:
-        names = apply(model, *arguments)
-        for parameter in model.parameters():
-            parameter.tensor_model_parallel = False
-        return names
-
-    deepspeed_initialize.apply_tensor_parallel = spoiled
-    worker_main.main(run_dir)
+    names = ordinary(model, *arguments)
+    for parameter in model.parameters():
+        parameter.tensor_model_parallel = False
+    return names

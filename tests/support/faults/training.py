@@ -1,176 +1,123 @@
-"""Another training than the reference's: other data, losses, weights or updates."""
+"""Another training than the reference's: other data, losses, weights, updates or dropout masks."""
 
-import itertools
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor.parallel import loss
 
-import harness.models.activation_checkpoint
-import harness.models.build
-import harness.models.decoder
-import harness.models.init_weights
-from harness.engines.torch import (
-    context_parallel,
-    ddp,
-    engine,
-    tensor_parallel,
-)
-from harness.models import activation_offload
-from harness.worker import batches as rank_batches
-from harness.worker import main as worker_main
-from tests.support.faults.rank import rank
+from harness.models.activation_offload import HostCopy
+from tests.support.faults.plant import rank, replaces
+
+TORCH, DECODER = "harness.engines.torch", "harness.models.decoder"
 
 
-def other_data(run_dir: str) -> None:
+@replaces("harness.worker.batches.Batches.__init__")
+def other_data(ordinary: Any, self: Any, corpus: Any, config: Any, layout: Any, data_rank: int, device: Any) -> None:
     """Train rank 1 on rank 0's sequences."""
-    init = rank_batches.Batches.__init__
-
-    def spoiled(self: Any, corpus: Any, config: Any, layout: Any, data_rank: int, device: Any) -> None:
-        init(self, corpus, config, layout, 0, device)
-
-    rank_batches.Batches.__init__ = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    ordinary(self, corpus, config, layout, 0, device)
 
 
-def other_optimizer(run_dir: str) -> None:
+@replaces("torch.optim.AdamW")
+def other_optimizer(_: Any, parameters: Any, lr: float, **__: Any) -> Any:
     """Use plain SGD in place of AdamW."""
-    torch.optim.AdamW = lambda parameters, lr, **_: torch.optim.SGD(parameters, lr=lr)  # type: ignore[assignment,misc]
-    worker_main.main(run_dir)
+    return torch.optim.SGD(parameters, lr=lr)
 
 
-def not_finite(run_dir: str) -> None:
+@replaces(f"{DECODER}.loss_function")
+def not_finite(ordinary: Any, *arguments: Any) -> Any:
     """Make the loss NaN from the start."""
-    loss_function = harness.models.decoder.loss_function
-    harness.models.decoder.loss_function = lambda logits, targets: loss_function(logits, targets) * float("nan")
-    worker_main.main(run_dir)
+    return ordinary(*arguments) * float("nan")
 
 
-def nan_later(run_dir: str) -> None:
-    """Make the loss NaN from the third step on."""
-    step = engine.TorchEngine.step
-    step_numbers = itertools.count()
-
-    def spoiled(self: Any, micro_batches: Any) -> Any:
-        result = step(self, micro_batches)
-        return result._replace(loss=result.loss * float("nan")) if next(step_numbers) >= 2 else result
-
-    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
-
-
-def parts_of_the_loss_mixed(run_dir: str) -> None:
+@replaces(f"{DECODER}.Head.forward")
+def parts_of_the_loss_mixed(ordinary: Any, self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
     """Match each chunk of the hidden states with the targets of another chunk.
 
     This is what happens if a rank's part of a sequence is taken for a whole sequence.
     """
-    forward = harness.models.decoder.Head.forward
-
-    def spoiled(self: Any, hidden: Any, targets: Any = None, chunks: int = 1) -> Any:
-        mixed = None if targets is None else targets.flatten().roll(targets.numel() // chunks)
-        return forward(self, hidden, mixed, chunks)
-
-    harness.models.decoder.Head.forward = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    mixed = None if targets is None else targets.flatten().roll(targets.numel() // chunks)
+    return ordinary(self, hidden, mixed, chunks)
 
 
-def keys_in_other_order(run_dir: str) -> None:
+@replaces(f"{TORCH}.context_parallel.unshuffle_chunks")
+def keys_in_other_order(_: Any, gathered: Any) -> Any:
     """Leave keys and values in the order of ranks instead of that of the sequence."""
-    context_parallel.unshuffle_chunks = iter
-    worker_main.main(run_dir)
+    return iter(gathered)
 
 
-def positions_from_the_start(run_dir: str) -> None:
+@replaces(f"{DECODER}.rotary_tables")
+def positions_from_the_start(ordinary: Any, spans: Any, *arguments: Any) -> Any:
     """Give every rank's part of a sequence the positions of the first part."""
-    tables = harness.models.decoder.rotary_tables
-
-    def spoiled(spans: Any, *arguments: Any) -> Any:
-        return tables(((0, sum(stop - start for start, stop in spans)),), *arguments)
-
-    harness.models.decoder.rotary_tables = spoiled
-    worker_main.main(run_dir)
+    return ordinary(((0, sum(stop - start for start, stop in spans)),), *arguments)
 
 
-def vocabulary_shifted(run_dir: str) -> None:
+@replaces("torch.distributed.tensor.parallel.loss._nll_loss_forward")
+def vocabulary_shifted(ordinary: Any, logits: Any, target: Any, *arguments: Any) -> Any:
     """Take each target for its neighbor in the loss over vocabulary-parallel logits."""
-    loss_forward = loss._nll_loss_forward
-
-    def shifted(x: Any, target: Any, *arguments: Any) -> Any:
-        return loss_forward(x, (target + 1) % 256, *arguments)
-
-    loss._nll_loss_forward = shifted
-    worker_main.main(run_dir)
+    return ordinary(logits, (target + 1) % 256, *arguments)
 
 
-def bias_summed_twice(run_dir: str) -> None:
+@replaces(f"{TORCH}.tensor_parallel.apply_tensor_parallel")
+def bias_summed_twice(ordinary: Any, model: Any, *arguments: Any) -> None:
     """Add a row-parallel layer's bias once more, after the sum over the ranks."""
-    apply = tensor_parallel.apply_tensor_parallel
-
-    def spoiled(model: Any, *arguments: Any) -> None:
-        apply(model, *arguments)
-        for block in model.layers_by_index().values():
-            for row in (block.self_attn.o_proj, block.mlp.down_proj):
-                row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
-
-    tensor_parallel.apply_tensor_parallel = spoiled
-    worker_main.main(run_dir)
+    ordinary(model, *arguments)
+    for block in model.layers_by_index().values():
+        for row in (block.self_attn.o_proj, block.mlp.down_proj):
+            row.register_forward_hook(lambda module, _, output: output + module.bias.to_local())
 
 
-def other_weights(run_dir: str) -> None:
+@replaces("harness.models.init_weights.initial_value")
+def other_weights(ordinary: Any, name: str, *arguments: Any) -> Any:
     """Start the last stage from the weights of other layers."""
-    initial_value = harness.models.init_weights.initial_value
-
-    def spoiled(name: str, *arguments: Any) -> Any:
-        return initial_value(name.replace("layers.3.", "layers.2."), *arguments)
-
-    harness.models.init_weights.initial_value = spoiled
-    worker_main.main(run_dir)
+    return ordinary(name.replace("layers.3.", "layers.2."), *arguments)
 
 
-def norms_drift(run_dir: str) -> None:
+@replaces(f"{TORCH}.ddp.ReplicatedParams.sync_model_params", of_rank=1)
+def norms_drift(ordinary: Any, self: Any) -> None:
     """Never update rank 1's copies of the norms."""
-    publish = ddp.ReplicatedParams.sync_model_params
-
-    def spoiled(self: Any) -> None:
-        with torch.no_grad():
-            for name in self.parameters if rank() == 1 else ():
-                if "norm" in name:
-                    self.master_param(name).fill_(1.0)
-        publish(self)
-
-    ddp.ReplicatedParams.sync_model_params = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    with torch.no_grad():
+        for name in (name for name in self.parameters if "norm" in name):
+            self.master_param(name).fill_(1.0)
+    ordinary(self)
 
 
-def loss_of_its_own(run_dir: str) -> None:
+@replaces(f"{TORCH}.engine.TorchEngine.step")
+def loss_of_its_own(ordinary: Any, *arguments: Any) -> Any:
     """Report another loss on each rank, with the right mean."""
-    step = engine.TorchEngine.step
-
-    def spoiled(self: Any, micro_batches: Any) -> Any:
-        result = step(self, micro_batches)
-        return result._replace(loss=result.loss * (1.5 - rank()))
-
-    engine.TorchEngine.step = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+    result = ordinary(*arguments)
+    return result._replace(loss=result.loss * (1.5 - rank()))
 
 
-def never_broadcast(run_dir: str) -> None:
+@replaces("torch.distributed.optim.ZeroRedundancyOptimizer._sync_params")
+def never_broadcast(*_: Any) -> None:
     """Step each rank's share in ZeroRedundancyOptimizer without broadcasting it."""
-    ZeroRedundancyOptimizer._sync_params = lambda self: None  # type: ignore[method-assign]
-    worker_main.main(run_dir)
 
 
-def stale_copy(run_dir: str) -> None:
+@replaces("harness.models.activation_offload.OffloadHooks.copy_once")
+def stale_copy(_: Any, self: Any, tensor: Any) -> Any:
     """Take a copy on the host for that of every tensor of its size."""
+    size = tensor.untyped_storage().nbytes()
+    if size not in self.copies:
+        self.copies_alive = [*getattr(self, "copies_alive", []), host_copy := HostCopy(tensor)]
+        self.copies[size] = host_copy
+        self.probe.offloaded(host_copy.host)
+    return self.copies[size]
 
-    def spoiled(self: Any, tensor: Any) -> Any:
-        size = tensor.untyped_storage().nbytes()
-        if size not in self.copies:
-            self.copies_alive = [*getattr(self, "copies_alive", []), host_copy := activation_offload.HostCopy(tensor)]
-            self.copies[size] = host_copy
-            self.probe.offloaded(host_copy.host)
-        return self.copies[size]
 
-    activation_offload.OffloadHooks.copy_once = spoiled  # type: ignore[method-assign]
-    worker_main.main(run_dir)
+@replaces("harness.worker.main.dropout_seed")
+def masks_of_their_own(_: Any, seed: int, layout: Any, number: int) -> int:
+    """Drop different parts of the residual stream that tensor-parallel ranks share."""
+    return seed + number
+
+
+@replaces(f"{TORCH}.tensor_parallel.apply_tensor_parallel")
+def heads_drop_alike(ordinary: Any, model: Any, *arguments: Any) -> None:
+    """Drop the same elements of attention on tensor-parallel ranks, which have different heads."""
+    ordinary(model, *arguments)
+    for block in model.layers_by_index().values():
+        block.self_attn.dropout_rng_rank = None
+
+
+@replaces("harness.worker.main.dropout_seed")
+def masks_alike(_: Any, seed: int, *__: Any) -> int:
+    """Use the same dropout masks on ranks with different data."""
+    return seed
