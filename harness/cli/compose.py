@@ -4,22 +4,19 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from harness.cli.notice import Notice, import_slowly, showing
-from harness.config.arguments import find_mistake, normalize_arguments
+from harness.config.arguments import check_arguments, normalize_arguments
 from harness.config.command import read_command_config
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict, one_of
-from harness.config.hydra import composition_error, register_resolvers, to_container
+from harness.config.hydra import composing, register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.schema import ClusterConfig
 from harness.layout.layout import resolve_layout
@@ -40,10 +37,10 @@ from harness.util.text import count_text
 class Combinations:
     """What a command line describes: the values of every combination of a sweep, or of the only run."""
 
-    requested: Sequence[ConfigValues] = ()
-    launcher: GroupValues = field(default_factory=dict)  # the keys of hydra.launcher
-    comparison: ComparisonFolder | None = None
-    is_sweep: bool = False
+    requested: Sequence[ConfigValues]
+    launcher: GroupValues  # the keys of hydra.launcher
+    comparison: ComparisonFolder
+    is_sweep: bool
 
     @property
     def is_for_slurm(self) -> bool:
@@ -51,15 +48,13 @@ class Combinations:
         return plugin.is_selected(self.launcher)
 
 
-def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
-    """Return what the arguments describe; nothing is requested if Hydra only printed something, as for --cfg job.
+def compose(arguments: Sequence[str], notice: Notice) -> Combinations | None:
+    """Return what the arguments describe; None if Hydra only printed something, as for --cfg job.
 
     Raises UserError for a mistake in them.
     """
     normalized = normalize_arguments(arguments)
-    mistake = find_mistake(normalized)
-    if mistake is not None:
-        raise UserError(mistake)
+    check_arguments(normalized)
     composed: list[tuple[Any, Any]] = []  # each combination with Hydra's own configuration
 
     def on_composed(combination: Any) -> None:
@@ -73,20 +68,16 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations:
     register_resolvers()
     plugin.register_launcher()
     try:
-        with tempfile.TemporaryDirectory() as scratch:
+        with composing(), tempfile.TemporaryDirectory() as scratch:
             OmegaConf.register_new_resolver("harness.scratch", lambda: scratch, replace=True)
             hydra.main(version_base="1.3", config_path=str(PACKAGED_CONF), config_name="config")(on_composed)()
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise UserError(composition_error(error)) from None
     finally:
         sys.argv = previous
-    return combinations_of(composed)
+    return combinations_of(composed) if composed else None
 
 
 def combinations_of(composed: Sequence[tuple[Any, Any]]) -> Combinations:
     """Return composed combinations as plain values. Raises UserError for a value that cannot be resolved."""
-    if not composed:
-        return Combinations()
     requested = [to_container(combination) for combination, _ in composed]
     hydra_config, values = composed[-1][1], requested[-1]
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
@@ -105,8 +96,7 @@ def check(combinations: Combinations) -> None:
         one_of("none", *tracker_names())(name, "tracking")
     parse_stop_after(combinations.requested[0]["stop_after"])
     is_single = not combinations.is_sweep and not combinations.is_for_slurm
-    is_checked = not is_single or check_run(combinations.requested[0])
-    if combinations.comparison is not None and is_checked:  # an impossible single run leaves no files
+    if not is_single or check_run(combinations.requested[0]):  # an impossible single run leaves no files
         ensure_writable(combinations.comparison)
 
 
@@ -118,10 +108,8 @@ def check_run(values: ConfigValues) -> bool:
     """
     read_command_config(values)
     cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
-    is_simulated = values.get("launch") == "simulated"
-    if wants_max_micro_batch(values) or values["model"].get("family") == "hf":
-        return False
-    if cluster.nodes > 1 and not is_simulated:
+    is_remote = cluster.nodes > 1 and values.get("launch") != "simulated"
+    if is_remote or wants_max_micro_batch(values) or values["model"].get("family") == "hf":
         return False
     machine = machine_of_run(values)
     config = resolve_run_config(resolve_auto(values, machine.device, machine.compute_capability))
@@ -138,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     """
     with showing("harness: reading the configuration") as notice:
         combinations = compose(arguments, notice)
-        if not combinations.requested:
+        if combinations is None:
             return 0
         check(combinations)
     number = count_text(len(combinations.requested), "combination" if combinations.is_sweep else "run")

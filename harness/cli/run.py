@@ -4,6 +4,7 @@ The first half, harness.cli.compose, has composed their configurations.
 """
 
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.cli.compose import Combinations
@@ -66,26 +67,24 @@ class TrackedDisplay(ProgressDisplay):
         self.tracking_client.finish_run(values["tracking"], comparison.run(record.run_id).path)
 
 
+@dataclass
 class RunCommand:
     """One command that makes runs: execute() makes them, and finish() shows them."""
 
-    def __init__(self, combinations: Combinations) -> None:
-        self.requested, self.comparison = combinations.requested, combinations.comparison
-        self.launcher, self.is_sweep = combinations.launcher, combinations.is_sweep
-        self.is_for_slurm = combinations.is_for_slurm
-        self.scripts: list[Path] = []  # to submit by hand
-        self.display = TrackedDisplay()
-        self.planned_order: PlannedOrder | None = None
+    combinations: Combinations
+    scripts: list[Path] = field(default_factory=list)  # to submit by hand
+    display: TrackedDisplay = field(default_factory=TrackedDisplay)
+    planned_order: PlannedOrder | None = None
 
     def execute(self) -> None:
         """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
-        limits = parse_stop_after(self.requested[0]["stop_after"])
+        limits = parse_stop_after(self.combinations.requested[0]["stop_after"])
         executor = self.select_executor()
         runs = deduplicate_and_sort(self.plan_runs(executor))
         if isinstance(executor, SlurmExecutor) and not executor.resources.submit:
             self.scripts = write_scripts(executor, runs)
             return
-        if self.is_sweep and runs and runs[0].command.plan.needs_predictions:
+        if self.combinations.is_sweep and runs and runs[0].command.plan.needs_predictions:
             self.planned_order = order_by_plan(runs, runs[0].command.plan)
             runs = self.planned_order.runs
             if self.planned_order.note:
@@ -101,9 +100,9 @@ class RunCommand:
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
-        if self.is_for_slurm:
-            return SlurmExecutor(self.launcher, self.display)
-        parallel = self.requested[0]["sweep"]["parallel"]
+        if self.combinations.is_for_slurm:
+            return SlurmExecutor(self.combinations.launcher, self.display)
+        parallel = self.combinations.requested[0]["sweep"]["parallel"]
         if parallel == 1:
             return SequentialExecutor(load_model_presets(), self.display)
         return ParallelExecutor(parallel, load_model_presets(), self.display)
@@ -114,13 +113,13 @@ class RunCommand:
         Raises UserError for an impossible single run.
         """
         runs = []
-        self.display.total = sum(len(expand_repeats(values)) for values in self.requested)
-        for combination in self.requested:
+        self.display.total = sum(len(expand_repeats(values)) for values in self.combinations.requested)
+        for combination in self.combinations.requested:
             for repeat_index, values in enumerate(expand_repeats(combination)):
                 try:
                     runs.append(executor.plan_run(values, repeat_index))
                 except UserError as error:
-                    if not self.is_sweep:
+                    if not self.combinations.is_sweep:
                         raise
                     self.display.reject(values, str(error))
         return runs
@@ -128,28 +127,28 @@ class RunCommand:
     def finish(self) -> int:
         """Print the table of this command's runs, write the comparison's files, and return the exit status."""
         records, client = self.display.records, self.display.tracking_client
-        if self.planned_order is not None and self.comparison is not None:
-            self.planned_order.validate(self.comparison, records, self.display.print_line)
-        if records and self.comparison is not None:
-            shown = view_of((self.comparison.path, read_all(self.comparison.path)))
+        comparison, is_sweep = self.combinations.comparison, self.combinations.is_sweep
+        if self.planned_order is not None:
+            self.planned_order.validate(comparison, records, self.display.print_line)
+        if records:
+            shown = view_of((comparison.path, read_all(comparison.path)))
             print_table(shown, terminal(), [record.run_id for record in records])
-            if self.is_sweep:
+            if is_sweep:
                 print_answers(shown, terminal())
                 from harness.report.files import write_files  # its figures take seconds to draw
                 from harness.report.sections import sections
 
-                paths = write_files(self.comparison.path, shown, sections(shown))
+                paths = write_files(comparison.path, shown, sections(shown))
             else:
-                paths = [write_runs_csv(self.comparison.path, rows_of(shown.records))]
+                paths = [write_runs_csv(comparison.path, rows_of(shown.records))]
             for path in paths:
                 print(path)
-            if self.is_sweep or len(records) > 1:
-                client.log_table(records[-1].config["tracking"], self.comparison.path)
+            if is_sweep or len(records) > 1:
+                client.log_table(records[-1].config["tracking"], comparison.path)
         client.close()
         for path in self.scripts:
             print(f"sbatch {path}")
-        statuses = {record.status for record in records}
-        return 0 if statuses <= (SWEEP_STATUSES if self.is_sweep else {"ok"}) else 1
+        return 0 if {record.status for record in records} <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
 
 
 def main(combinations: Combinations) -> int:

@@ -2,7 +2,8 @@
 
 import argparse
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -25,7 +26,8 @@ from harness.config.mistakes import (
 )
 from harness.util.errors import UserError
 
-LIST_KEYS = ("retry", "stop_after")  # keys that take several values: a comma there does not make a sweep
+# Settings of keys that take several values, without brackets: a comma there does not make a sweep.
+LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
 
 # Options and keys with which Hydra reads other files than ours, so that only it knows what they have.
 OTHER_FILES = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "hydra.searchpath")
@@ -38,61 +40,53 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     """
     words = list(arguments)
     parser = _hydra_parser()
-    for mistake in itertools.chain(_option_mistakes(words, parser), _separation_mistakes(words)):
-        raise UserError(mistake)
-    overrides = list(parser.parse_known_intermixed_args(words)[0].overrides)
+    _check_options(words, parser)
+    _check_spaces(words)
+    overrides = parser.parse_known_intermixed_args(words)[0].overrides
     for before, word in itertools.pairwise(["", *overrides]):
         if "=" not in word and not word.startswith("~"):
-            raise UserError(_word_mistake(word, before))
-    options = words.copy()
+            raise UserError(f"{word} {_word_mistake(word, before)}")
     for word in overrides:
-        options.remove(word)
-    return [*options, *(as_list_override(word) for word in overrides)]
+        words.remove(word)
+    return [*words, *(re.sub(LISTS, r"\1=[\2]", word) for word in overrides)]
 
 
-def as_list_override(argument: str) -> str:
-    """Return an override with brackets around the value of a key that takes several."""
-    key, _, value = argument.partition("=")
-    return f"{key}=[{value}]" if key in LIST_KEYS and value and not value.startswith("[") else argument
-
-
-def find_mistake(arguments: Sequence[str]) -> str | None:
-    """Return what cannot be right in normalized arguments, with what to type instead; None if nothing is known."""
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Raise UserError for what cannot be right in normalized arguments, with what to type instead."""
     parsed = _hydra_parser().parse_known_intermixed_args(list(arguments))[0]
     try:
         overrides = OverridesParser.create().parse_overrides(parsed.overrides)
     except OverrideParseException as error:
         key, _, value = error.override.partition("=")
-        return f"{error.override} cannot be read: put quotes around the value, as in '{key}=\"{value}\"'"
-    keys = [override.key_or_group for override in overrides]
-    if not parsed.multirun and not {"sweeps", "hydra.mode"} & set(keys):
-        several = [str(override.input_line) for override in overrides if override.is_sweep_override()]
-        if several:
-            example = f"as in harness -m {' '.join(several)}"
-            return f"{several[0]} has several values: add -m to run every combination, {example}"
-    if any(word.partition("=")[0] in OTHER_FILES for word in arguments):
-        return None
-    return next((mistake for override in overrides for mistake in _override_mistakes(override)), None)
+        rest = f"put quotes around the value, as in '{key}=\"{value}\"'"
+        raise UserError(f"{error.override} cannot be read: {rest}") from None
+    several = [str(override.input_line) for override in overrides if override.is_sweep_override()]
+    is_sweep = parsed.multirun or any(override.key_or_group in ("sweeps", "hydra.mode") for override in overrides)
+    if several and not is_sweep:
+        example = f"as in harness -m {' '.join(several)}"
+        raise UserError(f"{several[0]} has several values: add -m to run every combination, {example}")
+    if not any(word.partition("=")[0] in OTHER_FILES for word in arguments):
+        for override in overrides:
+            _check_override(override)
 
 
-def _override_mistakes(override: Override) -> Iterator[str]:
-    """Yield the mistakes of one override."""
-    key = override.key_or_group
+def _check_override(override: Override) -> None:
+    """Raise UserError for a mistake in one override."""
+    key, values = override.key_or_group, _values(override)
     if override.type is OverrideType.DEL or key.startswith(FREE_KEYS) or override.package is not None:
         return
-    if key in group_names():
-        value = override.value()
-        if isinstance(value, list):
-            names = ",".join(map(str, value))
-            yield f"{override.input_line} is a list: type -m {key}={names} to run each of them"
-            return
-        for value in _values(override):
+    if key in known_keys() and key not in group_names():
+        for mistake in filter(None, (wrong_value(key, value) for value in values)):
+            raise UserError(mistake)
+    elif key in group_names():
+        if isinstance(names := override.value(), list):
+            example = f"type -m {key}={','.join(map(str, names))} to run each of them"
+            raise UserError(f"{override.input_line} is a list: {example}")
+        for value in values:
             if value not in choices_of(key) and not value.startswith(("$", "{")) and (key, value) != ("sweeps", "null"):
-                yield unknown_choice(key, value)
-    elif key in known_keys():
-        yield from filter(None, (wrong_value(key, value) for value in _values(override)))
+                raise UserError(unknown_choice(key, value))
     elif override.type is not OverrideType.ADD or not choices_of(key):
-        yield unknown_key(key, ",".join(_values(override)))
+        raise UserError(unknown_key(key, ",".join(values)))
 
 
 def _values(override: Override) -> list[str]:
@@ -116,23 +110,22 @@ def _hydra_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _option_mistakes(words: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Yield the options that there are not, with the settings that they are instead."""
+def _check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Raise UserError for an option that there is not, with the setting that it is instead."""
     known = {option for action in parser._actions for option in action.option_strings}
-    for index, word in enumerate(words):
+    by_spelling = {canonical(option).replace("_", ""): option for option in known}
+    for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
-        if not word.startswith("-"):
-            continue
         if name in ("--shell-completion", "-sc"):
-            yield f'{name} is replaced by a command: type eval "$(harness completion bash)", or zsh, or fish'
-        if name in known:
+            script = 'type eval "$(harness completion bash)", or zsh, or fish'
+            raise UserError(f"{name} is replaced by a command: {script}")
+        if not word.startswith("-") or name in known:
             continue
-        following = words[index + 1] if index + 1 < len(words) else ""
         if not value and "=" not in following and not following.startswith("-"):
             value = following
-        spelling = canonical(name).replace("_", "")
-        option = next((option for option in known if canonical(option).replace("_", "") == spelling), None)
-        yield f"{name} is not an option: {f'type {option}' if option else _as_setting(name.lstrip('-'), value)}"
+        option = by_spelling.get(canonical(name).replace("_", ""))
+        instead = f"type {option}" if option else _as_setting(name.lstrip("-"), value)
+        raise UserError(f"{name} is not an option: {instead}")
 
 
 def _as_setting(key: str, value: str) -> str:
@@ -145,32 +138,32 @@ def _as_setting(key: str, value: str) -> str:
     return f"type {or_text(instead)}" if instead else "settings are KEY=VALUE, and `harness --help` shows the options"
 
 
-def _separation_mistakes(words: Sequence[str]) -> Iterator[str]:
-    """Yield the settings that spaces have torn into several arguments."""
-    for word, following in itertools.pairwise([*words, ""]):
+def _check_spaces(words: Sequence[str]) -> None:
+    """Raise UserError for a setting that spaces have torn into several arguments."""
+    for word, following, rest in zip(words, [*words[1:], ""], [*words[2:], "", ""], strict=False):
         is_setting = "=" in following.strip("=") or following.startswith("-")
         if word.endswith((",", "=")) and following and not is_setting:
-            yield f"{word} {following} has a space in it: type {word}{following}"
-        elif "=" not in word and not word.startswith("-") and following.startswith("="):
-            rest = words[list(words).index(word) + 2 :][:1] if following == "=" else []
-            yield f"{' '.join((word, following, *rest))} has spaces in it: type {''.join((word, following, *rest))}"
-        elif word.endswith("=") and word.count("=") == 1:
-            yield f"{word} has no value: {_value_text(word[:-1])}"
+            raise UserError(f"{word} {following} has a space in it: type {word}{following}")
+        if "=" not in word and not word.startswith("-") and following.startswith("="):
+            torn = (word, following, rest) if following == "=" and rest else (word, following)
+            raise UserError(f"{' '.join(torn)} has spaces in it: type {''.join(torn)}")
+        if word.endswith("=") and word.count("=") == 1:
+            raise UserError(f"{word} has no value: {_value_text(word[:-1])}")
 
 
 def _word_mistake(word: str, before: str) -> str:
-    """Return what to type instead of an argument that has no `=`, and follows another one."""
+    """Return what is wrong with an argument that has no `=`, and follows another one, and what to type instead."""
     key, colon, value = word.partition(":")
     if colon and (key in group_names() or key in known_keys()):
-        return f"{word} is not KEY=VALUE: type {key}={value}"
+        return f"is not KEY=VALUE: type {key}={value}"
     for group in ("strategy", "model", "sweeps", "checkpointing", "precision"):
         if word in choices_of(group):
-            return f"{word} is not KEY=VALUE: type {group}={word}"
+            return f"is not KEY=VALUE: type {group}={word}"
     if canonical(word) in group_names():
-        return f"{word} has no value: {_value_text(canonical(word))}"
+        return f"has no value: {_value_text(canonical(word))}"
     if "=" in before:
-        return f"{word} is not KEY=VALUE: type '{before} {word}' with its quotes if it belongs to the value"
-    return f"{word} is not KEY=VALUE: `harness --help` shows the settings"
+        return f"is not KEY=VALUE: type '{before} {word}' with its quotes if it belongs to the value"
+    return "is not KEY=VALUE: `harness --help` shows the settings"
 
 
 def _value_text(key: str) -> str:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, get_type_hints
 
 from harness.config.byte_size import parse_bytes
@@ -42,17 +43,11 @@ def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
 
 
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
-
-    A `launch` of real processes is left out with the keys that only other modes read, so that runs have the identity
-    they had before there were these keys.
-    """
-    affecting = without_default_launch({key: value for key, value in values.items() if key not in COMMAND_KEYS})
+    """Return the keys of a plain config dict that affect a run's result. Groups may be missing."""
+    affecting = without_new_defaults({key: value for key, value in values.items() if key not in COMMAND_KEYS})
     for group, names in _NO_IDENTITY.items():
         if isinstance(affecting.get(group), Mapping):
             affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
-    if isinstance(affecting.get("checkpointing"), Mapping):
-        affecting["checkpointing"] = without_default_products(affecting["checkpointing"])
     if "model" in affecting:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
     if isinstance(affecting.get("cluster"), Mapping):
@@ -60,16 +55,17 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return affecting
 
 
-def without_default_launch(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a plain config dict without `launch` and `simulate` if every rank is a process."""
-    if values.get("launch", "processes") not in ("processes", "script"):  # old records may say that it wrote a script
-        return dict(values)
-    return {key: value for key, value in values.items() if key not in ("launch", "simulate")}
+def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plain config dict without what every run had before there were keys for it, so that runs keep their ids.
 
-
-def without_default_products(checkpointing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of checkpointing without `saved_products` if all are, as before there was the key."""
-    return {key: value for key, value in checkpointing.items() if (key, value) != ("saved_products", "all")}
+    That is a `launch` of real processes, with the keys that only other modes read, and all products saved.
+    """
+    is_default = values.get("launch", "processes") in ("processes", "script")  # old records may say that it wrote one
+    rest = {key: value for key, value in values.items() if not (is_default and key in ("launch", "simulate"))}
+    if isinstance(rest.get("checkpointing"), Mapping):
+        items = rest["checkpointing"].items()
+        rest["checkpointing"] = {key: value for key, value in items if (key, value) != ("saved_products", "all")}
+    return rest
 
 
 def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,14 +73,11 @@ def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
 
     A budget of null is left out, so that runs have the identity they had before there was the key.
     """
-    budget = cluster.get("memory_budget")
-    rest = {key: value for key, value in cluster.items() if key != "memory_budget"}
-    if budget is None:
-        return rest
-    try:
-        return rest | {"memory_budget": parse_bytes(budget)}
-    except UserError:  # the values are those of a rejected combination
-        return rest | {"memory_budget": budget}
+    values = {key: value for key, value in cluster.items() if (key, value) != ("memory_budget", None)}
+    if "memory_budget" in values:
+        with suppress(UserError):  # the values are those of a rejected combination
+            values["memory_budget"] = parse_bytes(values["memory_budget"])
+    return values
 
 
 def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,17 +85,14 @@ def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return dict(values) | {"model": _rename_keys(values.get("model"), _OLD_KEYS)}
 
 
-def fingerprint(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """Return the hash of everything that affects a run's result: 10 hexadecimal digits.
+def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
+    """Return a run's id: readable names of its groups, and the hash of everything that affects its result.
 
     `corpus` is the fingerprint of the corpus.
     """
-    values = with_old_keys(result_affecting_keys(config.to_dict())) | {
-        "world_size": world_size,
-        "device_name": device_name,
-        "corpus": corpus,
-    }
-    return short_hash(values)
+    environment = {"world_size": world_size, "device_name": device_name, "corpus": corpus}
+    key = short_hash(with_old_keys(result_affecting_keys(config.to_dict())) | environment)
+    return readable_id(config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key=key)
 
 
 def short_hash(values: Mapping[str, Any]) -> str:
@@ -111,12 +101,6 @@ def short_hash(values: Mapping[str, Any]) -> str:
     A value that JSON does not have counts as its text.
     """
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()[:10]
-
-
-def make_run_id(config: RunConfig, device_name: str, world_size: int, corpus: str) -> str:
-    """Return a run's id: readable names of its groups, and the hash of everything that affects its result."""
-    key = fingerprint(config, device_name, world_size, corpus)
-    return readable_id(config.strategy.name, config.checkpointing.name, config.model.name, f"w{world_size}", key=key)
 
 
 def readable_id(*names: str, key: str) -> str:

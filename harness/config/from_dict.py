@@ -45,7 +45,7 @@ def from_dict(cls: type[T], values: Any, key: str = "") -> T:
 
 def _from_values(hint: Any, value: Any, key: str) -> Any:
     """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
-    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+    if is_group(hint):
         return from_dict(hint, value, key)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, int):
@@ -95,13 +95,19 @@ def _keys(cls: type) -> _Keys:
     hints = typing.get_type_hints(cls, include_extras=True)
     return _Keys(
         {entry.name: hints[entry.name] for entry in fields},
-        tuple(
-            entry.name
-            for entry in fields
-            if entry.default is dataclasses.MISSING and entry.default_factory is dataclasses.MISSING
-        ),
+        tuple(entry.name for entry in fields if default_of(entry) is dataclasses.MISSING),
         {entry.metadata["old_key"]: entry.name for entry in fields if "old_key" in entry.metadata},
     )
+
+
+def default_of(entry: "dataclasses.Field[Any]") -> Any:
+    """Return the default of a field, dataclasses.MISSING if there is none."""
+    return entry.default if entry.default_factory is dataclasses.MISSING else entry.default_factory()
+
+
+def is_group(hint: Any) -> bool:
+    """Return whether the type of a key is a dataclass, so that the key is a group of keys."""
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
 
 
 def _dotted_key(key: str, name: str) -> str:

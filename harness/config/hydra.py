@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.config.command import CommandConfig
-from harness.config.from_dict import ConfigValues
+from harness.config.from_dict import ConfigValues, default_of, is_group
 from harness.config.locations import PACKAGED_CONF, PRESETS, user_folder
 from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
 from harness.config.schema import RunConfig
@@ -28,16 +28,12 @@ from harness.util.text import one_line
 
 def dataclass_defaults(cls: type) -> dict[str, Any]:
     """Return a group's keys that have a default, so that the command line may set those that no YAML file mentions."""
-    defaults: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
-        entry = cls.__dataclass_fields__[name]  # type: ignore[attr-defined]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-            defaults[name] = dataclass_defaults(hint)
-        elif entry.default is not dataclasses.MISSING:
-            defaults[name] = entry.default
-        elif entry.default_factory is not dataclasses.MISSING:
-            defaults[name] = entry.default_factory()
-    return defaults
+    hints = typing.get_type_hints(cls)
+    defaults = {
+        entry.name: dataclass_defaults(hints[entry.name]) if is_group(hints[entry.name]) else default_of(entry)
+        for entry in dataclasses.fields(cls)
+    }
+    return {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
 
 
 def register_resolvers() -> None:
@@ -74,11 +70,9 @@ class HarnessSearchPath(SearchPathPlugin):
 
 @contextmanager
 def composing() -> Iterator[None]:
-    """Let Hydra compose within the block. Raises UserError for a mistake in what is composed."""
-    register_resolvers()
+    """Raise UserError for what Hydra and OmegaConf cannot compose or resolve within the block."""
     try:
-        with hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
-            yield
+        yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise UserError(composition_error(error)) from None
 
@@ -88,17 +82,21 @@ def compose_values(*overrides: str, primary: str = "config") -> ConfigValues:
 
     `primary` is the file in conf/ that composition starts from.
     """
-    with composing():
-        composed = hydra.compose(primary, list(overrides))
-    return to_container(composed)
+    return to_container(_composed(overrides, primary))
 
 
 def sweeper_params(*overrides: str, primary: str = "config") -> dict[str, str]:
     """Return the values that a sweep file gives its keys, as a command line would. Raises UserError for a mistake."""
-    with composing():
-        composed = hydra.compose(primary, list(overrides), return_hydra_config=True)
-        params: Any = OmegaConf.to_container(composed.hydra.sweeper.params or OmegaConf.create({}))
+    sweeper = _composed(overrides, primary, with_hydra=True).hydra.sweeper
+    params: Any = OmegaConf.to_container(sweeper.params or OmegaConf.create({}))
     return {str(key): str(value) for key, value in params.items()}
+
+
+def _composed(overrides: Sequence[str], primary: str, with_hydra: bool = False) -> Any:
+    """Return what Hydra composes, with its own configuration under `hydra` if it is wanted."""
+    register_resolvers()
+    with composing(), hydra.initialize_config_dir(str(PACKAGED_CONF), version_base="1.3"):
+        return hydra.compose(primary, list(overrides), return_hydra_config=with_hydra)
 
 
 def to_container(composed: Any) -> dict[str, Any]:
@@ -106,11 +104,8 @@ def to_container(composed: Any) -> dict[str, Any]:
 
     Raises UserError where one cannot be resolved.
     """
-    try:
-        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
-    except OmegaConfBaseException as error:
-        raise UserError(one_line(error)) from None
-    return values
+    with composing():
+        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
 
 
 def composition_error(error: Exception) -> str:

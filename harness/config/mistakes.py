@@ -4,7 +4,6 @@ Hydra's own parser reads the overrides. Only what cannot be right is a mistake: 
 the typed configuration, whose errors harness.config.hydra explains.
 """
 
-import dataclasses
 import difflib
 import re
 import typing
@@ -18,6 +17,7 @@ import yaml
 from harness.config import aliases
 from harness.config.aliases import BOOLEANS, canonical
 from harness.config.command import CommandConfig
+from harness.config.from_dict import is_group
 from harness.config.locations import files_in, preset_folders
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
@@ -25,6 +25,11 @@ from harness.config.schema import RunConfig
 MOST_SUGGESTIONS = 3
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+# What settings mean that are possible but seldom meant, where a key of another program leads to them.
+_OTHER_SETTINGS = {("world_size", "0"): "cluster.device=cpu"} | {
+    ("strategy.zero_stage", stage): f"strategy=zero{stage}" for stage in "123"
+}
 
 FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a library knows
 
@@ -46,17 +51,12 @@ def known_keys() -> dict[str, Any]:
     return dict(_keys_of(CommandConfig, "")) | dict(_keys_of(RunConfig, ""))
 
 
-def _is_group(hint: Any) -> bool:
-    return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
 def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, hint in typing.get_type_hints(cls).items():
-        if _is_group(hint):
+        if HFModelInfo not in typing.get_args(hint):
             yield f"{prefix}{name}", hint
+        if is_group(hint):
             yield from _keys_of(hint, f"{prefix}{name}.")
-        elif HFModelInfo not in typing.get_args(hint):
-            yield f"{prefix}{name}", hint
 
 
 def or_text(choices: Sequence[str]) -> str:
@@ -111,7 +111,7 @@ def similar_settings(key: str, value: str) -> list[str]:
     """Return the settings to type instead of one whose key does not exist, the likeliest first."""
     name, last = canonical(key), canonical(key.rpartition(".")[2])
     groups, keys = group_names(), known_keys()
-    single = [entry for entry in reversed(keys) if not _is_group(keys[entry])]
+    single = [entry for entry in reversed(keys) if not is_group(keys[entry])]
     exact = {canonical(text): entry for entry in single for text in (entry.rpartition(".")[2], entry)}
     exact |= dict(zip(groups, groups, strict=True)) | aliases.KEYS
     for spelling in (name, last):
@@ -136,17 +136,15 @@ def setting(key: str, value: str) -> list[str]:
         if value in choices_of(key):
             return [f"{key}={value}"]
         return similar_choices(key, value) or [f"{key}={choice}" for choice in choices_of(key)[:MOST_SUGGESTIONS]]
-    if key == "strategy.zero_stage" and value in ("1", "2", "3"):
-        return [f"strategy=zero{value}"]
-    if key == "world_size" and value == "0":
-        return ["cluster.device=cpu"]
+    if (key, value) in _OTHER_SETTINGS:
+        return [_OTHER_SETTINGS[key, value]]
     return [f"{key}={aliases.KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"]
 
 
 def wrong_value(key: str, value: str) -> str | None:
     """Return why a value cannot be right for a key that exists, with what to type instead; None if it may be."""
     hint = known_keys()[key]
-    if _is_group(hint):
+    if is_group(hint):
         if value.startswith(("{", "$")):
             return None
         if value in choices_of("sweeps") and key == "sweep":

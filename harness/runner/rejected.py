@@ -8,8 +8,7 @@ from harness.config.fingerprint import (
     readable_id,
     short_hash,
     with_old_keys,
-    without_default_launch,
-    without_default_products,
+    without_new_defaults,
 )
 from harness.config.from_dict import ConfigValues
 from harness.config.schema import RunConfig
@@ -58,12 +57,10 @@ def fallback_run_id(values: ConfigValues) -> str:
     Any of the values may be the invalid one, so all of them are hashed, except those that may change from one attempt
     at the combination to the next.
     """
-    hashed = without_default_launch({key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS})
+    hashed = without_new_defaults({key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS})
     cluster = values.get("cluster")
     if isinstance(cluster, dict):  # ids are those from before there was the key, which only plans read
         hashed["cluster"] = {key: value for key, value in cluster.items() if key != "hardware"}
-    if isinstance(values["checkpointing"], dict):
-        hashed["checkpointing"] = without_default_products(values["checkpointing"])
     names = group_names(values)
     return readable_id(names["strategy"], names["checkpointing"], names["model"], key=short_hash(with_old_keys(hashed)))
 
