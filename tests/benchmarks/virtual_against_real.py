@@ -24,7 +24,7 @@ from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support.campaigns import FLAG, REQUIRED_PATH, Line, parse_options, read_table, write_table
 from tests.support.commands import ROOT, compose, compose_config, execute_run
-from tests.support.random_draws import draw_real_size, split
+from tests.support.random_draws import draw_real_size, listed
 
 MOST_RANKS = 8
 
@@ -51,10 +51,9 @@ def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
     for seed in itertools.count():
         if not any(wanted.values()):
             return
-        overrides = split(draw_real_size(seed, MOST_RANKS)) | {"train.compile": "False", "train.steps": str(STEPS)}
-        strategy = overrides["strategy"]
-        settings = [f"{key}={value}" for key, value in overrides.items()]
-        if int(overrides["world_size"]) > 1 and wanted.get(strategy) and is_possible(settings):
+        overrides = draw_real_size(seed, MOST_RANKS) | {"train.compile": False, "train.steps": STEPS}
+        strategy, settings = overrides["strategy"], listed(overrides)
+        if overrides["world_size"] > 1 and wanted.get(strategy) and is_possible(settings):
             wanted[strategy] -= 1
             yield seed, settings
 

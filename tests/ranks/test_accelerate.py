@@ -23,53 +23,43 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate_engine, "fsdp_unsupported", lambda *arguments: iter(()))
 
 
-def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
-    return commands.run_with(results, entry, "strategy.engine=accelerate", *overrides)
+def run_with(results: Path, entry: Callable[[str], None], overrides: str) -> Record:
+    return commands.run_with(results, entry, "strategy.engine=accelerate", *overrides.split())
 
 
-@pytest.mark.parametrize("overrides", ["strategy=zero1"])
-def test_deepspeed_through_accelerate_is_proven_on_a_cpu(results: Path, overrides: str) -> None:
-    assert_proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
-    "overrides",
+    ("entry", "overrides"),
     [
-        "strategy=zero3",
-        "strategy=zero2 checkpointing=full",
-        "strategy=zero2 precision=bf16_mixed",
-        "strategy=zero3 precision=bf16_mixed",
-        "strategy=zero3_defaults",
-    ],
-)
-def test_more_of_deepspeed_through_accelerate(results: Path, overrides: str) -> None:
-    assert_proven(run_with(results, worker_main.main, "world_size=2", *overrides.split()))
-
-
-@pytest.mark.parametrize("overrides", ["world_size=2 strategy=fsdp_full_shard"])
-@pytest.mark.usefixtures("allowed")
-def test_fully_shard_through_accelerate_is_proven(results: Path, overrides: str) -> None:
-    """Accelerate's own prepare shards over gloo without a GPU, and every proof applies to the row."""
-    assert_proven(run_with(results, accelerate_entries.sharded_on_cpu, *overrides.split()))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        "world_size=2 strategy=fsdp_shard_grad_op",
-        "world_size=2 strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full",
-        "world_size=2 strategy=fsdp_full_shard model=gpt_tiny",
-        "world_size=4 strategy=fsdp_hybrid_shard strategy.dp_replicate=2",
+        (worker_main.main, "strategy=zero1"),
+        (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard"),
+        *(
+            pytest.param(entry, overrides, marks=pytest.mark.long)
+            for entry, overrides in (
+                (worker_main.main, "strategy=zero3"),
+                (worker_main.main, "strategy=zero2 checkpointing=full"),
+                (worker_main.main, "strategy=zero2 precision=bf16_mixed"),
+                (worker_main.main, "strategy=zero3 precision=bf16_mixed"),
+                (worker_main.main, "strategy=zero3_defaults"),
+                (accelerate_entries.sharded_on_cpu, "strategy=fsdp_shard_grad_op"),
+                (
+                    accelerate_entries.sharded_on_cpu,
+                    "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full",
+                ),
+                (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard model=gpt_tiny"),
+                (
+                    accelerate_entries.sharded_on_cpu,
+                    "world_size=4 strategy=fsdp_hybrid_shard strategy.dp_replicate=2",
+                ),
+            )
+        ),
     ],
 )
 @pytest.mark.usefixtures("allowed")
-def test_more_of_fully_shard_through_accelerate(results: Path, overrides: str) -> None:
-    assert_proven(run_with(results, accelerate_entries.sharded_on_cpu, *overrides.split()))
-
-
-def assert_proven(record: Record) -> None:
+def test_sharding_through_accelerate_is_proven_on_a_cpu(
+    results: Path, entry: Callable[[str], None], overrides: str
+) -> None:
+    """DeepSpeed runs there, and Accelerate's own prepare shards over gloo; every proof applies to the row."""
+    record = run_with(results, entry, overrides)
     row = record.row
     assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
     assert record.proof["layout"] == "proven"
@@ -100,7 +90,7 @@ def assert_proven(record: Record) -> None:
 def test_another_layout_than_configured_is_an_error(
     results: Path, fault: Callable[[str], None], strategy: str, reason: str
 ) -> None:
-    row = run_with(results, fault, "world_size=2", f"strategy={strategy}", "proof.reference=false").row
+    row = run_with(results, fault, f"strategy={strategy} proof.reference=false").row
     assert row["status"] == "error" and reason in row["reason"]
 
 

@@ -15,15 +15,12 @@ from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import model_profile, parameter_count
 from harness.proof.layout import _overlap, box_numel
-from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.worker import main as worker_main
-from tests.support import commands, faults, row_invariants
-from tests.support.commands import assert_not_proven, compose_config
+from tests.support import faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with
 
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
-
-CASES = ["strategy=zero1_tp"]
 
 LONG = [
     f"strategy=zero_offload {TWO} checkpointing=full",
@@ -35,17 +32,10 @@ LONG = [
 ]
 
 
-def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int) -> Record:
-    return commands.run_with(results, entry, f"world_size={world}", *overrides.split())
-
-
-@pytest.mark.parametrize(
-    ("case", "world"),
-    [*((case, 4) for case in CASES), *(pytest.param(case, 4, marks=pytest.mark.long) for case in LONG)],
-)
-def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: str, world: int) -> None:
+@pytest.mark.parametrize("case", ["strategy=zero1_tp", *(pytest.param(case, marks=pytest.mark.long) for case in LONG)])
+def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: str) -> None:
     """Two replicas of a model in two parts have ZeRO shards that begin inside the rows of column-parallel matrices."""
-    record = run_with(results, worker_main.main, f"{case} train.gradient_clipping=0.5", world)
+    record = run_with(results, worker_main.main, "world_size=4", *case.split(), "train.gradient_clipping=0.5")
     row = record.row
     assert (row["status"], row["reason"]) == ("ok", ""), case
     assert (row["dp_shard"], row["tp"]) == (2, 2)
@@ -54,7 +44,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
     if row["offload"] != "none":  # what goes back and forth is this rank's part of each matrix
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
-    row_invariants.check_memory(row, commands.run_folder(results, record).read_rank_reports(world))
+    row_invariants.check_memory(row, run_folder(results, record).read_rank_reports(4))
     row_invariants.check_bytes(record)
 
 
@@ -71,8 +61,7 @@ def test_data_and_tensor_parallel_is_proven_and_explained(results: Path, case: s
     ],
 )
 def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], problem: str) -> None:
-    record = run_with(results, fault, "strategy=zero1_tp", 2)
-    assert_not_proven(record, problem)
+    assert_not_proven(run_with(results, fault, "strategy=zero1_tp"), problem)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])

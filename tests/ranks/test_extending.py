@@ -26,13 +26,16 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("harness", "conf", "sweeps"):
         shutil.copytree(ROOT / folder, root / folder)  # with compiled modules, which save seconds
     strategy, model, engine, column, value, tracker = BLOCKS
-    (root / "conf" / "strategy" / "wide_pipeline.yaml").write_text(strategy)
-    (root / "conf" / "model" / "small.yaml").write_text(model)
-    (root / "conf" / "tracking" / "lines.yaml").write_text("name: lines\n")
-    (root / "harness" / "engines" / "by_hand.py").write_text(engine)
-    (root / "harness" / "tracking" / "trackers" / "lines.py").write_text(tracker)
-    with (root / "harness" / "records" / "columns.toml").open("a") as columns:
-        columns.write(column)
+    files = {
+        "conf/strategy/wide_pipeline.yaml": strategy,
+        "conf/model/small.yaml": model,
+        "conf/tracking/lines.yaml": "name: lines\n",
+        "harness/engines/by_hand.py": engine,
+        "harness/tracking/trackers/lines.py": tracker,
+        "harness/records/columns.toml": (root / "harness" / "records" / "columns.toml").read_text() + column,
+    }
+    for name, text in files.items():
+        (root / name).write_text(text)
     metrics = root / "harness" / "metrics" / "columns.py"
     returned = '        "tokens_per_second": tokens / step_seconds,\n'
     assert metrics.read_text().count(returned) == 1

@@ -8,7 +8,6 @@ import pytest
 
 from harness.config.command import read_run_config
 from harness.config.schema import RunConfig
-from harness.cost_model.memory import activation_bytes
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import RankReport
@@ -99,16 +98,6 @@ def test_micro_batches_in_flight_show_in_the_activations(
             assert saved["pp_1f1b"] == pytest.approx(saved["pp_gpipe"] * ratio, rel=0.02)
 
 
-def test_activations_are_as_predicted_on_every_rank(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
-    """On every rank and tensor by tensor, sharded, whole and sequence-parallel activations are as planned."""
-    for key, record in records.items():
-        config, layout = config_of(record)
-        for rank in record["rank_files"]:
-            stage = layout.coordinates(rank.rank)["pp"]
-            predicted = activation_bytes(config, layout, "cpu", stage)
-            assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), (key, stage)
-
-
 @pytest.mark.parametrize("world", WORLDS)
 def test_tensor_parallel_divides_the_activations_between_its_matrices(
     records: dict[tuple[str, str, int], dict[str, Any]], world: int
@@ -132,13 +121,6 @@ def test_tensor_parallel_divides_the_activations_between_its_matrices(
     along_the_sequence = token * (2 * layers + 1) * (2 * hidden + 1)  # the norms' outputs are gathered, and kept so
     saved += (1 - 1 / world) * along_the_sequence
     assert activations["single"] - activations["tp_sp"] == pytest.approx(saved, rel=0.05)
-
-
-def test_the_rank_that_peaks_is_named(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
-    for key, record in records.items():
-        peaks = [rank.peak_allocated_bytes for rank in record["rank_files"]]
-        assert record["row"]["peak_rank"] == peaks.index(max(peaks)), key
-        assert record["row"]["peak_allocated_bytes"] == max(peaks), key
 
 
 def test_the_bubble_is_recorded_beside_its_formula(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:

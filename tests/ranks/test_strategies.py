@@ -7,71 +7,67 @@ import pandas as pd
 import pytest
 
 from harness.config.command import read_run_config
+from harness.config.schema import ModelConfig
 from harness.engines.base import load_engine
-from harness.layout.layout import resolve_layout
-from harness.layout.state_widths import STATE_KINDS
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.state_widths import STATE_KINDS, StateWidths
 from harness.records.schema import Record
-from harness.records.store import read_record
 from harness.report.claims import claims
 from harness.report.lines import lines_of
 from tests.support import row_invariants
 from tests.support.combinations import CHECKPOINTING, DATA_PARALLEL, DEFAULTS
-from tests.support.commands import run_folder
 
 
 @pytest.fixture(scope="module")
 def records(results: Path) -> list[Record]:
+    """Return the records of the combinations, each of which tests/ranks/test_combinations.py shows to be proven."""
     return [combination.record(results) for combination in DATA_PARALLEL]
 
 
 @pytest.fixture(scope="module")
-def rows(results: Path, records: list[Record]) -> pd.DataFrame:
-    """Return the rows, with the record's folder in the column `folder`."""
-    table = pd.DataFrame([record.row for record in records])
-    table["folder"] = [str(run_folder(results, record).path) for record in records]
-    return table
+def rows(records: list[Record]) -> pd.DataFrame:
+    return pd.DataFrame([record.row for record in records])
 
 
-def test_the_table_has_every_combination(rows: pd.DataFrame) -> None:
-    assert rows.run_id.is_unique and len(rows) == len(DATA_PARALLEL) == 32
-    assert set(rows.status) == {"ok"}
+def widths_of(record: Record) -> tuple[ModelConfig, Layout, StateWidths]:
+    config = read_run_config(record.config)
+    layout = resolve_layout(config.strategy, record.row["world_size"])
+    return config.model, layout, load_engine(layout.engine).state_widths(config, layout)
 
 
-def test_state_has_the_engines_bytes_per_element(rows: pd.DataFrame) -> None:
-    """State is within 2 % of bytes per element over the layout's shards; momentary additions are named."""
-    for row in rows.itertuples():
-        record = read_record(Path(row.folder))
-        config = read_run_config(record.config)
-        if not config.strategy.literature:
-            continue  # DeepSpeed's defaults keep parameters or gradients whole: the row shows it
-        layout = resolve_layout(config.strategy, row.world_size)
-        widths = load_engine(layout.engine).state_widths(config, layout)
-        share = {kind: getattr(widths, kind) * row.parameters / layout.shard_count(kind) for kind in STATE_KINDS}
-        assert row.parameter_bytes == pytest.approx(share["parameters"], rel=0.02), row.run_id
-        assert row.optimizer_bytes == pytest.approx(share["optimizer"], rel=0.02), row.run_id
-        on_top = 0.0
-        if row.strategy == "zero1":  # whole gradients, and this rank's part of their sum while it is filled
-            on_top = 4 * row.parameters / layout.dp_shard
-        if row.strategy == "zero2":  # a part begins and ends inside a parameter, and one more is being reduced
-            on_top = 3 * widths.gradients * config.model.vocab_size * config.model.hidden_size
+def test_state_has_the_engines_bytes_per_element(records: list[Record]) -> None:
+    """State is within 2 % of bytes per element over the layout's shards; momentary additions are named.
+
+    DeepSpeed's defaults keep parameters or gradients whole: the row shows it.
+    """
+    for record in (record for record in records if record.config["strategy"]["literature"]):
+        row, (model, layout, widths) = record.row, widths_of(record)
+        share = {kind: getattr(widths, kind) * row["parameters"] / layout.shard_count(kind) for kind in STATE_KINDS}
+        assert row["parameter_bytes"] == pytest.approx(share["parameters"], rel=0.02), record.run_id
+        assert row["optimizer_bytes"] == pytest.approx(share["optimizer"], rel=0.02), record.run_id
+        on_top = {
+            # Whole gradients, and this rank's part of their sum while it is filled.
+            "zero1": 4 * row["parameters"] / layout.dp_shard,
+            # A part begins and ends inside a parameter, and one more is being reduced.
+            "zero2": 3 * widths.gradients * model.vocab_size * model.hidden_size,
+        }
         # ZeRO-2 adds a micro-batch to the sum before it, out of its bucket where that is large enough.
-        least = 4 * row.parameters / layout.shard_count("gradients") if row.strategy == "zero2" else share["gradients"]
-        assert 0.98 * least <= row.gradient_bytes <= 1.02 * share["gradients"] + on_top, row.run_id
+        width = 4 if row["strategy"] == "zero2" else widths.gradients
+        least = width * row["parameters"] / layout.shard_count("gradients")
+        most = 1.02 * share["gradients"] + on_top.get(row["strategy"], 0)
+        assert 0.98 * least <= row["gradient_bytes"] <= most, record.run_id
 
 
-def test_no_rank_starts_with_more_than_its_share(rows: pd.DataFrame) -> None:
+def test_no_rank_starts_with_more_than_its_share(records: list[Record]) -> None:
     """Sharded parameters are made one at a time: a share of state, the engine's buffers, and one parameter's copy."""
-    for row in rows[rows.strategy.isin(["fsdp_full_shard", "zero3"])].itertuples():
-        record = read_record(Path(row.folder))
-        config = read_run_config(record.config)
-        layout = resolve_layout(config.strategy, row.world_size)
-        widths = load_engine(layout.engine).state_widths(config, layout)
+    for record in (record for record in records if record.row["strategy"] in ("fsdp_full_shard", "zero3")):
+        row, (model, layout, widths) = record.row, widths_of(record)
         # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
-        state = 4 * row.parameters / layout.dp_shard * (3 if row.engine == "deepspeed" else 1)
-        largest = 4 * config.model.vocab_size * config.model.hidden_size
-        for rank in record.rank_entries:
-            assert rank["start_peak_bytes"] <= state + widths.buffer_bytes + 4 * largest + 1024, row.run_id
-            assert rank["start_peak_bytes"] < 4 * row.parameters + widths.buffer_bytes or row.world_size == 2
+        state = 4 * row["parameters"] / layout.dp_shard * (3 if row["engine"] == "deepspeed" else 1)
+        largest = 4 * model.vocab_size * model.hidden_size
+        for start_peak in (rank["start_peak_bytes"] for rank in record.rank_entries):
+            assert start_peak <= state + widths.buffer_bytes + 4 * largest + 1024, record.run_id
+            assert start_peak < 4 * row["parameters"] + widths.buffer_bytes or row["world_size"] == 2
 
 
 def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:

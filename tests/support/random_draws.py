@@ -2,8 +2,11 @@
 
 import math
 import random
+from typing import Any
 
 from tests.support.commands import ROOT
+
+Overrides = dict[str, Any]  # by key
 
 MOST_PARAMETERS = 16e6
 
@@ -23,6 +26,14 @@ WORLDS = {
 
 MODEL_RANKS = {"3d": 4, "tp_pp": 4} | dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp"), 2)
 
+# The axes that a kind of data parallelism cannot have, by engine, kind and stage of ZeRO.
+IMPOSSIBLE = {
+    ("torch", "none", 0): ("dp_replicate", "dp_shard", "cp"),
+    **dict.fromkeys((("torch", "ddp", 0), ("accelerate", "ddp", 0)), ("dp_shard", "tp")),
+    ("torch", "ddp", 1): ("tp",),
+    ("torch", "fsdp", 0): ("dp_shard",),
+}
+
 PRECISIONS = ("fp32", "fp32", "fp32", "bf16_mixed", "bf16_mixed", "bf16", "fp16_mixed")
 
 
@@ -37,7 +48,7 @@ def degrees(random_: random.Random, most: int) -> dict[str, int]:
     return degree_of
 
 
-def draw(seed: int, most_ranks: int) -> list[str]:
+def draw(seed: int, most_ranks: int) -> Overrides:
     """Return the overrides of one random run of a small model.
 
     Most are valid, so that refused runs do not crowd out the others.
@@ -56,51 +67,56 @@ def draw(seed: int, most_ranks: int) -> list[str]:
         data_parallel, stage = "ddp", 0
         degree = dict.fromkeys(degree, 1) | {"dp_replicate": r.choice((1, 2, 4))}
     if r.random() < 0.9:  # mostly leave out what the kind of data parallelism cannot do at all
-        if data_parallel == "none" and engine == "torch":
-            degree |= {"dp_replicate": 1, "dp_shard": 1, "cp": 1}
-        if data_parallel == "ddp":
-            degree |= {"tp": 1} if stage else {"dp_shard": 1, "tp": 1}
-        if (data_parallel, stage) == ("fsdp", 0):
-            degree |= {"dp_shard": 1}
+        degree |= dict.fromkeys(IMPOSSIBLE.get((engine, data_parallel, stage), ()), 1)
     schedule = r.choice(("gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"))
-    virtual = r.choice((1, 2)) if schedule == "zero_bubble" else 2 if schedule == "interleaved_1f1b" else 1
+    virtual = r.choice((1, 2)) if schedule == "zero_bubble" else 1 + (schedule == "interleaved_1f1b")
     virtual = virtual if degree["pp"] > 1 else 1
-    micro_batch, passes = (
-        r.choice((1, 2)),
-        r.choice((1, 2, 3)) if degree["pp"] == 1 else degree["pp"] * r.choice((1, 2)),
-    )
-    batch = micro_batch * passes * degree["dp_replicate"] * degree["dp_shard"]
+    micro_batch = r.choice((1, 2))
+    passes = r.choice((1, 2, 3)) if degree["pp"] == 1 else degree["pp"] * r.choice((1, 2))
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
     layers = r.choice((4, 5)) if degree["pp"] * virtual <= 4 else 8
     family = r.choice(("tiny", "tiny", "gpt_tiny"))
     model = {
-        *(f"model.num_hidden_layers={layers}", f"model.num_attention_heads={heads}"),
-        *(f"model.num_key_value_heads={groups}", f"model.hidden_size={r.choice((64, 96))}"),
-        *(f"model.intermediate_size={r.choice((128, 192))}", f"model.vocab_size={r.choice((256, 258))}"),
-        *(f"model.attention={r.choice(('flash', 'eager'))}", f"model.tie_word_embeddings={r.random() < 0.2}"),
-        f"model.dropout={0.1 if family == 'gpt_tiny' and r.random() < 0.3 else 0}",
+        "model.num_hidden_layers": layers,
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": groups,
+        "model.hidden_size": r.choice((64, 96)),
+        "model.intermediate_size": r.choice((128, 192)),
+        "model.vocab_size": r.choice((256, 258)),
+        "model.attention": r.choice(("flash", "eager")),
+        "model.tie_word_embeddings": r.random() < 0.2,
+        "model.dropout": 0.1 if family == "gpt_tiny" and r.random() < 0.3 else 0,
     }
     checkpointing = r.choice(("none", "none", "full", "every_n", "selective", "attention"))
     vocabulary = degree["tp"] == 1 or engine != "deepspeed"
-    return [
-        *(f"strategy={base}", f"model={family}", *sorted(model)),
-        f"world_size={math.prod(degree.values())}",
-        *(f"strategy.{key}={value}" for key, value in degree.items()),
-        *(f"strategy.engine={engine}", f"strategy.data_parallel={data_parallel}", f"strategy.zero_stage={stage}"),
-        *(f"strategy.schedule={schedule if degree['pp'] > 1 else '1f1b'}", f"strategy.virtual_stages={virtual}"),
-        f"strategy.sequence_parallel={vocabulary and degree['tp'] > 1 and r.random() < 0.5}",
-        f"strategy.literature={(data_parallel, stage) != ('ddp', 1)}",
-        f"strategy.vocabulary_parallel={vocabulary}",
-        f"strategy.offload={offload(r, engine, data_parallel, stage)}",
-        f"checkpointing={checkpointing}",
-        f"checkpointing.offload_activations={checkpointing != 'selective' and r.random() < 0.15}",
-        f"precision={r.choice(('fp32', 'fp32', 'fp32', 'bf16_mixed', 'bf16', 'fp16_mixed'))}",
-        f"train.global_batch={batch}",
-        *(f"train.micro_batch={micro_batch}", f"train.seq_len={r.choice((16, 32, 48))}"),
-        *("train.steps=1", "train.warmup_steps=2", f"train.gradient_clipping={r.choice((0, 1.0))}"),
-        *(f"train.loss_chunks={r.choice((1, 1, 1, 2))}", f"train.fused_optimizer={r.random() < 0.8}"),
-        f"train.compile={r.random() < 0.05}",
-    ]
+    return {
+        "strategy": base,
+        "model": family,
+        **dict(sorted(model.items())),
+        "world_size": math.prod(degree.values()),
+        **{f"strategy.{axis}": size for axis, size in degree.items()},
+        "strategy.engine": engine,
+        "strategy.data_parallel": data_parallel,
+        "strategy.zero_stage": stage,
+        "strategy.schedule": schedule if degree["pp"] > 1 else "1f1b",
+        "strategy.virtual_stages": virtual,
+        "strategy.sequence_parallel": vocabulary and degree["tp"] > 1 and r.random() < 0.5,
+        "strategy.literature": (data_parallel, stage) != ("ddp", 1),
+        "strategy.vocabulary_parallel": vocabulary,
+        "strategy.offload": offload(r, engine, data_parallel, stage),
+        "checkpointing": checkpointing,
+        "checkpointing.offload_activations": checkpointing != "selective" and r.random() < 0.15,
+        "precision": r.choice(("fp32", "fp32", "fp32", "bf16_mixed", "bf16", "fp16_mixed")),
+        "train.global_batch": micro_batch * passes * degree["dp_replicate"] * degree["dp_shard"],
+        "train.micro_batch": micro_batch,
+        "train.seq_len": r.choice((16, 32, 48)),
+        "train.steps": 1,
+        "train.warmup_steps": 2,
+        "train.gradient_clipping": r.choice((0, 1.0)),
+        "train.loss_chunks": r.choice((1, 1, 1, 2)),
+        "train.fused_optimizer": r.random() < 0.8,
+        "train.compile": r.random() < 0.05,
+    }
 
 
 def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> str:
@@ -112,11 +128,11 @@ def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> st
     return "parameters" if data_parallel == "fsdp" or r.random() < 0.1 else "none"
 
 
-def draw_real_size(seed: int, most_ranks: int) -> list[str]:
+def draw_real_size(seed: int, most_ranks: int) -> Overrides:
     """Return the overrides of one random run at a real size: half of them of a preset strategy, half as draw() has."""
     r = random.Random(f"real size {seed}")
-    overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else split(draw(seed, most_ranks))
-    layers = int(overrides.get("model.num_hidden_layers", 0)) or r.randint(1, 6)
+    overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else draw(seed, most_ranks)
+    layers = overrides.get("model.num_hidden_layers") or r.randint(1, 6)
     is_gpt = overrides["model"] == "gpt_tiny"
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4), (8, 8), (12, 4)))
     while True:
@@ -126,60 +142,59 @@ def draw_real_size(seed: int, most_ranks: int) -> list[str]:
         parameters = 2 * vocabulary * hidden + layers * hidden * (4 * hidden + matrices * intermediate)
         if hidden >= 64 and parameters <= MOST_PARAMETERS:
             break
-    sequences = int(overrides["train.global_batch"])
-    lengths = [n for n in (32, 48, 64, 96, 128, 192, 256, 384, 512) if n * sequences * parameters <= MOST_WORK] or [24]
-    if overrides.get("strategy") == "cp" and overrides["world_size"] == "3":
+    tokens = overrides["train.global_batch"] * parameters
+    lengths = [n for n in (32, 48, 64, 96, 128, 192, 256, 384, 512) if n * tokens <= MOST_WORK] or [24]
+    if (overrides["strategy"], overrides["world_size"]) == ("cp", 3):
         lengths = [n for n in lengths if n % 6 == 0] or [24]
     precision = r.choice(PRECISIONS)
     if precision == "fp16_mixed" and overrides["strategy"].startswith("zero") and r.random() < 0.9:
         precision = "fp32"  # DeepSpeed refuses fp16_mixed
-    overrides |= {
-        "model.num_hidden_layers": str(layers),
-        "model.num_attention_heads": str(heads),
-        "model.num_key_value_heads": str(heads if is_gpt else groups),
-        "model.hidden_size": str(hidden),
-        "model.intermediate_size": str(intermediate),
-        "model.vocab_size": str(vocabulary),
-        "model.context_length": "512",
+    return overrides | {
+        "model.num_hidden_layers": layers,
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": heads if is_gpt else groups,
+        "model.hidden_size": hidden,
+        "model.intermediate_size": intermediate,
+        "model.vocab_size": vocabulary,
+        "model.context_length": 512,
         "data": "synthetic" if vocabulary < 256 or r.random() < 0.5 else "text",
         "precision": precision,
-        "train.seq_len": str(r.choice(lengths)),
-        "train.warmup_steps": str(r.choice((1, 2))),
-        "train.compile": str(r.random() < 0.08),
+        "train.seq_len": r.choice(lengths),
+        "train.warmup_steps": r.choice((1, 2)),
+        "train.compile": r.random() < 0.08,
     }
-    return [f"{key}={value}" for key, value in overrides.items()]
 
 
-def draw_preset(r: random.Random, most_ranks: int) -> dict[str, str]:
+def draw_preset(r: random.Random, most_ranks: int) -> Overrides:
     """Return the overrides of a preset strategy, for a number of ranks that it can have."""
     strategy = r.choice(sorted(path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")))
     world = r.choice([ranks for ranks in WORLDS.get(strategy, (2, 3, 4, 5, 6, 8)) if ranks <= most_ranks])
     is_one_replica = strategy.startswith(("pp_", "cp", "tp"))
     data_ranks = 1 if is_one_replica else world // MODEL_RANKS.get(strategy, 1)
-    stages = world if strategy.startswith("pp_") else 2 if strategy == "3d" or strategy.endswith("_pp") else 1
+    stages = world if strategy.startswith("pp_") else 1 + (strategy == "3d" or strategy.endswith("_pp"))
     micro_batch, passes = r.choice((1, 1, 2)), stages * r.choice((1, 2)) if stages > 1 else r.choice((1, 2, 3, 4))
-    overrides = {
+    overrides: Overrides = {
         "strategy": strategy,
-        "world_size": str(world),
+        "world_size": world,
         "model": r.choice(("tiny", "tiny", "gpt_tiny")),
         "model.attention": r.choice(("flash", "flash", "eager")),
-        "model.tie_word_embeddings": str(r.random() < 0.2),
+        "model.tie_word_embeddings": r.random() < 0.2,
         "checkpointing": r.choice(("none", "none", "full", "every_n", "selective", "attention")),
-        "train.global_batch": str(data_ranks * micro_batch * passes),
-        "train.micro_batch": str(micro_batch),
-        "train.steps": "1",
-        "train.gradient_clipping": r.choice(("0", "1.0")),
-        "train.loss_chunks": r.choice(("1", "1", "1", "2")),
-        "train.fused_optimizer": str(r.random() < 0.8),
+        "train.global_batch": data_ranks * micro_batch * passes,
+        "train.micro_batch": micro_batch,
+        "train.steps": 1,
+        "train.gradient_clipping": r.choice((0, 1.0)),
+        "train.loss_chunks": r.choice((1, 1, 1, 2)),
+        "train.fused_optimizer": r.random() < 0.8,
     }
     if stages > 1:
-        overrides["model.num_hidden_layers"] = str(2 * stages + r.choice((0, 0, 1)))
+        overrides["model.num_hidden_layers"] = 2 * stages + r.choice((0, 0, 1))
     if strategy in ("ddp", "zero1", "zero2", "zero3") and r.random() < 0.25:
         overrides["strategy.engine"] = "accelerate"
     if strategy in ("fsdp_full_shard", "fsdp_shard_grad_op", "zero3") and r.random() < 0.2:
         overrides["strategy.offload"] = "parameters"
     if overrides["model"] == "gpt_tiny" and r.random() < 0.2:
-        overrides["model.dropout"] = "0.1"
+        overrides["model.dropout"] = 0.1
     return overrides
 
 
@@ -189,6 +204,6 @@ def vocabulary_size(r: random.Random) -> int:
     return size if r.random() < 0.5 else max(256, size // 64 * 64)
 
 
-def split(overrides: list[str]) -> dict[str, str]:
-    """Return overrides as a dictionary from keys to values."""
-    return dict(override.split("=", 1) for override in overrides)
+def listed(overrides: Overrides) -> list[str]:
+    """Return overrides as they stand on a command line."""
+    return [f"{key}={value}" for key, value in overrides.items()]

@@ -23,7 +23,7 @@ from harness.runner.run import execute
 from harness.util.errors import UserError
 from tests.support.campaigns import FLAG, REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.commands import compose
-from tests.support.random_draws import draw_real_size
+from tests.support.random_draws import draw_real_size, listed
 
 EXPECTED = ("proven", "refused")  # the outcomes of an honest run; any other is a finding
 
@@ -53,16 +53,15 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
     return Ending(row["status"], row["reason"], row)
 
 
-def is_proven(end: Ending, overrides: Sequence[str]) -> bool:
-    """Return whether the run was compared with a single process too, as every run without dropout is."""
-    drops = any(override == "model.dropout=0.1" for override in overrides)
-    return end.status == "ok" and (drops or end.row.get("grad_deviation") is not None)
-
-
 def outcome(end: Ending, overrides: Sequence[str]) -> str:
-    """Return the word for an ending: proven, refused, or what makes it a finding."""
-    proven = "proven" if is_proven(end, overrides) else "unproven"
-    return proven if end.status == "ok" else end.status
+    """Return the word for an ending: proven, refused, or what makes it a finding.
+
+    Every run without dropout is compared with a single process.
+    """
+    if end.status != "ok":
+        return end.status
+    is_compared = "model.dropout=0.1" in overrides or end.row.get("grad_deviation") is not None
+    return "proven" if is_compared else "unproven"
 
 
 def write_draws(path: Path, draws: list[dict[str, str]]) -> None:
@@ -74,7 +73,7 @@ def write_draws(path: Path, draws: list[dict[str, str]]) -> None:
 
 def run_draw(seed: int, most_ranks: int) -> dict[str, str]:
     """Return the table's line of one draw, which is run now."""
-    started, overrides = time.monotonic(), draw_real_size(seed, most_ranks)
+    started, overrides = time.monotonic(), listed(draw_real_size(seed, most_ranks))
     with tempfile.TemporaryDirectory() as folder:
         end = ending([*overrides, *LIMITS], Path(folder))
     columns = {name: csv_cell(value) for name, value in end.row.items()}

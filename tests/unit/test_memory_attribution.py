@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.cuda._memory_viz import trace
 
@@ -48,16 +48,20 @@ def example_annotations() -> StepAnnotations:
     return annotations
 
 
+EXAMPLE = log_of(STEP, standing=2)
+
+ROLES = {
+    ("parameter", "at rest"): 100,
+    ("gradient", "gradients"): 30,
+    ("activation", "held"): 40,
+    ("communication", "bucket"): 70,
+    ("temporary", "aten::add"): 8,
+}
+
+
 def test_every_block_has_the_role_of_its_claim() -> None:
-    peak = attribute_peak(log_of(STEP, standing=2), example_annotations())
-    assert (peak.moment, peak.bytes) == (4, 248)
-    assert parts(peak) == {
-        ("parameter", "at rest"): 100,
-        ("gradient", "gradients"): 30,
-        ("activation", "held"): 40,
-        ("communication", "bucket"): 70,
-        ("temporary", "aten::add"): 8,
-    }
+    peak = attribute_peak(EXAMPLE, example_annotations())
+    assert (peak.moment, peak.bytes, parts(peak)) == (4, 248, ROLES)
 
 
 def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
@@ -65,73 +69,57 @@ def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
     annotations = example_annotations()
     annotations.claim(4, [3], "activation", "held", is_owned=False)
     annotations.claim(3, [2], "gradient", "gradients")
-    peak = parts(attribute_peak(log_of(STEP, standing=2), annotations))
+    peak = parts(attribute_peak(EXAMPLE, annotations))
     assert peak["temporary", "allocated in forward"] == 40
     assert peak["gradient", "gradients"] == 100 and ("communication", "bucket") not in peak
     annotations.claim(4, [2], "gradient", "gradients", is_owned=False)
-    assert ("gradient", "gradients") in parts(attribute_peak(log_of(STEP, standing=2), annotations))
-    assert parts(attribute_peak(log_of(STEP, standing=2), annotations))["gradient", "gradients"] == 30
+    assert parts(attribute_peak(EXAMPLE, annotations))["gradient", "gradients"] == 30
 
 
 def test_a_claim_ends_when_its_block_is_freed() -> None:
-    lines = [(1, 10), (1, -10), (1, 20)]
     annotations = StepAnnotations()
     annotations.claim(1, [1], "gradient", "gradients")
-    assert parts(attribute_peak(log_of(lines), annotations)) == {("temporary", memory_attribution.BETWEEN): 20}
+    peak = attribute_peak(log_of([(1, 10), (1, -10), (1, 20)]), annotations)
+    assert parts(peak) == {("temporary", memory_attribution.BETWEEN): 20}
 
 
 def test_allocations_during_pauses_are_no_peak() -> None:
-    annotations = example_annotations()
-    lines = [*STEP[:5], (9, 1000), (9, -1000), *STEP[5:]]
-    assert attribute_peak(log_of(lines, standing=2), annotations).bytes == 1248
+    annotations, log = example_annotations(), log_of([*STEP[:5], (9, 1000), (9, -1000), *STEP[5:]], standing=2)
+    assert attribute_peak(log, annotations).bytes == 1248
     annotations.pauses = [OpSpan(5, 7, "measuring")]
-    assert attribute_peak(log_of(lines, standing=2), annotations).bytes == 248
+    assert attribute_peak(log, annotations).bytes == 248
+
+
+# The same step with other addresses, a copy of 500 by a backend's thread, and temporaries that are freed late.
+OTHER: list[Line] = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8)]
+
+UNLIKE = log_of([*OTHER[:2], (31, 41), *OTHER[3:], (41, -30), (77, -500)], standing=2)
 
 
 def test_roles_of_another_step_follow_from_an_annotated_example() -> None:
-    """The steps differ in addresses, copies by a backend's threads, and a temporary that those threads free late."""
-    lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (41, -30), (77, -500)]
-    other = log_of(lines, standing=2, foreign=frozenset({3}))
-    peak = attribute_peak_by_example(other, log_of(STEP, standing=2), example_annotations())
-    assert parts(peak) == {
-        ("parameter", "at rest"): 100,
-        ("gradient", "gradients"): 30,
-        ("activation", "held"): 40,
-        ("communication", "bucket"): 70,
-        ("communication", memory_attribution.BACKEND): 500,
-        ("temporary", "aten::add"): 8,
-    }
-    unlike = [*lines[:2], (31, 41), *lines[3:]]
-    assert (
-        attribute_peak_by_example(log_of(unlike, standing=2), log_of(STEP, standing=2), example_annotations()) is None
-    )
+    other = log_of([*OTHER, (41, -30), (77, -500)], standing=2, foreign=frozenset({3}))
+    peak = attribute_peak_by_example(other, EXAMPLE, example_annotations())
+    assert parts(peak) == ROLES | {("communication", memory_attribution.BACKEND): 500}
+    assert attribute_peak_by_example(UNLIKE, EXAMPLE, example_annotations()) is None
 
 
 def test_copies_of_the_communication_backend_are_no_part_of_the_peak_without_them() -> None:
     """A copy belongs to a backend's thread or to an operator that hands tensors over; its address may be used anew."""
-    lines = [(1, 100), (22, 70), (31, 40), (77, 500), (41, 30), (51, 8), (31, -40), (51, -8), (77, -500), (77, 9)]
-    other = log_of(lines, standing=2, foreign=frozenset({3}))
-    assert peak_without_backend(other, example_annotations(), log_of([*STEP, (9, 9)], standing=2)) == 248
+    other = log_of([*OTHER, (77, -500), (77, 9)], standing=2, foreign=frozenset({3}))
     annotations = example_annotations()
+    assert peak_without_backend(other, annotations, log_of([*STEP, (9, 9)], standing=2)) == 248
     annotations.operators = [OpSpan(4, 6, "c10d::_reduce_scatter_base_")]
-    assert peak_without_backend(log_of(STEP, standing=2), annotations) == 240
-    assert peak_without_backend(log_of(STEP, standing=2), annotations, log_of(STEP, standing=2)) == 240
+    assert peak_without_backend(EXAMPLE, annotations) == peak_without_backend(EXAMPLE, annotations, EXAMPLE) == 240
     annotations.operators = [OpSpan(4, 6, "_c10d_functional::all_gather_into_tensor")]  # its result is the layout's
-    assert peak_without_backend(log_of(STEP, standing=2), annotations) == 248
-    unlike = [*lines[:2], (31, 41), *lines[3:]]
-    assert peak_without_backend(log_of(unlike, standing=2), annotations, log_of(STEP, standing=2)) is None
+    assert peak_without_backend(EXAMPLE, annotations) == 248
+    assert peak_without_backend(UNLIKE, annotations, EXAMPLE) is None
 
 
 def test_blocks_that_only_the_example_allocates_are_skipped() -> None:
-    example = [*STEP[:3], (8, 3), (8, -3), *STEP[3:]]
+    example = log_of([*STEP[:3], (8, 3), (8, -3), *STEP[3:]], standing=2)
     annotations = StepAnnotations()
     annotations.claim(6, [4], "gradient", "gradients")
-    assert (
-        parts(attribute_peak_by_example(log_of(STEP, standing=2), log_of(example, standing=2), annotations))[
-            "gradient", "gradients"
-        ]
-        == 30
-    )
+    assert parts(attribute_peak_by_example(EXAMPLE, example, annotations))["gradient", "gradients"] == 30
 
 
 @st.composite
@@ -151,6 +139,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Line], int]:
     return lines, min(standing, len(lines))
 
 
+@settings(deadline=None)
 @given(histories(), st.data())
 def test_parts_add_up_to_the_peak(history: tuple[list[Line], int], data: st.DataObject) -> None:
     """For any claims in any order and phase, nothing is counted twice and nothing is left out."""
@@ -171,9 +160,7 @@ def test_parts_add_up_to_the_peak(history: tuple[list[Line], int], data: st.Data
 
 def test_torchs_viewer_reads_the_snapshot(tmp_path: Path) -> None:
     path = tmp_path / "memory" / "rank.pickle"
-    memory_snapshot.write_snapshot(
-        path, memory_snapshot.snapshot_of_host(log_of(STEP, standing=2), example_annotations())
-    )
+    memory_snapshot.write_snapshot(path, memory_snapshot.snapshot_of_host(EXAMPLE, example_annotations()))
     read: dict[str, Any] = pickle.loads(path.read_bytes())
     entries = read["device_traces"][0]
     assert [entry["action"] for entry in entries].count("alloc") == 5

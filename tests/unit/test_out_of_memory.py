@@ -52,14 +52,13 @@ OTHER: dict[str, BaseException] = {
 }
 
 
-@pytest.mark.parametrize("error", EXHAUSTED.values(), ids=EXHAUSTED)
-def test_memory_that_ran_out_is_recognized_whoever_reports_it(error: BaseException) -> None:
-    assert out_of_memory_error(error) is error
-
-
-@pytest.mark.parametrize("error", OTHER.values(), ids=OTHER)
-def test_other_errors_are_no_lack_of_memory(error: BaseException) -> None:
-    assert out_of_memory_error(error) is None
+@pytest.mark.parametrize(
+    ("error", "is_exhausted"),
+    [(error, errors is EXHAUSTED) for errors in (EXHAUSTED, OTHER) for error in errors.values()],
+    ids=(*EXHAUSTED, *OTHER),
+)
+def test_memory_that_ran_out_is_recognized_whoever_reports_it(error: BaseException, is_exhausted: bool) -> None:
+    assert out_of_memory_error(error) is (error if is_exhausted else None)
 
 
 def test_what_torch_raises_for_a_tensor_that_is_too_large_is_recognized() -> None:
@@ -71,8 +70,7 @@ def test_what_torch_raises_for_a_tensor_that_is_too_large_is_recognized() -> Non
 @pytest.mark.parametrize("error", EXHAUSTED.values(), ids=EXHAUSTED)
 def test_an_error_of_a_clean_up_does_not_hide_what_it_cleans_up(error: BaseException) -> None:
     """Pipelines wrap errors (`from`), and what runs in a finally or except block raises over them."""
-    wrapped: list[BaseException] = []
-    try:
+    with pytest.raises(RuntimeError) as wrapped:
         try:
             try:
                 raise error
@@ -80,15 +78,8 @@ def test_an_error_of_a_clean_up_does_not_hide_what_it_cleans_up(error: BaseExcep
                 raise RuntimeError("CUDA error: unspecified launch failure")
         except RuntimeError as clean_up:
             raise RuntimeError("stage 1 failed in forward") from clean_up
-    except RuntimeError as outer:
-        wrapped.append(outer)
-    assert out_of_memory_error(wrapped[0]) is error
-    assert out_of_memory_error(ExceptionGroup("ranks", [ValueError(), RuntimeError("x"), *[as_exception(error)]]))
-
-
-def as_exception(error: BaseException) -> Exception:
-    assert isinstance(error, Exception)
-    return error
+    assert out_of_memory_error(wrapped.value) is error
+    assert out_of_memory_error(BaseExceptionGroup("ranks", [ValueError(), RuntimeError("x"), error])) is error
 
 
 def test_errors_that_lead_to_each_other_are_no_endless_loop() -> None:
