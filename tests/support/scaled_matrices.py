@@ -9,11 +9,12 @@ that those of a scaled matrix follow from those of the run, and no rank trains a
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from harness.proof.training import Comparison, compare_training, deviation_problems
+from harness.proof.training import compare_training, deviation_problems
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
 from harness.records.training_report import TensorFingerprint
@@ -65,12 +66,12 @@ class Case(NamedTuple):
     def overrides(self) -> list[str]:
         """Return the run as overrides."""
         model = [word for word in SIZES[self.millions].split() if word.startswith("model.")]
-        model += [f"model.{name}={value}" for name, value in (("vocab_size", self.vocabulary), ("family", self.family))]
+        model += [f"model.vocab_size={self.vocabulary}", f"model.family={self.family}", "model.context_length=512"]
         length = min(int(self.micro_batch_tokens), 512)
         sequences = int(self.micro_batch_tokens) // length
         batch = f"train.global_batch={2 * sequences} train.micro_batch={sequences} train.seq_len={length} {ONE_STEP}"
         choices = [f"strategy={self.strategy}", f"precision={self.precision}", f"data={self.data}"]
-        return [*choices, *model, "model.context_length=512", *batch.split(), f"train.lr={self.lr}"]
+        return [*choices, *model, *batch.split(), f"train.lr={self.lr}"]
 
 
 def scaled(ranks: Sequence[RankReport], moments: Sequence[str], name: str, scale: float) -> list[RankReport]:
@@ -110,35 +111,24 @@ def excess_by_fault(
     return excesses
 
 
-def cases() -> Iterator[Case]:
-    """Yield the runs."""
-    for *model, token_counts, precisions, rate in RUNS:
-        for precision, tokens, strategy in itertools.product(precisions, token_counts, STRATEGIES):
-            yield Case(*model, tokens, precision, rate, strategy)
-
-
 def run(case: Case, results: Path) -> dict[str, Any]:
     """Return the row of one run."""
     config, command = compose(f"results_dir={results}", "name=scaled", "world_size=2", *case.overrides())
     record = execute_run(config, command, worker_main.main)
     row = {key: value for key, value in record.row.items() if key in ("status", "proven_steps", "reason")}
     row |= case._asdict() | {"steps": config.train.total_steps}
-    words = [word.strip(",") for word in record.proof.get("reference", "").split() if word.startswith("single-")]
-    if not words:
+    named = re.search(r"single-[^ ,]*", record.proof.get("reference", ""))
+    if named is None:
         return row
-    folder = results / "scaled"
-    (reference,) = RunFolder(folder / "references" / words[0]).read_rank_reports(1)
-    ranks = RunFolder(folder / record.run_id).read_rank_reports(2)
-    compute = config.precision.compute
-    excesses = excess_by_fault(reference, ranks, compute)
-    honest: Comparison = compare_training(reference, ranks, compute, command.proof.floor_multiple)
-    norms = [c for c in honest.checks if c.aspect.measure == "norm" and c.aspect.moment in sum(FAULTS.values(), ())]
-    norms = [check for check in norms if not check.aspect.of_vectors]
-    found = {fault: sum(e > 1 for (scaled_one, _), e in excesses.items() if scaled_one == fault) for fault in FAULTS}
+    (reference,) = RunFolder(results / "scaled" / "references" / named[0]).read_rank_reports(1)
+    ranks = RunFolder(results / "scaled" / record.run_id).read_rank_reports(2)
+    excesses = excess_by_fault(reference, ranks, config.precision.compute)
+    honest = compare_training(reference, ranks, config.precision.compute, command.proof.floor_multiple)
+    norms = [check for check in honest.checks if check.aspect.measure == "norm" and not check.aspect.of_vectors]
+    norms = [check for check in norms if check.aspect.moment in (*FAULTS["gradient"], *FAULTS["update"])]
     return row | {
         "matrices": len(excesses) // 2,
-        "gradients_found": found["gradient"],
-        "updates_found": found["update"],
+        **{f"{fault}s_found": sum(e > 1 for (own, _), e in excesses.items() if own == fault) for fault in FAULTS},
         "weakest_excess": min(excesses.values()),
         "norm_deviation": max(check.deviation for check in norms),
         "norm_floor": max(check.floor for check in norms),
@@ -159,7 +149,12 @@ def main() -> None:
         out={"default": Path("results/scaled_matrices.csv")},
         results={"default": Path("results"), "help": "the folder of the runs themselves"},
     )
-    chosen = (case for case in cases() if case.millions in options.sizes.split(","))
+    chosen = [
+        Case(*model, tokens, precision, rate, strategy)
+        for *model, token_counts, precisions, rate in RUNS
+        for precision, tokens, strategy in itertools.product(precisions, token_counts, STRATEGIES)
+        if model[0] in options.sizes.split(",")
+    ]
     complete_table(options.out, COLUMNS, Case._fields, chosen, lambda case: run(case, options.results), is_right)
 
 
