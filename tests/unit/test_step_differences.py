@@ -15,15 +15,9 @@ from harness.util.files import JsonObject
 from tests.support.example_records import record_of, row
 
 PLANNED: JsonObject = {
-    "step_seconds": 0.5,
-    "low_seconds": 0.4,
-    "high_seconds": 0.6,
-    "forward_seconds": 0.12,
-    "backward_seconds": 0.24,
-    "optimizer_seconds": 0.04,
-    "other_seconds": 0.0,
-    "bubble_seconds": 0.0,
-    "copy_seconds": 0.0,
+    **dict(zip(("step_seconds", "low_seconds", "high_seconds"), (0.5, 0.4, 0.6), strict=True)),
+    **dict(zip(("forward_seconds", "backward_seconds", "optimizer_seconds"), (0.12, 0.24, 0.04), strict=True)),
+    **dict.fromkeys(("other_seconds", "bubble_seconds", "copy_seconds"), 0.0),
     "exposed_seconds": {"dp_shard": 0.1},
 }
 
@@ -59,16 +53,9 @@ def simulated(planned: JsonObject | None = PLANNED, **changes: Any) -> Record:
     return dataclasses.replace(record, rank_entries=ranks, predicted_step=planned)
 
 
-def named_operators(text: str) -> list[list[tuple[str, str]]]:
-    """Return the operators of each sentence on operators, with their phases."""
-    sentences = re.findall(r"The operators that \w+ longest are (.*?)\.(?: |$)", text)
-    return [re.findall(r"(\w+) (in \w+|outside of the phases) \(", sentence) for sentence in sentences]
-
-
 def longest(keys: list[str], seconds: dict[str, float]) -> list[tuple[str, str]]:
     """Return the three of these operators that take longest, as a sentence names them."""
-    chosen = sorted(keys, key=lambda key: -seconds[key])[:3]
-    parts = [key.split("/") for key in chosen]
+    parts = [key.split("/") for key in sorted(keys, key=lambda key: -seconds[key])[:3]]
     return [(name, "outside of the phases" if phase == "rest" else f"in {phase}") for phase, name in parts]
 
 
@@ -78,7 +65,9 @@ def test_the_operators_that_are_named_are_the_longest() -> None:
     for order in itertools.permutations((0.32, 0.2, 0.1, 0.05)):
         seconds = dict(zip(computing, order, strict=True)) | dict(zip(COLLECTIVES, order[::-1], strict=True))
         text = step_difference(simulated(operator_seconds=seconds))
-        assert named_operators(text) == [longest(computing, seconds), longest(COLLECTIVES, seconds)]
+        sentences = re.findall(r"The operators that \w+ longest are (.*?)\.(?: |$)", text)
+        named = [re.findall(r"(\w+) (in \w+|outside of the phases) \(", sentence) for sentence in sentences]
+        assert named == [longest(computing, seconds), longest(COLLECTIVES, seconds)]
         assert f"({1e3 * max(order):.3g} ms, {100 * max(order) / 0.8:.0f} % of the step)" in text
 
 
@@ -105,13 +94,9 @@ def test_the_parts_of_a_simulated_step_add_up() -> None:
     assert largest_differences({"forward": 1.0}, {"forward": 1.0}) == {}
 
 
-def test_nothing_is_said_of_a_step_inside_the_interval_or_without_a_plan() -> None:
-    assert step_difference(simulated(PLANNED | {"high_seconds": 0.81})) == ""
-    assert step_difference(simulated(None)) == step_difference(record_of(row(1, "ddp", "torch", 0))) == ""
-
-
-def test_the_report_has_the_sentences_and_the_interval() -> None:
-    view = View("demo", [simulated(), simulated(None)])
-    page = markdown.page("demo", sources(view))
+def test_a_step_outside_its_interval_alone_has_sentences() -> None:
+    silent = [simulated(PLANNED | {"high_seconds": 0.81}), simulated(None), record_of(row(1, "ddp", "torch", 0))]
+    assert [step_difference(record) for record in silent] == ["", "", ""]
+    page = markdown.page("demo", sources(View("demo", [simulated(), simulated(None)])))
     assert "| 500.0 | 400.0–600.0 | 800.0 | +60.0 |" in page
     assert page.count("The operators that compute longest") == page.count("outside the interval of") == 1
