@@ -10,33 +10,29 @@ from harness.runner import local_machine
 from harness.runner.plan import compile_problems
 from harness.worker import main as worker_main
 from tests.support import faults
-from tests.support.commands import compose_config, run_with
+from tests.support.commands import assert_not_proven, compose_config, run_with
 
 SHORT = ("train.compile=true", "train.steps=1", "train.warmup_steps=2", "model.num_hidden_layers=2", "train.seq_len=64")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "strategy",
     [
-        *(
-            pytest.param(strategy, marks=pytest.mark.long)
-            for strategy in (
-                "single world_size=1",
-                "fsdp_full_shard",
-                "ddp",
-                "ddp checkpointing=full",
-                "ddp model.attention=eager",
-                "tp_sp checkpointing=full",
-                "zero3 checkpointing=every_n checkpointing.every=2",
-                "cp",
-                "ddp precision=bf16_mixed",
-                "pp_1f1b",
-                "tp",
-                "tp_sp",
-                "zero1",
-                "zero3",
-            )
-        ),
+        "single world_size=1",
+        "fsdp_full_shard",
+        "ddp",
+        "ddp checkpointing=full",
+        "ddp model.attention=eager",
+        "tp_sp checkpointing=full",
+        "zero3 checkpointing=every_n checkpointing.every=2",
+        "cp",
+        "ddp precision=bf16_mixed",
+        "pp_1f1b",
+        "tp",
+        "tp_sp",
+        "zero1",
+        "zero3",
     ],
 )
 def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None:
@@ -54,13 +50,15 @@ def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None
     assert row.get("predicted_peak_bytes") is None
 
 
-@pytest.mark.parametrize("fault", [faults.never_compiled, pytest.param(faults.compiled_again, marks=pytest.mark.long)])
-def test_a_run_that_is_not_compiled_is_an_error(results: Path, fault: Callable[[str], None]) -> None:
-    record = run_with(results, fault, *SHORT, "strategy=ddp")
-    assert record.row["status"] == "error"
-    expected = {"never_compiled": "ran its layers operator by operator", "compiled_again": "in the timed steps"}
-    problems = record.proof["problems"]
-    assert any(expected[fault.__name__] in problem for problem in problems), problems
+@pytest.mark.parametrize(
+    ("fault", "problem"),
+    [
+        (faults.never_compiled, "ran its layers operator by operator"),
+        pytest.param(faults.compiled_again, "in the timed steps", marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_is_not_compiled_is_an_error(results: Path, fault: Callable[[str], None], problem: str) -> None:
+    assert_not_proven(run_with(results, fault, *SHORT, "strategy=ddp"), problem)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,13 @@ def test_byte_sizes_are_parsed(text: str | int | float, size: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("size", "text"), [(5, "5 B"), (2048, "2.0 KiB"), (113_246_208, "108.0 MiB"), (24 * 2**30, "24.0 GiB")]
+)
+def test_byte_sizes_are_formatted(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize(
     "wrong", ["", "lots", "24 gib", "24Gb", "-1GiB", "0", "0.5B", "1.5", "1e3GiB", 1e30, "٣GB", "9999999999GiB"]
 )
 def test_an_invalid_size_is_refused_with_examples(wrong: str | float) -> None:
@@ -53,15 +60,6 @@ def test_an_invalid_size_is_refused_with_examples(wrong: str | float) -> None:
     with pytest.raises(UserError, match=f"^a.key={re.escape(str(wrong))} is not a size .*: {answer}") as e:
         parse_bytes(wrong, "a.key")
     assert "\n" not in str(e.value)
-
-
-def test_byte_sizes_are_formatted() -> None:
-    assert [format_bytes(size) for size in (5, 2048, 113_246_208, 24 * 2**30)] == [
-        "5 B",
-        "2.0 KiB",
-        "108.0 MiB",
-        "24.0 GiB",
-    ]
 
 
 # ---------------------------------------------------------------- real runs
@@ -119,25 +117,23 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
 
 def check_dominated(config: RunConfig, command: CommandConfig) -> None:
     """Check which runs are pruned: those as large or larger at the same budget, and none that is smaller anywhere."""
-
-    def why_not(budget: Any, layers: int, micro_batch: int) -> str | None:
+    budget: Any = config.cluster.memory_budget
+    deeper = "ran out of memory at model.num_hidden_layers=4 with the same layout"
+    # A pipeline's larger micro-batches are fewer.
+    both = "model.num_hidden_layers=6 and train.micro_batch=2 needs no less" if config.strategy.pp == 1 else ""
+    for its_budget, layers, micro_batch, words in (
+        (f"{budget}B", 6, 1, deeper),
+        (budget, 6, 2, both),
+        *((budget + 1, 6, 1, None), (None, 6, 1, None), (budget, 4, 1, None), (budget, 2, 2, None)),
+    ):
         changed = dataclasses.replace(
             config,
-            cluster=dataclasses.replace(config.cluster, memory_budget=budget),
+            cluster=dataclasses.replace(config.cluster, memory_budget=its_budget),
             model=dataclasses.replace(config.model, num_hidden_layers=layers),
             train=dataclasses.replace(config.train, micro_batch=micro_batch),
         )
-        return pruning_reason(make_plan(changed, detect_machine(config.cluster), command))
-
-    budget = config.cluster.memory_budget
-    assert isinstance(budget, int)
-    deeper = why_not(f"{budget}B", 6, 1)
-    assert deeper is not None and "ran out of memory at model.num_hidden_layers=4 with the same layout" in deeper
-    if config.strategy.name == "single":  # a pipeline's larger micro-batches are fewer
-        both = why_not(budget, 6, 2)
-        assert both is not None and "model.num_hidden_layers=6 and train.micro_batch=2 needs no less" in both
-    assert why_not(budget + 1, 6, 1) is None and why_not(None, 6, 1) is None
-    assert why_not(budget, 4, 1) is None and why_not(budget, 2, 2) is None
+        reason = pruning_reason(make_plan(changed, detect_machine(config.cluster), command))
+        assert reason is None if words is None else words in (reason or ""), (its_budget, layers, micro_batch)
 
 
 # ---------------------------------------------------------------- before anything runs
@@ -163,16 +159,18 @@ def test_a_budget_on_a_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.
     make_plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
 
 
-def test_a_budget_above_the_devices_memory_is_refused() -> None:
-    gpus = Machine("cuda", "", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2, device_bytes=2**34)
-    limits = {}
-    for budget in ("null", "16GiB", "17GiB"):
-        config = compose_config("strategy=ddp", f"cluster.memory_budget={budget}")
-        limits[budget] = rank_memory_limit(config, gpus), list(budget_problems(config, gpus))
-    assert limits["null"] == limits["16GiB"] == (2**34, [])
-    assert limits["17GiB"][1] == [
-        "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: choose as much or less, or null"
-    ]
+GPUS = Machine("cuda", "", 1, 2, devices=2, free_bytes=(2**34,) * 2, cores=2, device_bytes=2**34)
+
+TOO_LARGE = "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: choose as much or less, or null"
+
+
+@pytest.mark.parametrize(
+    ("budget", "limit", "problems"),
+    [("null", 2**34, []), ("16GiB", 2**34, []), ("17GiB", 17 * 2**30, [TOO_LARGE])],
+)
+def test_a_budget_above_the_devices_memory_is_refused(budget: str, limit: int, problems: list[str]) -> None:
+    config = compose_config("strategy=ddp", f"cluster.memory_budget={budget}")
+    assert (rank_memory_limit(config, GPUS), list(budget_problems(config, GPUS))) == (limit, problems)
 
 
 ROOMY = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)

@@ -13,8 +13,8 @@ from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support import commands, faults, row_invariants
-from tests.support.commands import assert_not_proven, compose_config
+from tests.support import faults, row_invariants
+from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with
 
 FSDP = "strategy.data_parallel=fsdp"
 
@@ -80,23 +80,7 @@ SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
 
 def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
     start_forkserver("cpu")
-    return commands.run_with(results, entry, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
-
-
-def check(results: Path, record: Record, parts: bool = True) -> None:
-    """Check that the run is proven, that its activations are as planned on every rank, and that its parts add up."""
-    row = record.row
-    assert (row["status"], row["reason"]) == ("ok", "")
-    assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
-    ranks = commands.run_folder(results, record).read_rank_reports(row["world_size"])
-    config = read_run_config(record.config)
-    layout = resolve_layout(config.strategy, row["world_size"])
-    for rank in ranks:
-        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])
-        assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), rank.rank
-    if parts:
-        row_invariants.check_memory(row, ranks)
-    row_invariants.check_bytes(record)
+    return run_with(results, entry, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
 
 
 REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
@@ -105,25 +89,28 @@ REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "f
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        pytest.param(world, each, marks=[pytest.mark.long] if each.startswith(REPEATED_IN_THE_GRID) else [])
-        for world, all_ in PRODUCTS.items()
-        for each in all_
+        *(
+            pytest.param(world, each, marks=[pytest.mark.long] if each.startswith(REPEATED_IN_THE_GRID) else [])
+            for world, all_ in PRODUCTS.items()
+            for each in all_
+        ),
+        *(pytest.param(8, each, marks=pytest.mark.long) for each in (*MORE, *WIDE)),
     ],
 )
 def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
-    check(results, record_of(results, world, overrides))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overrides", MORE)
-def test_the_grid_is_proven(results: Path, overrides: str) -> None:
-    check(results, record_of(results, 8, overrides))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("overrides", WIDE)
-def test_other_combinations_are_proven_at_eight_ranks(results: Path, overrides: str) -> None:
-    check(results, record_of(results, 8, overrides), parts=False)
+    """The activations are as planned on every rank, and the parts of memory and volume add up."""
+    record = record_of(results, world, overrides)
+    row = record.row
+    assert (row["status"], row["reason"]) == ("ok", "")
+    assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
+    ranks, config = run_folder(results, record).read_rank_reports(world), read_run_config(record.config)
+    layout = resolve_layout(config.strategy, world)
+    for rank in ranks:
+        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])
+        assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), rank.rank
+    if overrides not in WIDE:
+        row_invariants.check_memory(row, ranks)
+    row_invariants.check_bytes(record)
 
 
 @pytest.mark.long

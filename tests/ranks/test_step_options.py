@@ -6,42 +6,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from harness.config.schema import PrecisionConfig
-from harness.cost_model.flops import executed_flops, head_flops, model_flops
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
-from harness.layout.partition import whole_model
 from harness.measure.activations import ActivationMeter
 from harness.models.activation_checkpoint import apply_loss_chunks
 from harness.models.build import build_model
-from harness.models.decoder import Decoder, loss_function
+from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
 from harness.worker import main as worker_main
 from tests.support import faults
 from tests.support.commands import assert_not_proven, compose_config, run_with
-from tests.support.models import ADAM_FP32, BF16, FP32, Hearing, Live, alone, counter, layout_of, run, shaped
+from tests.support.models import ADAM_FP32, BF16, FP32, Hearing, Live, layout_of, run, shaped
 
 CHUNKS = 4
 
 SHORT = ("train.steps=1", "train.warmup_steps=2", "train.global_batch=4", "train.micro_batch=2", "train.seq_len=160")
-
-
-def test_a_chunked_loss_recomputes_the_head() -> None:
-    config = compose_config("strategy=single", "train.global_batch=1", f"train.loss_chunks={CHUNKS}")
-    with FakeTensorMode():
-        model = Decoder(config.model, whole_model(config.model))
-        apply_loss_chunks(model, CHUNKS, Probe())
-        tokens = torch.zeros(1, config.train.seq_len, dtype=torch.int64)
-        with counter() as operations:
-            model(tokens, tokens).backward()
-    assert operations.get_total_flops() == executed_flops(config, alone(config))
-    plain = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=1))
-    assert executed_flops(config, alone(config)) - executed_flops(plain, alone(plain)) == head_flops(config)
-    assert model_flops(config) == model_flops(plain)
 
 
 @pytest.mark.parametrize("vocab_size", (256, 8000))

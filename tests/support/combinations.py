@@ -49,32 +49,28 @@ CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world size
 
 # --- data parallelism, by engine
 
-STRATEGIES = dict.fromkeys(
-    ("single", "ddp", "zero1_torch", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"), "torch"
-) | dict.fromkeys(("zero1", "zero2", "zero3", "zero1_defaults", "zero2_defaults", "zero3_defaults"), "deepspeed")
-
-
 # DeepSpeed's own defaults, whose layouts are those of zero1 to zero3: the ordinary suite runs each on two ranks only.
 DEFAULTS = ("zero1_defaults", "zero2_defaults", "zero3_defaults")
 
+# Each strategy of several ranks, with further overrides.
+STRATEGIES: list[tuple[str, tuple[str, ...]]] = [
+    *((name, ()) for name in ("ddp", "zero1_torch", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard")),
+    *((name, ()) for name in ("zero1", "zero2", "zero3", *DEFAULTS)),
+    ("ddp", ("strategy.engine=accelerate",)),
+]
 
-def _data_parallel() -> list[Combination]:
-    combinations = [Combination("single", 1, (f"checkpointing={kind}",)) for kind in CHECKPOINTING[2]]
-    for world_size, kinds in CHECKPOINTING.items():
-        for kind in kinds:
-            options = (f"checkpointing={kind}",)
-            combinations += [Combination(name, world_size, options) for name in STRATEGIES if name != "single"]
-            combinations.append(Combination("ddp", world_size, ("strategy.engine=accelerate", *options)))
-    return combinations
+_ALL = [
+    *(Combination("single", 1, (f"checkpointing={kind}",)) for kind in CHECKPOINTING[2]),
+    *(
+        Combination(name, world_size, (*more, f"checkpointing={kind}"))
+        for world_size, kinds in CHECKPOINTING.items()
+        for kind, (name, more) in itertools.product(kinds, STRATEGIES)
+    ),
+]
 
+_LONG = [each for each in _ALL if each.strategy in DEFAULTS and each[1:] != (2, ("checkpointing=none",))]
 
-def _is_long(combination: Combination) -> bool:
-    return combination.strategy in DEFAULTS and combination != Combination(
-        combination.strategy, 2, ("checkpointing=none",)
-    )
-
-
-DATA_PARALLEL = [combination for combination in _data_parallel() if not _is_long(combination)]
+DATA_PARALLEL = [each for each in _ALL if each not in _LONG]
 
 # DeepSpeed's settings for speed, whose layout and training are proven, and not the papers' volumes.
 TUNED = [Combination(f"zero{stage}_tuned") for stage in (1, 2, 3)]
@@ -129,7 +125,7 @@ def in_precision(precision: str) -> list[Combination]:
 COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *in_precision("bf16_mixed")]
 
 LONG = [
-    *filter(_is_long, _data_parallel()),
+    *_LONG,
     model_parallel("pp_interleaved", 4),
     *(model_parallel(strategy, 4, "full") for strategy in TENSOR + PIPELINE),
 ]

@@ -73,25 +73,11 @@ def draw(seed: int, most_ranks: int) -> Overrides:
     virtual = virtual if degree["pp"] > 1 else 1
     micro_batch = r.choice((1, 2))
     passes = r.choice((1, 2, 3)) if degree["pp"] == 1 else degree["pp"] * r.choice((1, 2))
-    heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
-    layers = r.choice((4, 5)) if degree["pp"] * virtual <= 4 else 8
-    family = r.choice(("tiny", "tiny", "gpt_tiny"))
-    model = {
-        "model.num_hidden_layers": layers,
-        "model.num_attention_heads": heads,
-        "model.num_key_value_heads": groups,
-        "model.hidden_size": r.choice((64, 96)),
-        "model.intermediate_size": r.choice((128, 192)),
-        "model.vocab_size": r.choice((256, 258)),
-        "model.attention": r.choice(("flash", "eager")),
-        "model.tie_word_embeddings": r.random() < 0.2,
-        "model.dropout": 0.1 if family == "gpt_tiny" and r.random() < 0.3 else 0,
-    }
+    model = small_model(r, is_deep=degree["pp"] * virtual > 4)
     checkpointing = r.choice(("none", "none", "full", "every_n", "selective", "attention"))
     vocabulary = degree["tp"] == 1 or engine != "deepspeed"
     return {
         "strategy": base,
-        "model": family,
         **dict(sorted(model.items())),
         "world_size": math.prod(degree.values()),
         **{f"strategy.{axis}": size for axis, size in degree.items()},
@@ -116,6 +102,24 @@ def draw(seed: int, most_ranks: int) -> Overrides:
         "train.loss_chunks": r.choice((1, 1, 1, 2)),
         "train.fused_optimizer": r.random() < 0.8,
         "train.compile": r.random() < 0.05,
+    }
+
+
+def small_model(r: random.Random, is_deep: bool) -> Overrides:
+    heads, groups = r.choice(((4, 2), (4, 4), (8, 4)))
+    layers = 8 if is_deep else r.choice((4, 5))
+    family = r.choice(("tiny", "tiny", "gpt_tiny"))
+    return {
+        "model": family,
+        "model.num_hidden_layers": layers,
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": groups,
+        "model.hidden_size": r.choice((64, 96)),
+        "model.intermediate_size": r.choice((128, 192)),
+        "model.vocab_size": r.choice((256, 258)),
+        "model.attention": r.choice(("flash", "eager")),
+        "model.tie_word_embeddings": r.random() < 0.2,
+        "model.dropout": 0.1 if family == "gpt_tiny" and r.random() < 0.3 else 0,
     }
 
 
