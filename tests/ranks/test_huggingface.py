@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from harness.config.command import read_run_config
-from harness.config.fingerprint import fingerprint
+from harness.config.fingerprint import make_run_id
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import estimate_memory
@@ -317,10 +317,10 @@ def test_a_models_identity_does_not_depend_on_its_folder(tmp_path: Path) -> None
     file.write_text((first / "config.json").read_text())
     config, other = config_of(first), config_of(second)
     assert config.model.name == "small-llama"
-    assert fingerprint(config, "cpu", 1, "") == fingerprint(other, "cpu", 1, "")
+    assert make_run_id(config, "cpu", 1, "") == make_run_id(other, "cpu", 1, "")
     assert config_of(file).model.name == "llama_115k"
     file.write_text(json.dumps({"model_type": "llama", "_name_or_path": "someone/My-Llama"} | MODELS["llama"]))
     assert config_of(file).model.name == "My-Llama"
-    assert fingerprint(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != fingerprint(config, "cpu", 1, "")
+    assert make_run_id(config_of(first, "model.vocab_size=400"), "cpu", 1, "") != make_run_id(config, "cpu", 1, "")
     values = config.to_dict()
     assert resolve_run_config(json.loads(json.dumps(values))) == config  # asked once: what is known is not asked again
