@@ -25,9 +25,9 @@ from harness.runner.plan import find_problems
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.runner.simulation import machine_of_run
-from harness.sweep.micro_batch_search import wants_max_micro_batch
+from harness.sweep.queued_run import wants_max_micro_batch
+from harness.sweep.scheduler import parse_stop_after
 from harness.sweep.slurm import plugin
-from harness.sweep.stop_after import parse_stop_after
 from harness.tracking.base import tracker_names
 from harness.util.errors import UserError
 from harness.util.text import count_text

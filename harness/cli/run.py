@@ -17,18 +17,17 @@ from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
-from harness.runner.rejected import write_rejected
+from harness.runner.record import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
 from harness.sweep.command_file import PlannedRun, register_command
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors.base import Executor, SequentialExecutor
-from harness.sweep.executors.parallel import ParallelExecutor
+from harness.sweep.local import SequentialExecutor
+from harness.sweep.parallel import ParallelExecutor
 from harness.sweep.planned_order import PlannedOrder, order_by_plan
 from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
-from harness.sweep.scheduler import Scheduler
+from harness.sweep.scheduler import Executor, Scheduler, parse_stop_after
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
-from harness.sweep.stop_after import parse_stop_after
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
 
@@ -50,10 +49,11 @@ class TrackedDisplay(ProgressDisplay):
         config = merge_values(run.config, run.command)
         self.tracking_client.start_run(config["tracking"], run_dir, config)
 
-    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+    def run_ended(self, run: QueuedRun, record: Record) -> None:
         """Show and track a run's record. One that an earlier command made is tracked already."""
         self.records.append(record)
-        super().run_ended(run, record, is_new)
+        is_new = run in self.running
+        super().run_ended(run, record)
         run_dir = run.comparison.run(record.run_id).path
         if is_new or run_dir in self.started_folders:
             self.tracking_client.finish_run(record.config["tracking"], run_dir)
@@ -82,7 +82,7 @@ class RunCommand:
         executor = self.select_executor()
         runs = deduplicate_and_sort(self.plan_runs(executor))
         if isinstance(executor, SlurmExecutor) and not executor.resources.submit:
-            self.scripts = write_scripts(executor, runs)
+            self.scripts = write_scripts(executor.resources, runs)
             return
         if self.combinations.is_sweep and runs and runs[0].command.plan.needs_predictions:
             self.planned_order = order_by_plan(runs, runs[0].command.plan)

@@ -87,7 +87,7 @@ def _between_attempts(default: Any) -> Any:
     """Return a field that may change from one attempt at a combination to the next.
 
     The row of a combination that is no valid configuration is named by the hash of all other values, because any of
-    them may be the invalid one (harness.runner.rejected).
+    them may be the invalid one (harness.runner.record).
     """
     return field(default=default, metadata={"names_rejected": False})
 

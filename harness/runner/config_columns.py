@@ -1,5 +1,7 @@
 """The columns of a row that are known before anything runs. Imports no torch."""
 
+from operator import attrgetter
+
 from harness.config.schema import RunConfig
 from harness.config.strategy import DEGREES
 from harness.layout.layout import Layout
@@ -7,30 +9,35 @@ from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
 from harness.records.schema import Cells
 
+_KEYS = {  # of columns that have a key's value
+    "attention": "model.attention",
+    "dropout": "model.dropout",
+    "strategy": "strategy.name",
+    "engine": "strategy.engine",
+    "data_parallel": "strategy.data_parallel",
+    "checkpointing": "checkpointing.name",
+    "offload": "strategy.offload",
+    "offload_activations": "checkpointing.offload_activations",
+    "precision": "precision.name",
+    "zero_stage": "strategy.zero_stage",
+    "micro_batch": "train.micro_batch",
+    "global_batch": "train.global_batch",
+    "seq_len": "train.seq_len",
+    "loss_chunks": "train.loss_chunks",
+    "compile": "train.compile",
+    "fused_optimizer": "train.fused_optimizer",
+}
+
 
 def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
     """Return the columns that a configuration determines; without a layout there are no degrees."""
+    every, products = config.checkpointing.every, config.checkpointing.saved_products
     row: Cells = {
         "model": config.model.name,
         "parameters": parameter_count(config.model),
-        "attention": config.model.attention,
-        "dropout": config.model.dropout,
-        "strategy": config.strategy.name,
-        "engine": config.strategy.engine,
-        "data_parallel": config.strategy.data_parallel,
-        "checkpointing": config.checkpointing.name,
-        "offload": config.strategy.offload,
-        "offload_activations": config.checkpointing.offload_activations,
-        "precision": config.precision.name,
-        "zero_stage": config.strategy.zero_stage,
-        "micro_batch": config.train.micro_batch,
-        "global_batch": config.train.global_batch,
-        "seq_len": config.train.seq_len,
-        "loss_chunks": config.train.loss_chunks,
-        "compile": config.train.compile,
-        "fused_optimizer": config.train.fused_optimizer,
-        "checkpointing_every": config.checkpointing.every if config.checkpointing.every > 1 else None,
-        "saved_products": config.checkpointing.saved_products if config.checkpointing.saved_products != "all" else None,
+        **{column: attrgetter(key)(config) for column, key in _KEYS.items()},
+        "checkpointing_every": every if every > 1 else None,
+        "saved_products": products if products != "all" else None,
         "repeat": config.repeat,
         "launch": config.launch,
     }

@@ -3,10 +3,9 @@
 A simulation is one process, and virtual ranks of a world run one after another.
 """
 
-import dataclasses
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -76,10 +75,8 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
 def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     is_simulated = plan.config.launch == "simulated"
-    processes = 0 if is_simulated else plan.processes_per_node
-    is_played = plan.config.launch != "processes"
-    played = simulated_ranks(plan.config, plan.layout, plan.machine) if is_played else ()
-    note = core_note(plan.machine.device, processes, len(usable_cores()))
+    played = () if plan.config.launch == "processes" else simulated_ranks(plan.config, plan.layout, plan.machine)
+    note = core_note(plan.machine.device, 0 if is_simulated else plan.processes_per_node, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
     if plan.machine.device == "cpu" and not is_simulated:
@@ -159,7 +156,7 @@ def run_virtual_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
         seconds += outcome.seconds
         if outcome.status != "ok":
             break
-    return dataclasses.replace(outcome, seconds=seconds)
+    return replace(outcome, seconds=seconds)
 
 
 RUNNERS = {"processes": run_ranks, "simulated": run_simulator, "virtual": run_virtual_ranks}

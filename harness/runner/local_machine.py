@@ -1,9 +1,9 @@
 """This machine: the device, memory and cores that runs may use, determined without initializing a device."""
 
-import dataclasses
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 import psutil
 
@@ -18,7 +18,7 @@ def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
     """Return the machine with the free memory and the devices that this process may use at this moment."""
     current = detect_machine(cluster)
     sharing = machine.sharing if machine.device == "cpu" else 1
-    return dataclasses.replace(
+    return replace(
         machine,
         free_bytes=tuple(size // sharing for size in current.free_bytes),
         devices=current.devices,
@@ -30,7 +30,8 @@ def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:
 def detect_machine(cluster: ClusterConfig) -> Machine:
     """Return this machine as one of the cluster's equal nodes.
 
-    Raises UserError if the cluster wants a device that the machine does not have, or if its devices cannot be used.
+    Raises UserError if the cluster wants a device that the machine does not have, if its devices cannot be used, or if
+    Slurm gave GPUs to this job that a run on the CPU would leave idle.
     """
     count, is_rocm = count_gpus()
     cuda_devices: Sequence[CudaDevice] = ()
@@ -44,8 +45,12 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
         )
     if cluster.device == "cuda" and not cuda_devices:
         raise UserError("cluster.device=cuda needs a CUDA device and this machine has none: choose cpu or auto")
-    if cluster.device == "auto" and not cuda_devices:
-        refuse_silent_cpu()
+    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
+    if cluster.device == "auto" and not cuda_devices and gpus not in ("", "0"):
+        raise UserError(
+            f"cluster.device=auto would run on the CPU, although Slurm gave this job {gpus} GPUs: torch sees none of"
+            " them. Install a build of torch for them, or choose cluster.device=cpu"
+        )
     host_free_bytes = psutil.virtual_memory().available
     capabilities = [device.compute_capability for device in cuda_devices]
     return Machine(
@@ -87,13 +92,3 @@ def release_problem(machine: Machine, cluster: ClusterConfig) -> str | None:
         return wait_for_release(machine.free_bytes, lambda: detect_machine(cluster).free_bytes)
     except UserError as error:  # a device was lost
         return one_line(error)
-
-
-def refuse_silent_cpu() -> None:
-    """Raise UserError if Slurm gave GPUs to this job, which a run on the CPU would leave idle."""
-    gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
-    if gpus not in ("", "0"):
-        raise UserError(
-            f"cluster.device=auto would run on the CPU, although Slurm gave this job {gpus} GPUs: torch sees none of"
-            " them. Install a build of torch for them, or choose cluster.device=cpu"
-        )

@@ -1,8 +1,7 @@
 """The plan of a run: a configuration resolved for a machine, and whether it can run and fit there."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from harness.config.byte_size import format_bytes
@@ -15,17 +14,17 @@ from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
 from harness.data.corpus import Corpus, prepare_corpus
-from harness.engines.base import device_count, fully_sharded_preset, load_engine
+from harness.engines.base import device_count, fully_sharded_preset, load_engine, unsupported_elsewhere
 from harness.hardware.described_cluster import DescribedCluster, run_hardware
 from harness.hardware.machine import CORES_PER_GPU_RANK, Machine
 from harness.layout.compatibility import incompatibilities
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import Layout, refusals, resolve_layout
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
-from harness.runner.simulation import simulation_problems, virtual_problems
+from harness.runner.simulation import simulation_problems
 from harness.util import native_build
 from harness.util.errors import UserError
 from harness.util.text import count_text
@@ -132,21 +131,40 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     """Yield every reason why this configuration cannot run with this layout on this machine, a line each."""
     yield from incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
+    yield from simulation_problems(config, layout)
+    engine = load_engine(layout.engine)
     if config.launch == "simulated":
-        yield from simulation_problems(config, layout, machine)
+        yield from unsupported_elsewhere(engine, config, layout, machine)
         return
-    if config.launch == "virtual":
-        yield from virtual_problems(config, layout)
-    yield from compile_problems(config, layout, machine)
-    yield from precision_problems(config, machine)
-    yield from budget_problems(config, machine)
-    yield from load_engine(layout.engine).unsupported(config, layout, machine)
+    yield from machine_problems(config, layout, machine)
+    yield from engine.unsupported(config, layout, machine)
+
+
+def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
+    """Yield why this machine does not compile the layers, compute in the precision, or enforce the memory budget."""
+    capability, budget = machine.compute_capability, config.cluster.memory_budget_bytes
+    compiler = native_build.compiler_problem() if machine.device == "cpu" else None
+    triton = native_build.triton_problem(capability) if machine.device == "cuda" else None
+    is_slow = capability is not None and not computes_bf16("cuda", capability)
+    compiles, splits = config.train.compile, config.checkpointing.name in ("selective", "attention")
+    rules = {
+        "compiled_cpu": compiles and compiler is not None,
+        "compiled_gpu": compiles and triton is not None,
+        "compiled_halves": compiles and layout.splits_backward,
+        "compiled_parts": compiles and splits,
+        "emulated_precision": is_slow and config.precision.compute == "bfloat16",
+        "budget_compiler": budget is not None and compiler is not None,
+        "budget_device": budget is not None and machine.device_bytes is not None and budget > machine.device_bytes,
+    }
+    device_bytes = format_bytes(machine.device_bytes or 0)
+    values = {"machine": machine, "compiler": compiler, "triton": triton, "device_bytes": device_bytes}
+    yield from refusals(rules, config, layout, **values)
 
 
 def fits_now(plan: RunPlan) -> bool:
     """Return whether the run is predicted to fit the machine as it is at this moment."""
     if plan.config.launch != "simulated":
-        plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
+        plan = replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     return capacity_problem(plan, ()) is None
 
 
@@ -186,7 +204,7 @@ def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
         memory = estimate_memory(
             changed, layout, load_engine(layout.engine).state_widths(changed, layout), machine.device
         )
-        return Variant(layout, memory, dataclasses.replace(room, ranks=ranks))
+        return Variant(layout, memory, replace(room, ranks=ranks))
 
     return Choices(
         plan_variant,
@@ -197,34 +215,6 @@ def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
         local_ranks=machine.devices if machine.device == "cuda" else 0,
         offloads=machine.device == "cuda",
     )
-
-
-def budget_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Yield why cluster.memory_budget cannot be enforced on this machine."""
-    budget = config.cluster.memory_budget_bytes
-    if budget is None:
-        return
-    setting = f"cluster.memory_budget={config.cluster.memory_budget}"
-    if machine.device == "cpu" and native_build.compiler_problem():
-        problem = native_build.compiler_problem()
-        yield f"{setting} is enforced by an allocator that must be compiled: {problem}, or choose null"
-    if machine.device_bytes is not None and budget > machine.device_bytes:
-        yield (
-            f"{setting} is more than the {format_bytes(machine.device_bytes)} of a device: choose as much or less, or"
-            " null"
-        )
-
-
-def precision_problems(config: RunConfig, machine: Machine) -> Iterator[str]:
-    """Yield why this machine does not compute in the configured precision."""
-    capability = machine.compute_capability
-    if capability is None or config.precision.compute != "bfloat16":
-        return
-    if not computes_bf16("cuda", capability):
-        yield (
-            f"precision={config.precision.name} is emulated on {machine.device_name}, whose compute capability"
-            f" {capability[0]}.{capability[1]} is below 8.0: choose fp32 or fp16_mixed"
-        )
 
 
 def core_note(device: Device, ranks: int, cores: int) -> str | None:
@@ -244,24 +234,3 @@ def rank_memory_limit(config: RunConfig, machine: Machine) -> int | None:
     """
     budget = config.cluster.memory_budget_bytes
     return machine.device_bytes if budget is None else budget
-
-
-def compile_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
-    """Yield why layers cannot be compiled."""
-    if not config.train.compile:
-        return
-    if machine.device == "cpu" and native_build.compiler_problem():
-        yield f"train.compile=true compiles every layer as C++: {native_build.compiler_problem()}"
-    if machine.device == "cuda" and native_build.triton_problem(machine.compute_capability):
-        problem = native_build.triton_problem(machine.compute_capability)
-        yield f"train.compile=true compiles every layer with Triton: {problem}, or choose train.compile=false"
-    if layout.splits_backward:
-        yield (
-            "train.compile=true fuses a layer's backward into one operator, which strategy.schedule=zero_bubble must"
-            " split in halves: choose train.compile=false, or another schedule"
-        )
-    if config.checkpointing.name in ("selective", "attention"):
-        yield (
-            f"checkpointing={config.checkpointing.name} recomputes parts of a layer, which train.compile=true fuses"
-            " into one: choose none, full or every_n, or train.compile=false"
-        )

@@ -4,12 +4,12 @@ They are a single process; where it does not fit, a single process with full che
 besides; and on a GPU such ranks whose model state is on the host.
 """
 
-import dataclasses
+import bisect
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from harness.config.schema import CheckpointingConfig, RunConfig
+from harness.config.schema import Checkpointing, CheckpointingConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import RankReport
@@ -21,8 +21,7 @@ from harness.util.errors import UserError
 
 SINGLE_PROCESS = StrategyConfig(name="single")
 FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
-OFFLOADED = dataclasses.replace(FULLY_SHARDED, offload="parameters")
-FULL = CheckpointingConfig("full")
+OFFLOADED = replace(FULLY_SHARDED, offload="parameters")
 
 
 @dataclass(frozen=True)
@@ -57,32 +56,30 @@ def reference_configs(plan: RunPlan) -> Iterator[RunConfig]:
     are then compared with those of DeepSpeed.
     """
     yield single_process(plan.config)
-    train = dataclasses.replace(plan.config.train, fused_optimizer=True, compile=False)
-    saving = dataclasses.replace(plan.config, train=train, checkpointing=FULL, world_size=None, repeat=0)
+    full = single_process(plan.config, "full", plan.config.train.loss_chunks)
     machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
     if machine.device == "cuda":  # of whose devices a run beside others sees a part
         ranks = min(ranks, machine.devices * machine.nodes)
-    world_size = math.gcd(ranks, train.global_batch)
-    configs = [dataclasses.replace(saving, strategy=SINGLE_PROCESS)]
+    world_size = math.gcd(ranks, full.train.global_batch)
+    configs = [full]
     if world_size > 1:
-        configs.append(sharded(saving, FULLY_SHARDED, world_size))
+        configs.append(sharded(full, FULLY_SHARDED, world_size))
     if machine.device == "cuda":  # on a CPU the host is the device, and offload saves nothing
-        configs.append(sharded(saving, OFFLOADED, world_size))
+        configs.append(sharded(full, OFFLOADED, world_size))
     same = [config for config in configs if is_same_layout(config, plan.layout)]
     others = [config for config in configs if config not in same]
     if any(config.strategy.data_parallel == "fsdp" for config in same):
-        others.append(sharded(saving, load_strategy_preset("zero3"), world_size))
+        others.append(sharded(full, load_strategy_preset("zero3"), world_size))
     yield from (*others, *same)
 
 
-def single_process(config: RunConfig) -> RunConfig:
-    """Return the same training by one process, without any option that only saves time or memory."""
-    train = dataclasses.replace(config.train, loss_chunks=1, fused_optimizer=True, compile=False)
-    return dataclasses.replace(
+def single_process(config: RunConfig, checkpointing: Checkpointing = "none", loss_chunks: int = 1) -> RunConfig:
+    """Return the same training by one process; by default without any option that only saves time or memory."""
+    return replace(
         config,
         strategy=SINGLE_PROCESS,
-        checkpointing=CheckpointingConfig("none"),
-        train=train,
+        checkpointing=CheckpointingConfig(checkpointing),
+        train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False),
         world_size=None,
         repeat=0,
     )
@@ -91,20 +88,20 @@ def single_process(config: RunConfig) -> RunConfig:
 def sharded(config: RunConfig, strategy: StrategyConfig, world_size: int) -> RunConfig:
     """Return the same training by ranks that share the batch, in micro-batches that they can divide it into."""
     micro_batch = math.gcd(config.train.micro_batch, config.train.global_batch // world_size)
-    train = dataclasses.replace(config.train, micro_batch=micro_batch)
-    return dataclasses.replace(config, strategy=strategy, train=train, world_size=world_size)
+    train = replace(config.train, micro_batch=micro_batch)
+    return replace(config, strategy=strategy, train=train, world_size=world_size)
 
 
 def is_same_layout(config: RunConfig, layout: Layout) -> bool:
     """Return whether the configuration has the engine and the layout of a run, wherever its model state is."""
     resolved = resolve_layout(config.strategy, config.world_size or 1)
-    return resolved == dataclasses.replace(layout, offload=resolved.offload)
+    return resolved == replace(layout, offload=resolved.offload)
 
 
 def plan_reference(config: RunConfig, plan: RunPlan) -> RunPlan:
     """Return the plan of a reference of another plan's run. Raises UserError if it is impossible."""
-    proof = dataclasses.replace(plan.command.proof, reference=False)
-    command = dataclasses.replace(plan.command, proof=proof, force=False)
+    proof = replace(plan.command.proof, reference=False)
+    command = replace(plan.command, proof=proof, force=False)
     return make_plan(config, plan.machine, command, is_reference=True)
 
 
@@ -143,13 +140,10 @@ def recorded_layers(plan: RunPlan) -> list[int]:
 
 def most_layers_that_fit(plan: RunPlan) -> int:
     """Return the largest number of layers, below the model's own, that one process is predicted to fit; 0 for none."""
-    fitting, excess = 0, plan.config.model.num_hidden_layers
-    while excess - fitting > 1:
-        layers = (fitting + excess) // 2
+
+    def is_too_deep(layers: int) -> bool:
         single = plan_reference(single_process(with_layers(plan.config, layers)), plan)
-        predicted = dataclasses.replace(single, command=dataclasses.replace(single.command, preflight=True))
-        if capacity_problem(predicted, ()) is None:
-            fitting = layers
-        else:
-            excess = layers
-    return fitting
+        predicted = replace(single, command=replace(single.command, preflight=True))
+        return capacity_problem(predicted, ()) is not None
+
+    return bisect.bisect_left(range(1, plan.config.model.num_hidden_layers), True, key=is_too_deep)

@@ -4,9 +4,8 @@ Any layout but a single process is first trained with fewer layers, beside a sin
 does not fit, or that is too slow, is skipped with a sentence, and takes no row with it; one that fails does.
 """
 
-import dataclasses
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 
 from harness.config.schema import RunConfig
@@ -16,7 +15,7 @@ from harness.launcher.rank_entry import worker_entry
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Cells, Record, Row
+from harness.records.schema import Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run
 from harness.runner.plan import RunPlan, capacity_problem
@@ -43,10 +42,7 @@ class Cost:
     """The predicted duration of a run."""
 
     seconds: float
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.seconds:,.0f} s at the speed of {self.source}"
+    source: str  # of the speed
 
 
 class SlowReferenceError(UserError):
@@ -58,12 +54,7 @@ class OutOfMemoryReferenceError(UserError):
 
 
 class FailedReferenceError(Exception):
-    """A reference that failed, so that every row that is compared with it fails as well."""
-
-    def __init__(self, plan: RunPlan, record: Record) -> None:
-        reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {record.row['reason']}"
-        super().__init__(reason)
-        self.ending: Cells = {"status": "error" if record.status == "ok" else record.status, "reason": reason}
+    """A reference that failed, so that every row that is compared with it fails too, with this status and reason."""
 
 
 def get_reference(plan: RunPlan, context: RunContext) -> Reference:
@@ -82,14 +73,15 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
                 if reference.shallower is None or not is_same_layout(config, plan.layout):
                     return reference
                 note = f"{reference.note}; it has the same layout and engine as this run"  # and so perhaps its faults
-                return dataclasses.replace(reference, note=note)
+                return replace(reference, note=note)
         except SlowReferenceError as error:
             slow_devices = max(slow_devices, devices_used(candidate))
             problems.append(f"{layout_text(config)} is too slow: {error}")
         except UserError as error:
             problems.append(f"{layout_text(config)} cannot be run: {error}")
         except FailedReferenceError as error:
-            return Reference(f"none: {error}", failure=error.ending)
+            status, reason = error.args
+            return Reference(f"none: {reason}", failure={"status": status, "reason": reason})
     return Reference(f"none: {'; '.join(problems)}")
 
 
@@ -128,7 +120,7 @@ def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
         chain = f"its layout was compared on {layers} of {all_layers} layers with {single.run_id}"
         reference = train_reference(plan, context, Reference(f"none: {chain}"))
         seconds = reference.seconds + shallow_run.seconds + root.seconds
-        return dataclasses.replace(reference, note=f"{reference.note}; {chain}", seconds=seconds, shallower=root)
+        return replace(reference, note=f"{reference.note}; {chain}", seconds=seconds, shallower=root)
     raise UserError("every single process with fewer layers, with which it could be compared, ran out of memory")
 
 
@@ -138,19 +130,21 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
     """
     with run_lock(plan.folder.lock):
-        record = stored_record(plan)
-        if record is None or (record.status == "ok" and not has_evidence(plan, record, compared)):
+        record, ranks = stored_record(plan), read_reports(plan)
+        is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
+        if record is None or (record.status == "ok" and not (is_compared and ranks)):
             cost = refuse_slow(plan)
             context.log(f"reference {plan.run_id}{cost}")
-            record = launch_run(plan, dataclasses.replace(context, entry=worker_entry), compared)
-        ranks = read_reports(plan)
+            record = launch_run(plan, replace(context, entry=worker_entry), compared)
+            ranks = read_reports(plan)
     reason = record.row["reason"]
     if record.status == "oom":
         raise OutOfMemoryReferenceError(f"it ran out of memory: {reason}")
     if record.status == "timeout":
         raise SlowReferenceError(f"it ran into a time limit: {reason}")
     if record.status != "ok" or not ranks:
-        raise FailedReferenceError(plan, record)
+        reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {reason}"
+        raise FailedReferenceError("error" if record.status == "ok" else record.status, reason)
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 
@@ -164,15 +158,10 @@ def refuse_slow(plan: RunPlan) -> str:
     cost = predict_cost(plan)
     if cost is None:
         return ""
+    text = f"train for {cost.seconds:,.0f} s at the speed of {cost.source}"
     if cost.seconds > plan.command.timeout_seconds:
-        raise SlowReferenceError(f"it would train for {cost}, and timeout_seconds={plan.command.timeout_seconds:g}")
-    return f", predicted to train for {cost}"
-
-
-def has_evidence(plan: RunPlan, record: Record, compared: Reference) -> bool:
-    """Return whether a recorded reference has its ranks' reports and, where it needs one, the comparison."""
-    is_compared = compared.report is None or record.proof.get("reference") == compared.note
-    return is_compared and bool(read_reports(plan))
+        raise SlowReferenceError(f"it would {text}, and timeout_seconds={plan.command.timeout_seconds:g}")
+    return f", predicted to {text}"
 
 
 def read_reports(plan: RunPlan) -> list[RankReport]:

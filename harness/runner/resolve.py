@@ -1,7 +1,7 @@
 """The typed configuration of composed values; a Hugging Face model is traced for what the cost model needs."""
 
-import dataclasses
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -67,11 +67,11 @@ def with_layers(config: RunConfig, layers: int) -> RunConfig:
 
     Raises UserError if that model's own configuration is no longer at model.path.
     """
-    model = dataclasses.replace(config.model, num_hidden_layers=layers)
+    model = replace(config.model, num_hidden_layers=layers)
     if model.family == "hf":
         values = {key: getattr(model, key) for key in _HF_KEYS}
         model = from_dict(ModelConfig, _fill_hf_model(values, config.train.seq_len), "model")
-    return dataclasses.replace(config, model=model)
+    return replace(config, model=model)
 
 
 # What a user may set of a Hugging Face model; the rest of its values are those of its own configuration.

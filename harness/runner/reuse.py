@@ -96,15 +96,16 @@ def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolde
 
 def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:
     """Return what an `ok` record lacks that this command requires: a comparison, a tighter bound, counted memory."""
-    row, proof = record.row, command.proof
-    lacking = []
-    if proof.reference and record.proof.get("reference") in _NO_REFERENCE_TEXTS:
-        lacking.append("it was not compared with a reference")
+    proof = command.proof
     judged_by = record.proof.get("floor_multiple", proof.floor_multiple)
-    if proof.reference and judged_by > proof.floor_multiple:
-        lacking.append(f"it was allowed {judged_by:g} noise floors and not {proof.floor_multiple:g}")
-    if row["peak_allocated_bytes"] is None and compiler_problem() is None:
-        lacking.append("its memory was not counted")
-    if command.measure.memory_snapshot and not folder.memory_snapshot(0).exists():
-        lacking.append("it has no memory snapshot")
-    return lacking
+    is_alone = record.proof.get("reference") in _NO_REFERENCE_TEXTS
+    snapshot = folder.memory_snapshot(0)
+    rules = {
+        "it was not compared with a reference": proof.reference and is_alone,
+        f"it was allowed {judged_by:g} noise floors and not {proof.floor_multiple:g}": (
+            proof.reference and judged_by > proof.floor_multiple
+        ),
+        "its memory was not counted": record.row["peak_allocated_bytes"] is None and compiler_problem() is None,
+        "it has no memory snapshot": command.measure.memory_snapshot and not snapshot.exists(),
+    }
+    return [lack for lack, is_lacking in rules.items() if is_lacking]

@@ -1,17 +1,33 @@
-"""One run from its plan to its record: reused, refused, or launched and proven."""
+"""One run from its plan to its record: reused, refused, or launched and proven.
 
-import dataclasses
+A run is refused if it cannot fit, because the same layout ran out of memory at a smaller batch or depth. It must then
+need at least as much memory by the cost model. Both have the same memory budget, because they are equal in everything
+but their sizes.
+"""
 
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+
+from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import ConfigValues
 from harness.proof.simulation import NO_REFERENCE
-from harness.records.schema import Record
+from harness.records.provenance import version_differences, versions
+from harness.records.schema import Record, Row
+from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import RunPlan, capacity_problem
-from harness.runner.pruning import pruning_reason
 from harness.runner.reference_plans import Reference
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
+from harness.util.files import JsonObject
 from harness.util.locks import run_lock
+
+# What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
+_SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
+
+_GROWING = (("model", "num_hidden_layers"), ("train", "micro_batch"))  # groups and their keys
 
 
 def execute(plan: RunPlan, context: RunContext) -> Record | None:
@@ -31,10 +47,11 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
         return record
     if plan.config.launch == "simulated":  # it needs no memory of the machine, and finds out by itself what fits
         return launch_run(plan, context, Reference(NO_REFERENCE["simulated"]))
-    plan = dataclasses.replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
+    plan = replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
     reason = capacity_problem(plan, context.models) or pruning_reason(plan)
-    if reason:
-        return reject(plan, reason)
+    if reason:  # a stored refusal stays, even if its figures differ
+        stored = stored_rejection(plan.folder, plan.command.force)
+        return stored or write_row(plan, {"status": "refused", "reason": reason})
     if plan.config.launch == "virtual":
         return launch_run(plan, context, Reference(NO_REFERENCE["virtual"]))
     reference = get_reference(plan, context)
@@ -43,7 +60,54 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
     return launch_run(plan, context, reference)
 
 
-def reject(plan: RunPlan, reason: str) -> Record:
-    """Return the record of a refused run: the stored refusal, even if its figures differ, or else a new one."""
-    stored = stored_rejection(plan.folder, plan.command.force)
-    return stored or write_row(plan, {"status": "refused", "reason": reason})
+def pruning_reason(plan: RunPlan) -> str | None:
+    """Return which measured run shows that this one cannot fit, in one line, or None if there is none."""
+    if not plan.command.sweep.skip_dominated or plan.command.force:
+        return None
+    values = plan.config.to_dict()
+    for record in comparable_oom_records(plan):
+        grown = grown_sizes(record.config, values)
+        if grown and needs_at_least(plan, record.row):
+            smaller = " and ".join(f"{group}.{key}={record.config[group][key]}" for group, key in grown)
+            larger = " and ".join(f"{group}.{key}={values[group][key]}" for group, key in grown)
+            return (
+                f"not tried: {record.run_id} ran out of memory at {smaller} with the same layout, and {larger} needs no"
+                " less; sweep.skip_dominated=false tries it"
+            )
+    return None
+
+
+def comparable_oom_records(plan: RunPlan) -> Iterator[Record]:
+    """Yield the records of runs of these versions that ran out of memory and differ from the plan in sizes alone."""
+    names = plan.run_id.rpartition("-")[0]
+    wanted = without_sizes(plan.config.to_dict())
+    for record in readable_records(plan.folder.comparison, f"{names}-*"):
+        is_alike = record.status == "oom" and record.row.get("measured_on") == plan.machine.device_name
+        if is_alike and not version_differences(record, versions()) and without_sizes(record.config) == wanted:
+            yield record
+
+
+def without_sizes(values: ConfigValues) -> JsonObject:
+    """Return the values that affect a run's result, except its sizes and its repeat, in the types that JSON has."""
+    affecting = result_affecting_keys(values)
+    for group, names in _SIZES.items():
+        affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
+    plain: JsonObject = json.loads(json.dumps(affecting | {"repeat": 0}))  # if one repeat ran out of memory, all would
+    return plain
+
+
+def grown_sizes(before: ConfigValues, after: ConfigValues) -> list[tuple[str, str]]:
+    """Return the group and key of every size that is larger than before; none if any is smaller."""
+    growth = {(group, key): after[group][key] - before[group][key] for group, key in _GROWING}
+    return [] if min(growth.values()) < 0 else [size for size, difference in growth.items() if difference > 0]
+
+
+def needs_at_least(plan: RunPlan, row: Row) -> bool:
+    """Return whether the cost model predicts as much memory as for the run of this row.
+
+    It may predict less: a pipeline's larger micro-batches can be fewer.
+    """
+    predicted = row.get("predicted_peak_bytes")
+    if predicted is None:  # nothing is predicted for compiled layers
+        return not plan.layout.pp_enabled
+    return plan.memory.peak_bytes >= int(predicted)

@@ -3,12 +3,11 @@
 import os
 import secrets
 import socket
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-
-import numpy as np
 
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
@@ -80,8 +79,7 @@ def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], max
     """
     if not done or not left:
         return None if left else 0.0
-    costs, seconds = (np.array(column, dtype=float) for column in zip(*done, strict=True))
-    slope = float(np.polyfit(costs / costs.max(), seconds, 1)[0] / costs.max()) if np.ptp(costs) else 0.0
-    slope = max(0.0, slope)
-    start = max(0.0, float(seconds.mean() - slope * costs.mean()))
+    costs, seconds = zip(*done, strict=True)
+    slope = max(0.0, statistics.linear_regression(costs, seconds).slope) if min(costs) < max(costs) else 0.0
+    start = max(0.0, statistics.fmean(seconds) - slope * statistics.fmean(costs))
     return (start * len(left) + slope * sum(left)) / min(max_parallel, len(left))

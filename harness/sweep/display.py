@@ -126,13 +126,13 @@ class ProgressDisplay:
         spent = sum(now - progress.started_at for progress in list(self.running.values())) / self.max_parallel
         return f", about {format_duration(max(0.0, left - spent))} left"
 
-    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+    def run_ended(self, run: QueuedRun, record: Record) -> None:
         """Show a run's record, new or stored before."""
         progress = self.running.pop(run, None)
         cost = self.left.pop(run, None)
         if progress is None:  # the record was stored before
             self.position += 1
-        elif is_new and cost is not None and record.row.get("duration_seconds"):
+        elif cost is not None and record.row.get("duration_seconds"):
             self.finished.append((cost, time.monotonic() - progress.started_at))
         if not self.running:
             self.close()

@@ -1,9 +1,9 @@
 """A sweep in the order of its predictions: the best first, the others left out, and whether the winner won."""
 
-import dataclasses
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.config.command import PlanConfig
 from harness.config.fingerprint import short_hash
@@ -41,22 +41,21 @@ class PlannedOrder:
         runs = [run for configuration in self.configurations for run in configuration.runs]
         return sorted(runs, key=lambda run: run.repeat_index)
 
-    def validation(self, records: Sequence[Record]) -> PlanValidation:
-        """Return what the records say of the predictions."""
-        speeds = {record.run_id: float(record.row["tokens_per_second"]) for record in records if record.status == "ok"}
-        configurations = []
-        for entry in self.configurations:
-            measured = [speeds[run.name] for run in entry.runs if run.name in speeds]
-            speed = statistics.median(measured) if measured else None
-            configurations.append(PlannedConfiguration(entry.runs[0].name, entry.tokens_per_second, speed))
-        return PlanValidation(tuple(configurations), self.combinations)
-
     def validate(self, comparison: ComparisonFolder, records: Sequence[Record], log: Callable[[str], None]) -> None:
         """Write and print whether the predicted winner won, if the sweep is to say it."""
-        if self.validates and self.configurations:
-            validation = self.validation(records)
-            write_plan_validation(comparison, validation)
-            log(validation.sentence())
+        if not self.validates or not self.configurations:
+            return
+        speeds = {record.run_id: float(record.row["tokens_per_second"]) for record in records if record.status == "ok"}
+        measured = ([speeds[run.name] for run in entry.runs if run.name in speeds] for entry in self.configurations)
+        configurations = tuple(
+            PlannedConfiguration(
+                entry.runs[0].name, entry.tokens_per_second, statistics.median(speed) if speed else None
+            )
+            for entry, speed in zip(self.configurations, measured, strict=True)
+        )
+        validation = PlanValidation(configurations, self.combinations)
+        write_plan_validation(comparison, validation)
+        log(validation.sentence())
 
 
 def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrder:
@@ -70,13 +69,14 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
     for run in runs:
         same = run.config.to_dict() | {"repeat": 0, "folder": str(run.comparison.path)}  # for all repeats
         configurations.setdefault(short_hash(same), []).append(run)
-    ranked, not_fitting, not_predicted = [], 0, 0
+    ranked: list[RankedConfiguration] = []
+    unfit: Counter[str] = Counter()
     for repeats in configurations.values():
         plan = _plan_of(repeats[0], setting)
         if plan.prediction is None:
-            not_predicted += 1
+            unfit["without a prediction of time"] += 1
         elif not may_fit(plan, plan.prediction):
-            not_fitting += 1
+            unfit["predicted not to fit"] += 1
         else:
             ranked.append(RankedConfiguration(repeats, plan.prediction.tokens_per_second))
     ranked.sort(key=lambda entry: -entry.tokens_per_second)
@@ -87,10 +87,7 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
         last = "the best" if len(chosen) == 1 else f"the best {len(chosen)}"
         slower = len(ranked) - len(chosen)
         reasons.append(f"{slower} predicted to be slower than {last}, by {slowdown:.1%} or more")
-    if not_fitting:
-        reasons.append(f"{not_fitting} predicted not to fit")
-    if not_predicted:
-        reasons.append(f"{not_predicted} without a prediction of time")
+    reasons += [f"{number} {reason}" for reason, number in sorted(unfit.items())]
     left_out = f"{len(configurations) - len(chosen)} of {count_text(len(configurations), 'configuration')}"
     note = f"{setting}: {left_out} are not run: {'; '.join(reasons)}" if reasons else ""
     return PlannedOrder(chosen, note, len(configurations), settings.validate)
@@ -101,16 +98,15 @@ def _plan_of(run: QueuedRun, setting: str) -> RunPlan:
     if run.plan is None:
         raise UserError(f"{setting} needs to know the machine of the runs, which only Slurm's jobs do: leave it out")
     if run_hardware(run.plan.machine, run.plan.config.cluster, run.plan.nodes) is None:
-        name = run.plan.machine.device_name
         raise UserError(
-            f"{setting} needs predictions, and no file in conf/cluster describes this machine ({name}): run harness"
-            " calibrate first"
+            f"{setting} needs predictions, and no file in conf/cluster describes this machine"
+            f" ({run.plan.machine.device_name}): run harness calibrate first"
         )
     return run.plan
 
 
 def may_fit(plan: RunPlan, prediction: Prediction) -> bool:
     """Return whether a run may fit this machine's free memory, by the errors of predictions on file."""
-    free = dataclasses.replace(prediction.cluster.hardware, memory=plan.machine.available_bytes(plan.devices))
-    cluster = dataclasses.replace(prediction.cluster, hardware=free)
-    return dataclasses.replace(prediction, cluster=cluster).verdict.fits != "no"
+    free = replace(prediction.cluster.hardware, memory=plan.machine.available_bytes(plan.devices))
+    cluster = replace(prediction.cluster, hardware=free)
+    return replace(prediction, cluster=cluster).verdict.fits != "no"

@@ -7,7 +7,7 @@ import pytest
 
 from harness.layout.layout import resolve_layout
 from harness.runner import local_machine
-from harness.runner.plan import compile_problems
+from harness.runner.plan import machine_problems
 from harness.worker import main as worker_main
 from tests.support import faults
 from tests.support.commands import assert_not_proven, compose_config, run_with
@@ -71,5 +71,5 @@ def test_a_run_that_is_not_compiled_is_an_error(results: Path, fault: Callable[[
 def test_unsupported_compilation_is_refused(overrides: str, reason: str) -> None:
     config = compose_config("train.compile=true", "world_size=2", *overrides.split())
     layout = resolve_layout(config.strategy, 2)
-    problems = list(compile_problems(config, layout, local_machine.detect_machine(config.cluster)))
+    problems = list(machine_problems(config, layout, local_machine.detect_machine(config.cluster)))
     assert any(reason in problem and "choose" in problem for problem in problems)

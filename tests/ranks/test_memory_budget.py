@@ -13,11 +13,12 @@ from harness.config.fingerprint import result_affecting_keys
 from harness.config.schema import RunConfig
 from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
+from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
 from harness.runner.local_machine import detect_machine
-from harness.runner.plan import RunPlan, budget_problems, capacity_problem, fits_now, make_plan, rank_memory_limit
-from harness.runner.pruning import pruning_reason
-from harness.sweep.micro_batch_search import MicroBatchSearch
+from harness.runner.plan import RunPlan, capacity_problem, fits_now, machine_problems, make_plan, rank_memory_limit
+from harness.runner.run import pruning_reason
+from harness.sweep.queued_run import MicroBatchSearch
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
 from tests.support.commands import compose, compose_config, execute_run
@@ -170,7 +171,8 @@ TOO_LARGE = "cluster.memory_budget=17GiB is more than the 16.0 GiB of a device: 
 )
 def test_a_budget_above_the_devices_memory_is_refused(budget: str, limit: int, problems: list[str]) -> None:
     config = compose_config("strategy=ddp", f"cluster.memory_budget={budget}")
-    assert (rank_memory_limit(config, GPUS), list(budget_problems(config, GPUS))) == (limit, problems)
+    refused = list(machine_problems(config, resolve_layout(config.strategy, 2), GPUS))
+    assert (rank_memory_limit(config, GPUS), refused) == (limit, problems)
 
 
 ROOMY = Machine("cpu", "cpu", 1, 2, devices=0, free_bytes=(2**45,), cores=2)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
+import pytest
 
 from tests.support import packages
 from tests.support.packages import PATH
@@ -91,11 +92,6 @@ StorageHost=127.0.0.1
 StoragePort={storage_port}
 StorageUser=root
 """
-
-
-def install() -> str:
-    """Install Slurm if it is missing; return why that failed, or an empty string."""
-    return packages.install("Slurm", PROGRAMS, PACKAGES)
 
 
 def wait_for(look: Callable[[], T], seconds: float, description: str) -> T:
@@ -200,7 +196,7 @@ class Cluster:
 
 def processes(name: str, node: str = "") -> list[psutil.Process]:
     """Return the processes of this cluster, daemons and jobs, or of one node of it; `info["name"]` is their name."""
-    mark = {"SLURM_CLUSTER_NAME": name, **({"SLURMD_NODENAME": node} if node else {})}
+    mark = {"SLURM_CLUSTER_NAME": name} | ({"SLURMD_NODENAME": node} if node else {})
     members = []
     for process in psutil.process_iter(["name"]):
         with suppress(psutil.Error, OSError):
@@ -269,10 +265,12 @@ def start_accounting(cluster: Cluster, port: int) -> None:
 
 @contextmanager
 def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterator[Cluster]:
-    """Yield a cluster of the nodes n1, n2 … in this folder.
+    """Yield a cluster of the nodes n1, n2 … in this folder; skip the test where Slurm cannot be installed.
 
     Of its partitions `low` and `high`, `high` preempts `low`.
     """
+    if missing := packages.install("Slurm", PROGRAMS, PACKAGES):
+        pytest.skip(missing)
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state").mkdir()

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -102,26 +102,24 @@ def test_a_damaged_file_spoils_no_row(
     assert is_run_again == ("not a whole record" in done.stderr and "is run again" in done.stderr)
 
 
+READ_AGAIN = ("sweep/references/*/ranks/*.json", "cache/corpus-*.bin", "cache/allocator/*/allocator-*.so")
+
+
 @LONG
-@pytest.mark.parametrize("damage", [cut, noisy])
-def test_a_run_beside_damaged_files_has_the_right_row(folder: Path, whole: Path, damage: Damage) -> None:
+@pytest.mark.parametrize(
+    ("patterns", "damage"), [(READ_AGAIN, cut), (READ_AGAIN, noisy), (["sweep/references/*/record.json"], noisy)]
+)
+def test_a_run_beside_damaged_files_has_the_right_row(
+    folder: Path, whole: Path, patterns: Sequence[str], damage: Damage
+) -> None:
     """One of the runs is missing, so that reference, corpus and allocator are read again, and made again."""
     (removed,) = folder.glob("sweep/tp*")
     shutil.rmtree(removed)
-    for pattern in ("sweep/references/*/ranks/*.json", "cache/corpus-*.bin", "cache/allocator/*/allocator-*.so"):
+    for pattern in patterns:
         damage_file(folder, pattern, damage)
     done = run_sweep(folder)
     assert done.returncode == 0, done.stderr
     assert "reference single" in done.stderr
-    assert differences(folder, whole) == [] == litter(folder)
-
-
-@LONG
-def test_a_damaged_reference_record_is_made_again(folder: Path, whole: Path) -> None:
-    (removed,) = folder.glob("sweep/tp*")
-    shutil.rmtree(removed)
-    damage_file(folder, "sweep/references/*/record.json", noisy)
-    assert run_sweep(folder).returncode == 0
     assert differences(folder, whole) == [] == litter(folder)
 
 

@@ -25,9 +25,6 @@ LONGER = ("strategy=ddp", "train.seq_len=32", "train.steps=150", "train.warmup_s
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    missing = slurm_cluster.install()
-    if missing:
-        pytest.skip(missing)
     with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
         yield cluster
 
@@ -219,9 +216,6 @@ def test_a_node_lost_for_good_is_an_error_row(slurm: Cluster, tmp_path: Path) ->
 
 @pytest.mark.long
 def test_a_run_on_a_cluster_with_accounting(tmp_path: Path) -> None:
-    missing = slurm_cluster.install()
-    if missing:
-        pytest.skip(missing)
     with slurm_cluster.cluster(tmp_path / "slurm", accounting=True) as cluster:
         harness(cluster, tmp_path, "name=accounted", "strategy=ddp", "cluster.nodes=2", *SMALL)
         assert only_row(tmp_path, "accounted").status == "ok"

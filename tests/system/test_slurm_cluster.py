@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import slurm_cluster
 from tests.support.commands import ROOT
 from tests.support.slurm_cluster import Cluster, cluster, processes, wait_for
 
@@ -27,8 +26,6 @@ with cluster(Path(sys.argv[1])) as slurm:
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    if problem := slurm_cluster.install():
-        pytest.skip(problem)
     with cluster(tmp_path_factory.mktemp("slurm")) as started:
         yield started
 

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
 from datetime import datetime
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from hypothesis import given
@@ -22,16 +22,17 @@ from hypothesis import strategies as st
 
 from harness.cli import status
 from harness.config.arguments import normalize_arguments
+from harness.config.command import CommandConfig
 from harness.hardware.device_placement import DevicePlacement
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.sweep import command_file, stop_after
+from harness.sweep import command_file, scheduler
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors.base import SequentialExecutor
-from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot, start_process
-from harness.sweep.micro_batch_search import MicroBatchSearch
-from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
+from harness.sweep.local import SequentialExecutor
+from harness.sweep.parallel import ParallelExecutor, WorkerSlot, start_process
+from harness.sweep.queued_run import MicroBatchSearch, QueuedRun, deduplicate_and_sort, queue_plan
+from harness.sweep.scheduler import Scheduler, StopAfter, parse_stop_after
 from harness.util.errors import UserError
 from harness.util.text import format_duration
 from tests.support import faults
@@ -63,25 +64,27 @@ def test_cheap_runs_come_first_each_once_and_repeats_last() -> None:
 @pytest.mark.parametrize(
     ("stated", "limits"),
     [
-        ([], (None, None, None)),
-        ([3600], (3600, None, None)),
-        (["90m", "20runs"], (5400, 20, None)),
-        (["1.5h", "3failures"], (5400, None, 3)),
-        (["2d"], (172800, None, None)),
+        ([], {}),
+        ([3600], {"s": 3600}),
+        (["90m", "20runs"], {"s": 5400, "runs": 20}),
+        (["1.5h", "3failures"], {"s": 5400, "failures": 3}),
+        (["2d"], {"s": 172800}),
     ],
 )
-def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: tuple[Any, ...]) -> None:
-    limit = stop_after.parse_stop_after(stated)
-    assert (limit.seconds, limit.runs, limit.failures) == limits
-    assert not limit.exceeded_limit() or limit.seconds == 0
+def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: dict[str, float]) -> None:
+    limit = parse_stop_after(stated)
+    assert limit.limits == limits and not limit.exceeded_limit()
     limit.started, limit.failed = 20, 3
-    assert bool(limit.exceeded_limit()) == (limit.runs is not None or limit.failures is not None)
+    reached = [f"stop_after={number}{unit} is reached" for unit, number in limits.items() if unit != "s"]
+    assert limit.exceeded_limit() == "".join(reached)
+    limit.started_at -= 172800
+    assert not limits or limit.exceeded_limit() == f"stop_after={limits['s']}s is reached"
 
 
 @pytest.mark.parametrize("wrong", ["soon", "8 hours", "1.5runs", "-1h", "runs"])
 def test_a_wrong_budget_is_an_error_with_the_choices(wrong: str) -> None:
     with pytest.raises(UserError, match="choose a time such as 90m or 8h, 20runs, or 3failures"):
-        stop_after.parse_stop_after([wrong])
+        parse_stop_after([wrong])
 
 
 def test_a_comma_in_a_list_starts_no_sweep() -> None:
@@ -90,16 +93,10 @@ def test_a_comma_in_a_list_starts_no_sweep() -> None:
     assert normalize_arguments(arguments) == normalized
 
 
-@dataclass
-class Sized:
-    """A stand-in for a plan with the attributes that a search reads."""
-
-    size: int
-    config: Any = field(init=False)
-    run_id: str = "ddp-none-tiny-w2-0"
-
-    def __post_init__(self) -> None:
-        self.config = SimpleNamespace(train=SimpleNamespace(micro_batch=self.size))
+def sized(size: int) -> Any:
+    """Return a stand-in for a plan with the attributes that a search reads."""
+    config = SimpleNamespace(train=SimpleNamespace(micro_batch=size))
+    return SimpleNamespace(size=size, config=config, command=CommandConfig(), run_id="ddp-none-tiny-w2-0")
 
 
 @given(sizes=st.integers(1, 10), fitting=st.integers(0, 10), predicted=st.integers(0, 10))
@@ -107,8 +104,7 @@ def test_a_search_finds_the_largest_micro_batch_however_wrong_the_prediction(
     sizes: int, fitting: int, predicted: int
 ) -> None:
     """No size is tried twice, and the size above the result is known not to fit."""
-    plans: Any = [Sized(2**index) for index in range(sizes)]
-    search = MicroBatchSearch(plans, lambda plan: plan.size < 2**predicted)
+    search = MicroBatchSearch([sized(2**index) for index in range(sizes)], lambda plan: plan.size < 2**predicted)
     tried, plan = [], search.first
     while plan is not None:
         tried.append(plan.size)
@@ -120,10 +116,23 @@ def test_a_search_finds_the_largest_micro_batch_however_wrong_the_prediction(
 
 
 def test_a_search_ends_at_a_failure_that_is_not_about_memory() -> None:
-    plans: Any = [Sized(1), Sized(2), Sized(4)]
-    search = MicroBatchSearch(plans, lambda plan: plan.size < 4)
+    search = MicroBatchSearch([sized(1), sized(2), sized(4)], lambda plan: plan.size < 4)
     assert search.next(Record({"status": "error"})) is None
     assert search.result().endswith(": no micro-batch is ok; 2 is error")
+
+
+def test_a_search_goes_on_from_the_runs_that_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The micro-batches 1 and 2 are on file, and 8 does not fit."""
+    monkeypatch.setattr(scheduler, "has_free_space", lambda path: True)
+    executor, started = MagicMock(), []
+    executor.stored_record = lambda run: Record({"status": "ok"}) if run.plan.size <= 2 else None
+    executor.start = started.append
+    executor.poll = lambda: [(started[-1], Record({"status": "ok" if started[-1].plan.size < 8 else "oom"}))]
+    search = MicroBatchSearch([sized(2**index) for index in range(4)], lambda plan: plan.size <= 2)
+    Scheduler(executor, StopAfter(), [queue_plan(search.first, search=search)]).run()
+    shown = [call.args[0].plan.size for call in executor.display.run_ended.call_args_list]
+    assert shown == [2, 4, 8] and [run.plan.size for run in started] == [4, 8]
+    assert search.result().endswith(": 4 fits; 8 is oom")
 
 
 def test_a_run_finds_its_largest_micro_batch(harness: Harness, tmp_path: Path) -> None:
@@ -185,8 +194,9 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
     records = read_all(tmp_path / "results" / "beside").records
     assert len(records) == 3 and all(len(record.rank_entries[0]["cores"]) == 1 for record in records)
+    starts = [datetime.fromisoformat(record.row["started_at"]).timestamp() for record in records]
     spans = [
-        (start_seconds(record), start_seconds(record) + record.row["duration_seconds"], record) for record in records
+        (start, start + record.row["duration_seconds"], record) for start, record in zip(starts, records, strict=True)
     ]
     overlapping = [
         (first, second)
@@ -211,16 +221,13 @@ def test_a_device_belongs_to_one_run_at_a_time(worlds: list[int], parallel: int 
     slots.placement = DevicePlacement(tuple("01234567"), cores)
     for world in worlds:
         queue_item: Any = SimpleNamespace(planned=SimpleNamespace(devices=world))
-        free = slots.free_devices_and_cores(queue_item)
-        used = [device for slot in slots.slots for device in slot.devices]
-        if free is None:
+        free = slots.free_places(queue_item)
+        used = [place for slot in slots.slots for place in slot.places]
+        if free:
+            assert len(free) == world and not {*free} & {*used}
+            slots.slots.append(WorkerSlot(None, None, queue_item, free))  # type: ignore[arg-type]
+        else:
             assert len(used) + world > 8 or len(slots.slots) == parallel
-            continue
-        assert len(free[0]) == world and len(free[1]) == 2 * world
-        slots.slots.append(WorkerSlot(None, None, queue_item, *free))  # type: ignore[arg-type]
-    for resource in ("devices", "cores"):
-        assigned = [index for slot in slots.slots for index in getattr(slot, resource)]
-        assert len(set(assigned)) == len(assigned)
     slots.slots.clear()
     slots.close()
 
@@ -245,10 +252,6 @@ def test_a_dead_idle_process_is_dropped_and_a_dead_forkserver_replaced() -> None
     process.join()
     assert not slots.send_work(idle, ()) and slots.slots == []
     slots.close()
-
-
-def start_seconds(record: Record) -> float:
-    return datetime.fromisoformat(record.row["started_at"]).timestamp()
 
 
 def test_status_shows_a_running_and_a_killed_sweep(tmp_path: Path) -> None:

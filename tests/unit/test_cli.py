@@ -64,7 +64,7 @@ def test_a_plan_needs_neither_torch_nor_pandas() -> None:
     assert not {"torch", "pandas"} & set(imported("plan", "strategy=zero3", "model=7b", "cluster=8xh100")[0])
 
 
-PARENTS = ("launcher.multinode", "runner.run", "sweep.executors.parallel", "sweep.slurm.executor")
+PARENTS = ("launcher.multinode", "runner.run", "sweep.parallel", "sweep.slurm.executor")
 
 
 def test_parents_of_ranks_import_no_model_engine_or_worker() -> None:

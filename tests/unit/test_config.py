@@ -16,7 +16,7 @@ from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.runner import simulation
 from harness.runner.plan import capacity_problem, make_plan
-from harness.runner.rejected import fallback_run_id
+from harness.runner.record import fallback_run_id
 from harness.runner.resolve import resolve_auto
 from harness.util.errors import UserError
 from tests.support.commands import ROOT, compose, compose_config

@@ -20,10 +20,10 @@ from harness.launcher.forkserver import rank_environment
 from harness.layout.layout import resolve_layout
 from harness.probe import Probe
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
+from harness.sweep import local, parallel
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors import base, parallel
-from harness.sweep.executors.parallel import ParallelExecutor, WorkerSlot
-from harness.sweep.queued_run import QueuedRun
+from harness.sweep.parallel import ParallelExecutor, WorkerSlot
+from harness.sweep.queued_run import queue_plan
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
 from tests.support.nvml_tables import GIB, Board, install
@@ -127,31 +127,37 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> ParallelExecutor:
     install(monkeypatch, EIGHT)
     monkeypatch.setattr(parallel, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(device_placement, "physical_core", PHYSICAL.__getitem__)
-    monkeypatch.setattr(base, "detect_machine", lambda _: gpus(8))
-    monkeypatch.setattr(parallel, "set_signal_handlers", lambda _: None)
+    monkeypatch.setattr(local, "detect_machine", lambda _: gpus(8))
+    monkeypatch.setattr(parallel, "set_signal_handlers", lambda: None)
     return ParallelExecutor("auto", (), ProgressDisplay())
-
-
-def queued(plan: RunPlan) -> QueuedRun:
-    return QueuedRun(plan.config, plan.command, plan, plan.run_id)
 
 
 def test_a_sweep_gives_every_run_the_devices_of_its_plan(executor: ParallelExecutor) -> None:
     machine = executor.machine(ClusterConfig("local"))
     assert executor.max_parallel == 8
-    data_parallel, pair = queued(plan_of(machine, *DP)), queued(plan_of(machine, "strategy=ddp", "world_size=2"))
-    assert executor.free_devices_and_cores(data_parallel) == (tuple("01234567"), tuple(range(16)))
-    devices, cores = executor.free_devices_and_cores(pair) or ((), ())
-    assert (devices, cores) == (("0", "1"), (0, 1, 8, 9))
-    executor.slots.append(WorkerSlot(None, None, pair, devices, cores))  # type: ignore[arg-type]
-    assert executor.free_devices_and_cores(data_parallel) is None
-    assert executor.free_devices_and_cores(pair) == (("2", "3"), (2, 3, 10, 11))
+    plans = plan_of(machine, *DP), plan_of(machine, "strategy=ddp", "world_size=2")
+    data_parallel, pair = map(queue_plan, plans)
+    assert executor.free_places(data_parallel) == tuple(range(8))
+    for devices, cores in ((["0", "1"], {0, 1, 8, 9}), (["2", "3"], {2, 3, 10, 11})):
+        pipe = Pipe()
+        executor.slots.append(WorkerSlot(None, pipe))  # type: ignore[arg-type]
+        executor.start(pair)
+        assert pipe.sent == [(pair.plan, devices, cores)]
+        assert executor.free_places(data_parallel) == ()
+
+
+class Pipe:
+    """A stand-in for the pipe of a worker process."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.send = self.sent.append
 
 
 def test_a_sweep_of_runs_side_by_side_needs_devices_of_one_model(
     executor: ParallelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "detect_machine", lambda _: gpus(2, device_names=("NVIDIA A40", "NVIDIA A10")))
+    monkeypatch.setattr(local, "detect_machine", lambda _: gpus(2, device_names=("NVIDIA A40", "NVIDIA A10")))
     with pytest.raises(UserError, match=r"sweep\.parallel=auto: the run would use NVIDIA A40 and NVIDIA A10"):
         executor.machine(ClusterConfig("local"))
 

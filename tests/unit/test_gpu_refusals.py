@@ -15,7 +15,7 @@ from harness.engines import accelerate as accelerate_engine
 from harness.engines.base import load_engine
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
-from harness.runner.plan import capacity_problem, core_note, find_problems, make_plan, precision_problems
+from harness.runner.plan import capacity_problem, core_note, find_problems, machine_problems, make_plan
 from harness.util import native_build
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
@@ -87,9 +87,11 @@ def test_emulated_16_bit_is_refused(
     machine: Machine, refused: bool, config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule is torch's own, which this test asks about the same devices."""
-    listed = list(precision_problems(config, machine))
+    layout = resolve_layout(config.strategy, 2)
+    listed = [text for text in machine_problems(config, layout, machine) if text.startswith("precision=")]
     assert len(listed) == refused and all("choose fp32 or fp16_mixed" in problem for problem in listed)
-    assert not list(precision_problems(dataclasses.replace(config, precision=FP32), machine))
+    in_fp32 = machine_problems(dataclasses.replace(config, precision=FP32), layout, machine)
+    assert not any(text.startswith("precision=") for text in in_fp32)
     major = (machine.compute_capability or (9, 4))[0]
     monkeypatch.setattr(torch.version, "hip", None if machine.compute_capability else "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -19,8 +19,8 @@ from harness.hardware.machine import Machine, processor_name
 from harness.planner.problems import predict
 from harness.runner import plan as run_plan
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
-from harness.runner.pruning import needs_at_least
 from harness.runner.record import predicted_columns, predicted_step_entry
+from harness.runner.run import needs_at_least
 from harness.runner.simulation import machine_of_run
 from tests.support.commands import compose
 

@@ -10,8 +10,14 @@ import pytest
 from harness.config.command import CommandConfig
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.sweep.slurm import commands
-from harness.sweep.slurm.commands import SlurmResources, batch_script, sbatch_directives
-from harness.sweep.slurm.node_shape import NodeShape, gpus_among, node_shape
+from harness.sweep.slurm.commands import (
+    NodeShape,
+    SlurmResources,
+    batch_script,
+    gpus_among,
+    query_node_shape,
+    sbatch_directives,
+)
 from harness.util.errors import UserError
 
 # What `sinfo --noheader --format="%P %c %G"` prints. The default partition has a star.
@@ -27,14 +33,14 @@ SITES = {
 }
 
 
-@pytest.mark.parametrize(("lines", "shape"), SITES.values(), ids=SITES)
-def test_the_shape_of_the_default_partitions_nodes(lines: list[str], shape: NodeShape) -> None:
-    assert node_shape(lines, None) == shape
+@pytest.mark.parametrize(("site", "shape"), SITES.values(), ids=SITES, indirect=["site"])
+def test_the_shape_of_the_default_partitions_nodes(site: None, shape: NodeShape) -> None:
+    assert query_node_shape(None) == shape
 
 
+@pytest.mark.parametrize("site", [["cpu* 16 (null)", "gpu 128 gpu:8"]], indirect=True)
 def test_a_partition_is_found_by_its_name() -> None:
-    lines = ["cpu* 16 (null)", "gpu 128 gpu:8"]
-    assert node_shape(lines, "gpu") == NodeShape(8, 128) and node_shape(lines, "cpu") == NodeShape(0, 16)
+    assert query_node_shape("gpu") == NodeShape(8, 128) and query_node_shape("cpu") == NodeShape(0, 16)
     assert gpus_among("gres/gpu=2,nic:3") == 2 and gpus_among("gpu") == 1 and gpus_among("(null)") == 0
 
 

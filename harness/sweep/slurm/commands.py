@@ -1,6 +1,5 @@
 """Slurm's commands and batch scripts: sbatch, squeue and scontrol. Slurm's accounting is not needed."""
 
-import dataclasses
 import functools
 import math
 import re
@@ -8,16 +7,14 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness.config.command import CommandConfig
-from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
-from harness.config.from_dict import ConfigValues
 from harness.config.schema import ClusterConfig, Device, RunConfig
+from harness.hardware.machine import CORES_PER_GPU_RANK, CPU_RANKS
 from harness.records.run_folder import ComparisonFolder
-from harness.sweep.slurm.node_shape import MOST_GPUS, NodeRequest, NodeShape, node_shape, request_of
 from harness.util.errors import UserError
 from harness.util.files import read_json_object
 from harness.util.text import one_line
@@ -28,8 +25,11 @@ MOST_IN_ARRAY = 1000  # Slurm's own limit unless a site sets another: MaxArraySi
 
 SPARE_SECONDS = 300.0  # of a job, beside what a run and its reference may take
 
+# Options of sbatch that request GPUs too.
+GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-task")
 
-Option = str | int | float | bool | None  # the value of an option of sbatch; True: it has none; None: it is not set
+# The GPUs that a job uses of its only node, by `launch`; a job whose ranks are processes has a GPU for each of them.
+MOST_GPUS: dict[str, int] = {"virtual": 1, "simulated": 0}
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     cluster = config.cluster
     request = node_request(resources, cluster, config.launch)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
-    options: dict[str, Option] = {
+    options: dict[str, Any] = {  # True: an option without a value; None: it is not set
         "job-name": f"harness-{command.name}",
         "nodes": resources.nodes or (1 if config.launch in MOST_GPUS else cluster.nodes),
         "ntasks-per-node": 1,
@@ -89,14 +89,59 @@ def other_options(resources: SlurmResources) -> dict[str, Any]:
     return {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
 
 
+@dataclass(frozen=True)
+class NodeRequest:
+    """What a job requests of each node; None is no request."""
+
+    gpus: int | None
+    cores: int
+    devices: int  # the GPUs that its ranks find, whichever option requests them
+
+
 def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> NodeRequest:
-    """Return what a job requests of each node. Raises UserError if it needs GPUs and nothing says how many."""
-    most_gpus = MOST_GPUS.get(launch)
-    if most_gpus == 0:
-        cluster = dataclasses.replace(cluster, device="cpu", gpus_per_node=None)
-    shape = query_node_shape(resources.partition or cluster.partition) if cluster.device != "cpu" else NodeShape()
+    """Return what a job requests of each node, by the launcher's keys, those of the cluster, and the nodes' shape.
+
+    A job that requests no GPU gets none, and one that requests no cores gets a single one, so both are always
+    requested. Raises UserError if GPUs are wanted and nothing says how many.
+    """
+    if launch == "simulated":
+        cluster = replace(cluster, device="cpu", gpus_per_node=None)
+    wants_gpus = cluster.device != "cpu"
+    shape = query_node_shape(resources.partition or cluster.partition) if wants_gpus else NodeShape()
+    gpus, cores = resources.gpus_per_node, resources.cpus_per_task
     options = {"gres": resources.gres} | other_options(resources)
-    return request_of(cluster, shape, resources.gpus_per_node, resources.cpus_per_task, options, most_gpus)
+    others = max(gpu_count(name, str(options.get(name) or "")) for name in GPU_OPTIONS)
+    if gpus is None and wants_gpus and not others:
+        gpus = cluster.gpus_per_node or shape.gpus
+        if not gpus and (cluster.device == "cuda" or gpus is None):
+            reason = "sinfo does not report how many a node has" if gpus is None else "sinfo reports no node with GPUs"
+            raise UserError(
+                f"cluster.gpus_per_node=null with cluster.device={cluster.device} requests all GPUs of a node, and"
+                f" {reason}: choose their number, another cluster.partition, or cluster.device=cpu"
+            )
+        gpus = min(gpus, MOST_GPUS.get(launch, gpus))
+    ranks = gpus or others
+    if cores is None and ranks:
+        share = shape.cores * ranks // shape.gpus if shape.cores and shape.gpus else 0
+        cores = max(CORES_PER_GPU_RANK * ranks, share)
+    return NodeRequest(gpus or None, cores or cluster.gpus_per_node or CPU_RANKS, ranks)
+
+
+def gpu_count(option: str, value: str) -> int:
+    """Return how many GPUs an option of sbatch requests: --gpus=h100:4 as well as --gres=gpu:h100:4,nic:1."""
+    return last_number(value) if value and option.startswith("gpus") else gpus_among(value)
+
+
+def gpus_among(resources: str) -> int:
+    """Return the GPUs in a list of generic resources, as sinfo and --gres write it: gpu:h100:8(S:0-1),nic:2."""
+    entries = re.sub(r"\([^)]*\)", "", resources).split(",")
+    return sum(last_number(entry) for entry in entries if "gpu" in re.split("[:=/]", entry))
+
+
+def last_number(text: str) -> int:
+    """Return the number at the end of a text such as gpu:8; 1 if there is none, as Slurm does."""
+    number = re.search(r"[:=]?(\d+)$", text)
+    return int(number[1]) if number else 1
 
 
 def requested_device(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> Device:
@@ -129,10 +174,30 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
     )
 
 
+@dataclass(frozen=True)
+class NodeShape:
+    """The GPUs and cores of a partition's nodes; None where Slurm does not tell."""
+
+    gpus: int | None = None  # of the smallest node with GPUs, else 0
+    cores: int | None = None  # of the smallest of these nodes
+
+
 @functools.cache
 def query_node_shape(partition: str | None) -> NodeShape:
-    """Return the GPUs and cores of a partition's nodes, or of the default partition's, as far as sinfo reports them."""
-    return node_shape((slurm_output("sinfo", "--noheader", "--format=%P %c %G") or "").splitlines(), partition)
+    """Return the GPUs and cores of a partition's nodes, or of the default partition's, as far as sinfo reports them.
+
+    A line has a node's partition, cores and resources; a star marks the default partition.
+    """
+    lines = slurm_output("sinfo", "--noheader", "--format=%P %c %G") or ""
+    nodes = [
+        (gpus_among(resources), int(cores))
+        for name, star, cores, resources in re.findall(r"^(\S+?)(\*?) +(\d+)\S* *(.*)$", lines, re.MULTILINE)
+        if (name == partition if partition else star)
+    ]
+    if not nodes:
+        return NodeShape()
+    gpus = min((count for count, _ in nodes if count), default=0)
+    return NodeShape(gpus, min(cores for count, cores in nodes if count == gpus))
 
 
 def submit(script: str, folder: Path) -> str:
@@ -177,21 +242,6 @@ def run_slurm_command(
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def job_key(values: ConfigValues) -> str:
-    """Return the hash of everything that affects the result and is known before a node is assigned."""
-    return short_hash(with_old_keys(result_affecting_keys(values)))
-
-
-def message_file(comparison: ComparisonFolder, name: str, kind: str = "") -> Path:
-    """Return the file of a combination's values, or of its node's message of kind `started` or `answer`."""
-    return comparison.jobs / f"{name}{kind and '.'}{kind}.json"
-
-
-def read_run_ids(path: Path) -> list[str]:
-    """Return the runs that a node's message names; none if there is no message."""
-    return list(read_json_object(path).get("runs", ()))
 
 
 def submitted_job(path: Path) -> str | None:

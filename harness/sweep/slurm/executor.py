@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.command import read_command_config
+from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_record, write_record
-from harness.runner.rejected import fallback_run_id, rejected_values
+from harness.runner.record import fallback_run_id, rejected_values
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import reusable_record
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.micro_batch_search import candidates, wants_max_micro_batch
-from harness.sweep.queued_run import QueuedRun
+from harness.sweep.queued_run import Ended, QueuedRun, candidates, wants_max_micro_batch
 from harness.sweep.slurm import commands
-from harness.sweep.slurm.commands import SlurmResources, job_key, message_file, read_run_ids, submitted_job
+from harness.sweep.slurm.commands import SlurmResources, submitted_job
 from harness.util.errors import UserError
-from harness.util.files import atomic_write_json, atomic_write_text
+from harness.util.files import atomic_write_json, atomic_write_text, read_json_object
 from harness.util.locks import is_locked, run_lock
 from harness.util.text import count_text
 
@@ -35,19 +35,22 @@ POLL_SECONDS = 1.0
 GONE_SECONDS = 10.0  # from when a job left the queue until it is given up: files in a shared folder may appear late
 
 
-@dataclass
-class SubmittedRun:
-    """A combination that is submitted, or to be submitted, as a job."""
+@dataclass(eq=False, kw_only=True)
+class JobRun(QueuedRun):
+    """A combination to be run by a job."""
 
-    run: QueuedRun
     values: ConfigValues
     job: str | None = None  # 12, or 12_3 of an array; None: not submitted yet
     missing_since: float | None = None  # time.monotonic() at which the job was not in the queue any more
     started_runs: list[str] = field(default_factory=list)  # run ids
 
     def message(self, kind: str = "") -> Path:
-        """Return the file of the combination's values, or of its node's message of this kind."""
-        return message_file(self.run.comparison, self.run.name, kind)
+        """Return the file of the combination's values, or of its node's message of kind `started` or `answer`."""
+        return self.comparison.jobs / f"{self.name}{kind and '.'}{kind}.json"
+
+    def read_run_ids(self, kind: str) -> list[str]:
+        """Return the runs that the node's message of this kind names; none if there is no message."""
+        return list(read_json_object(self.message(kind)).get("runs", ()))
 
     def write_values(self) -> None:
         """Write the combination's values, which its node reads, and the job that it was submitted as."""
@@ -64,8 +67,7 @@ class SlurmExecutor:
         keys = {key: value for key, value in launcher.items() if key != "_target_"}
         self.resources = from_dict(SlurmResources, keys, "hydra.launcher")
         self.display = display
-        self.values: dict[QueuedRun, ConfigValues] = {}
-        self.submitted: dict[QueuedRun, SubmittedRun] = {}
+        self.started: list[JobRun] = []
         self.polled_at = 0.0
 
     @property
@@ -73,27 +75,24 @@ class SlurmExecutor:
         """The number of jobs that run at the same time."""
         return self.resources.array_parallelism
 
-    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> JobRun:
         """Return the run of composed values, which its node plans. Raises UserError if it is no configuration."""
         cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
         launch = values.get("launch", "processes")
         values = resolve_auto(values, commands.requested_device(self.resources, cluster, launch))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
-        command = read_command_config(values)
-        names = (config.strategy.name, config.checkpointing.name, config.model.name, job_key(values))
-        run = QueuedRun(config, command, None, "-".join(names), repeat_index)
-        self.values[run] = values
-        return run
+        key = short_hash(with_old_keys(result_affecting_keys(values)))  # of all that is known before a node is assigned
+        name = "-".join((config.strategy.name, config.checkpointing.name, config.model.name, key))
+        return JobRun(config, read_command_config(values), None, name, repeat_index, values=values)
 
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the record that an earlier job answered with, if it can be reused."""
         records = [
             reusable_record(run.config, run.command, run.comparison.run(run_id), self.display.print_line)
-            for run_id in read_run_ids(message_file(run.comparison, run.name, "answer"))
+            for run_id in job_run(run).read_run_ids("answer")
         ]
-        if not records or None in records:
-            return None
-        return best_of_search([record for record in records if record is not None])
+        reusable = [record for record in records if record is not None]
+        return best_of_search(reusable) if reusable and len(reusable) == len(records) else None
 
     def can_start(self, run: QueuedRun) -> bool:
         """Return True: Slurm queues what cannot run yet."""
@@ -101,83 +100,76 @@ class SlurmExecutor:
 
     def start(self, run: QueuedRun) -> None:
         """Queue the run, which the next poll submits."""
-        self.submitted[run] = SubmittedRun(run, self.values[run])
+        self.started.append(job_run(run))
 
-    def poll(self) -> list[tuple[QueuedRun, Record | None]]:
+    def poll(self) -> Ended:
         """Submit what is new, and return the runs whose nodes answered or whose jobs vanished."""
-        new = [submitted for submitted in self.submitted.values() if submitted.job is None]
-        if new:
-            self.submit(new)
+        self.submit([run for run in self.started if run.job is None])
         time.sleep(max(0.0, self.polled_at + POLL_SECONDS - time.monotonic()))
         self.polled_at = time.monotonic()
-        states = commands.squeue_states({submitted.job for submitted in self.submitted.values() if submitted.job})
-        ended: list[tuple[QueuedRun, Record | None]] = []
-        for run, submitted in list(self.submitted.items()):
-            record = self.poll_run(submitted, states)
+        states = commands.squeue_states({run.job for run in self.started if run.job})
+        ended: Ended = []
+        for run in list(self.started):
+            record = self.poll_run(run, states)
             if record is not None:
                 ended.append((run, record))
-                del self.submitted[run]
+                self.started.remove(run)
         self.display.show()
         return ended
 
-    def submit(self, new: Sequence[SubmittedRun]) -> None:
+    def submit(self, new: Sequence[JobRun]) -> None:
         """Submit every run that no other command has submitted; those that request the same are one array."""
-        comparisons = {submitted.run.comparison for submitted in new}
-        for comparison in comparisons:
+        for comparison in {run.comparison for run in new}:
             comparison.jobs.mkdir(parents=True, exist_ok=True)
             with run_lock(ComparisonFolder(comparison.jobs).lock("submission")):
-                selected = [submitted for submitted in new if submitted.run.comparison == comparison]
-                jobs = {submitted.run: submitted_job(submitted.message()) for submitted in selected}
-                queued = commands.squeue_states({job for job in jobs.values() if job})
+                selected = [run for run in new if run.comparison == comparison]
+                for run in selected:
+                    run.job = submitted_job(run.message())
+                queued = commands.squeue_states({run.job for run in selected if run.job})
                 if queued is None:
                     raise UserError(
                         "hydra/launcher=slurm: squeue does not respond, so that it is unknown which jobs are queued:"
                         " try again later"
                     )
-                for submitted in selected:
-                    job = jobs[submitted.run]
-                    submitted.job = job if job in queued else None
-                unsubmitted = [submitted for submitted in selected if submitted.job is None]
-                for submitted in unsubmitted:
-                    submitted.message("answer").unlink(missing_ok=True)
-                    submitted.message("started").unlink(missing_ok=True)
-                    fallback = comparison.run(fallback_run_id(submitted.values))  # of a job that vanished
+                unsubmitted = [run for run in selected if run.job not in queued]
+                for run in unsubmitted:
+                    run.job = None
+                    run.message("answer").unlink(missing_ok=True)
+                    run.message("started").unlink(missing_ok=True)
+                    fallback = comparison.run(fallback_run_id(run.values))  # of a job that vanished
                     shutil.rmtree(fallback.path, ignore_errors=True)
                 for script, group in batch_scripts(self.resources, unsubmitted):
                     self.submit_array(script, group)
 
-    def submit_array(self, script: str, group: Sequence[SubmittedRun]) -> None:
+    def submit_array(self, script: str, group: Sequence[JobRun]) -> None:
         """Submit the batch script of runs that request the same resources."""
-        number = commands.submit(script, group[0].run.comparison.jobs)
-        for index, submitted in enumerate(group):
-            submitted.job = f"{number}_{index}"
-            submitted.write_values()
+        number = commands.submit(script, group[0].comparison.jobs)
+        for index, run in enumerate(group):
+            run.job = f"{number}_{index}"
+            run.write_values()
         self.display.print_line(f"Slurm job {number}: {count_text(len(group), 'run')}")
 
-    def poll_run(self, submitted: SubmittedRun, states: dict[str, str] | None) -> Record | None:
+    def poll_run(self, run: JobRun, states: dict[str, str] | None) -> Record | None:
         """Return the record of a run whose node answered, or whose job vanished without an answer."""
-        run = submitted.run
-        submitted.started_runs = read_run_ids(submitted.message("started")) or submitted.started_runs
-        if submitted.started_runs:
-            self.display.set_folder(run, run.comparison.run(submitted.started_runs[-1]).path)
-        answered = read_run_ids(submitted.message("answer"))
+        run.started_runs = run.read_run_ids("started") or run.started_runs
+        if run.started_runs:
+            self.display.set_folder(run, run.comparison.run(run.started_runs[-1]).path)
+        answered = run.read_run_ids("answer")
         with suppress(UserError):
             if answered:
                 return best_of_search([read_record(run.comparison.run(run_id).path) for run_id in answered])
-        if states is None or submitted.job in states:  # Slurm does not answer, or the job is still in its queue
-            self.display.set_note(run, "" if states is None else states[str(submitted.job)].lower())
-            submitted.missing_since = None
+        if states is None or run.job in states:  # Slurm does not answer, or the job is still in its queue
+            self.display.set_note(run, "" if states is None else states[str(run.job)].lower())
+            run.missing_since = None
             return None
-        if any(is_locked(run.comparison.lock(run_id)) for run_id in submitted.started_runs):
+        if any(is_locked(run.comparison.lock(run_id)) for run_id in run.started_runs):
             return None  # its node is working on it, whatever Slurm says
-        submitted.missing_since = submitted.missing_since or time.monotonic()
-        if time.monotonic() - submitted.missing_since < GONE_SECONDS:
-            return None
-        return record_of_vanished_job(submitted)
+        run.missing_since = run.missing_since or time.monotonic()
+        return record_of_vanished_job(run) if time.monotonic() - run.missing_since >= GONE_SECONDS else None
 
-    def interrupt(self) -> list[tuple[QueuedRun, Record]]:
+    def interrupt(self) -> Ended:
         """End nothing: the jobs continue. Print how to come back to them and how to end them."""
-        numbers = sorted({str(entry.job).partition("_")[0] for entry in self.submitted.values() if entry.job})
+        numbers = sorted({str(run.job).partition("_")[0] for run in self.started if run.job})
         if numbers:
             self.display.print_line(
                 f"Slurm's jobs {', '.join(numbers)} continue: the same command waits for them, scancel ends them"
@@ -188,35 +180,41 @@ class SlurmExecutor:
         """Do nothing: the jobs are Slurm's."""
 
 
-def write_scripts(executor: SlurmExecutor, runs: Sequence[QueuedRun]) -> list[Path]:
+def job_run(run: QueuedRun) -> JobRun:
+    """Return a run of this executor by its type."""
+    assert isinstance(run, JobRun)
+    return run
+
+
+def write_scripts(resources: SlurmResources, runs: Sequence[QueuedRun]) -> list[Path]:
     """Write batch scripts to submit by hand, with the files of values that they name, and return the scripts."""
     paths = []
     for comparison in dict.fromkeys(run.comparison for run in runs):
         comparison.jobs.mkdir(parents=True, exist_ok=True)
-        selected = [SubmittedRun(run, executor.values[run]) for run in runs if run.comparison == comparison]
-        for number, (script, _) in enumerate(batch_scripts(executor.resources, selected)):
+        selected = [job_run(run) for run in runs if run.comparison == comparison]
+        for number, (script, _) in enumerate(batch_scripts(resources, selected)):
             path = comparison.path / ("sweep.sbatch" if number == 0 else f"sweep_{number}.sbatch")
             atomic_write_text(path, script)
             paths.append(path)
     return paths
 
 
-def batch_scripts(resources: SlurmResources, runs: Sequence[SubmittedRun]) -> Iterator[tuple[str, list[SubmittedRun]]]:
+def batch_scripts(resources: SlurmResources, runs: Sequence[JobRun]) -> Iterator[tuple[str, list[JobRun]]]:
     """Yield batch scripts of a comparison's runs that request the same, as many as one array may have, with the runs.
 
     The files of values that a script names are written before.
     """
-    groups: dict[str, list[SubmittedRun]] = {}
-    for entry in runs:
-        directives = commands.sbatch_directives(resources, entry.run.config, entry.run.command)
-        groups.setdefault(directives, []).append(entry)
+    groups: dict[str, list[JobRun]] = {}
+    for run in runs:
+        directives = commands.sbatch_directives(resources, run.config, run.command)
+        groups.setdefault(directives, []).append(run)
     for directives, same in groups.items():
         for first in range(0, len(same), commands.MOST_IN_ARRAY):
             group = same[first : first + commands.MOST_IN_ARRAY]
-            for entry in group:
-                entry.write_values()
-            files = [entry.message().resolve() for entry in group]
-            yield commands.batch_script(directives, resources, files, group[0].run.comparison.jobs.resolve()), group
+            for run in group:
+                run.write_values()
+            files = [run.message().resolve() for run in group]
+            yield commands.batch_script(directives, resources, files, group[0].comparison.jobs.resolve()), group
 
 
 def best_of_search(records: Sequence[Record]) -> Record:
@@ -233,24 +231,24 @@ STATUS_BY_STATE: dict[str, RunStatus] = {
 }
 
 
-def record_of_vanished_job(submitted: SubmittedRun) -> Record:
+def record_of_vanished_job(run: JobRun) -> Record:
     """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
-    state = commands.final_state(str(submitted.job))
+    state = commands.final_state(str(run.job))
     status = STATUS_BY_STATE.get(state, "error")
-    reason = f"Slurm's job {submitted.job} ended as {state or 'unknown'} before its node had recorded the run"
-    record = finalize_record(submitted, status, reason)
+    reason = f"Slurm's job {run.job} ended as {state or 'unknown'} before its node had recorded the run"
+    record = finalize_record(run, status, reason)
     if status != "interrupted":  # an interrupted run is made again; records of other statuses are kept
-        atomic_write_json(submitted.message("answer"), {"runs": [record.run_id]})
+        atomic_write_json(run.message("answer"), {"runs": [record.run_id]})
     return record
 
 
-def finalize_record(submitted: SubmittedRun, status: RunStatus, reason: str) -> Record:
+def finalize_record(run: JobRun, status: RunStatus, reason: str) -> Record:
     """Give the record that the node had started this status and reason; without one, write a bare record."""
-    for run_id in reversed(submitted.started_runs):
-        path = submitted.run.comparison.run(run_id).path
+    for run_id in reversed(run.started_runs):
+        path = run.comparison.run(run_id).path
         with suppress(UserError):
             record = read_record(path)
             if record.status == "interrupted":
                 write_record(path, record.with_row(status=status, reason=reason))
             return read_record(path)
-    return rejected_values(submitted.values, reason, status)
+    return rejected_values(run.values, reason, status)

@@ -11,13 +11,12 @@ from pathlib import Path
 from harness.config.from_dict import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
 from harness.records.schema import Record
-from harness.runner.rejected import write_rejected
+from harness.runner.record import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors.base import SequentialExecutor
+from harness.sweep.local import SequentialExecutor
 from harness.sweep.queued_run import QueuedRun
-from harness.sweep.scheduler import Scheduler
-from harness.sweep.stop_after import StopAfter
+from harness.sweep.scheduler import Scheduler, StopAfter
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
 
@@ -40,9 +39,9 @@ class NodeDisplay(ProgressDisplay):
         self.write("started")
         super().run_started(run)
 
-    def run_ended(self, run: QueuedRun, record: Record, is_new: bool) -> None:
+    def run_ended(self, run: QueuedRun, record: Record) -> None:
         """Note a run that has its record."""
-        super().run_ended(run, record, is_new)
+        super().run_ended(run, record)
         if run.name not in self.run_ids:
             self.run_ids.append(run.name)
 
@@ -55,7 +54,10 @@ def main() -> int:
     """Run this node's part of the job and return its exit status."""
     path = Path(sys.argv[1])
     count, rank = int(os.environ.get("SLURM_NNODES", 1)), int(os.environ.get("SLURM_NODEID", 0))
-    nodes = join_nodes(count, rank)
+    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
+    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any free port
+    end = os.environ.get("SLURM_JOB_END_TIME")
+    nodes = rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
     if rank:
         nodes.serve_leader()
         return 0
@@ -66,14 +68,6 @@ def main() -> int:
     finally:
         nodes.release_nodes()
     return 0
-
-
-def join_nodes(count: int, rank: int) -> NodeGroup:
-    """Return the group of the job's nodes, once all of them have joined."""
-    address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any free port
-    end = os.environ.get("SLURM_JOB_END_TIME")
-    return rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
 
 
 def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:

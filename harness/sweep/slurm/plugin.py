@@ -5,7 +5,6 @@ and polls there for the pickled result, while here a job is one command that rea
 requeue, and is found again by any later command.
 """
 
-import importlib
 import sys
 from types import ModuleType
 from typing import Any
@@ -29,13 +28,11 @@ class SlurmLauncher(BasicLauncher):
 
 def register_launcher() -> None:
     """Register the launcher with Hydra, in the package that Hydra accepts launchers of."""
-    try:
-        package = importlib.import_module("hydra_plugins")
-    except ImportError:  # no other plugin is installed
-        package = sys.modules["hydra_plugins"] = ModuleType("hydra_plugins")
-        package.__path__ = []
-    package.harness = sys.modules[__name__]  # type: ignore[attr-defined]
-    Plugins.instance().register(SlurmLauncher)
+    plugins = Plugins.instance()  # it imports the package if any other plugin is installed
+    package: Any = sys.modules.setdefault("hydra_plugins", ModuleType("hydra_plugins"))
+    package.__path__ = getattr(package, "__path__", [])
+    package.harness = sys.modules[__name__]
+    plugins.register(SlurmLauncher)
 
 
 def is_selected(launcher: GroupValues) -> bool:

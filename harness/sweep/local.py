@@ -1,7 +1,7 @@
-"""The interface of executors, what those on one machine share, and the one that makes one run after another."""
+"""The executor that makes one run after another in this process, and what it shares with that of parallel runs."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from functools import partial
 
 from harness.config.from_dict import ConfigValues
 from harness.config.model import ModelConfig
@@ -15,42 +15,8 @@ from harness.runner.local_machine import detect_machine
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.queued_run import QueuedRun, plan_run
+from harness.sweep.queued_run import Ended, QueuedRun, plan_run
 from harness.util.errors import UserError
-
-
-class Executor(Protocol):
-    """The part of a command that makes runs: in this process, side by side in others, or as jobs of a cluster."""
-
-    display: ProgressDisplay
-
-    @property
-    def max_parallel(self) -> int:
-        """The number of runs that it can make at the same time."""
-
-    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
-        """Return the run of composed values, planned if its machine is known. Raises UserError if it is impossible."""
-
-    def stored_record(self, run: QueuedRun) -> Record | None:
-        """Return the run's stored record if it can be reused."""
-
-    def can_start(self, run: QueuedRun) -> bool:
-        """Return whether the run can be started now, beside those that run."""
-
-    def start(self, run: QueuedRun) -> None:
-        """Start the run."""
-
-    def poll(self) -> list[tuple[QueuedRun, Record | None]]:
-        """Return the runs that ended, after a short wait if none has, with their records.
-
-        A run without a record is being made by another command.
-        """
-
-    def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """End the runs in progress and return their records."""
-
-    def close(self) -> None:
-        """Release what the executor has."""
 
 
 class LocalExecutor:
@@ -84,7 +50,7 @@ class SequentialExecutor(LocalExecutor):
     def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
         super().__init__(models, display)
         self.nodes = nodes
-        self.done: list[tuple[QueuedRun, Record | None]] = []
+        self.done: Ended = []
 
     def machine(self, cluster: ClusterConfig) -> Machine:
         """Return the machine to run on; ranks import torch in the background while runs are planned."""
@@ -100,13 +66,13 @@ class SequentialExecutor(LocalExecutor):
         """Make the run and return when it has ended."""
         context = RunContext(
             models=self.models,
-            on_progress=lambda folder: self.display.update(run, folder),
+            on_progress=partial(self.display.update, run),
             log=self.display.print_line,
             nodes=self.nodes,
         )
         self.done.append((run, execute(run.planned, context)))
 
-    def poll(self) -> list[tuple[QueuedRun, Record | None]]:
+    def poll(self) -> Ended:
         """Return the run that was made. Raises KeyboardInterrupt if a signal to this process interrupted it."""
         ((run, record),) = self.done
         if record is not None and record.status == "interrupted":
@@ -114,9 +80,9 @@ class SequentialExecutor(LocalExecutor):
         self.done = []
         return [(run, record)]
 
-    def interrupt(self) -> list[tuple[QueuedRun, Record]]:
+    def interrupt(self) -> Ended:
         """Return the run that was interrupted, if one was."""
-        return [(run, record) for run, record in self.done if record is not None]
+        return self.done
 
     def close(self) -> None:
         """Do nothing: this executor has nothing to release."""

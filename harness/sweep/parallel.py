@@ -1,9 +1,13 @@
 """The executor that makes runs side by side on one machine, each in a process with devices or cores of its own."""
 
+import functools
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -12,15 +16,16 @@ from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
 from harness.hardware.device_placement import DevicePlacement, place_devices
 from harness.hardware.machine import Machine, usable_cores
+from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
 from harness.records.schema import Cells, Record
-from harness.runner.launch_run import write_row
+from harness.runner.launch_run import RunContext, write_row
 from harness.runner.reuse import reusable_record
+from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.executors.base import LocalExecutor
-from harness.sweep.executors.parallel_worker import raise_interrupt, set_signal_handlers, worker_loop
-from harness.sweep.queued_run import QueuedRun
+from harness.sweep.local import LocalExecutor
+from harness.sweep.queued_run import Ended, QueuedRun
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
 
@@ -38,20 +43,7 @@ class WorkerSlot:
     process: Any
     pipe: Connection
     run: QueuedRun | None = None  # None: the worker is idle
-    devices: tuple[str, ...] = ()
-    cores: tuple[int, ...] = ()
-
-
-def start_process(process: Any) -> None:
-    """Start a process. If the server that forks it was killed, try again: multiprocessing then starts another."""
-    for attempt in range(START_ATTEMPTS):
-        try:
-            process.start()
-            return
-        except (EOFError, OSError):
-            if attempt == START_ATTEMPTS - 1:
-                raise
-            time.sleep(WAIT_SECONDS)
+    places: Sequence[int] = ()  # of the executor's placement
 
 
 class ParallelExecutor(LocalExecutor):
@@ -64,23 +56,17 @@ class ParallelExecutor(LocalExecutor):
     def __init__(self, parallel: int | str, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
         super().__init__(models, display)
         self.cores = usable_cores()
-        self.parallel = parallel
+        self.parallel, self.most = parallel, None if parallel == "auto" else int(parallel)
         self.slots: list[WorkerSlot] = []
         self.machines: dict[ClusterConfig, Machine] = {}
-        self.placement = DevicePlacement()  # of the CUDA devices; empty on a CPU
+        self.placement = DevicePlacement()  # of the CUDA devices; on a CPU it has sets of cores alone
         self.previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
-        set_signal_handlers(raise_interrupt)
+        set_signal_handlers()
 
     @property
     def max_parallel(self) -> int:
         """The number of runs that can run at the same time."""
-        return (len(self.placement.device_ids) or 1) if self.parallel == "auto" else int(self.parallel)
-
-    def core_sets(self) -> list[tuple[int, ...]]:
-        """Return the cores divided equally among the runs on a CPU."""
-        parts = 1 if self.parallel == "auto" else int(self.parallel)
-        size = len(self.cores) // parts
-        return [tuple(self.cores[index * size : (index + 1) * size]) for index in range(parts)]
+        return self.most or len(self.placement.device_ids) or 1
 
     def machine(self, cluster: ClusterConfig) -> Machine:
         """Return a run's share of the machine on a CPU; on GPUs the whole machine, some of whose devices a run uses.
@@ -89,53 +75,55 @@ class ParallelExecutor(LocalExecutor):
         """
         if cluster not in self.machines:
             machine = super().machine(cluster)
-            if machine.device == "cuda":
-                problem = machine.device_problem(machine.devices)
-                if problem:
-                    raise UserError(f"sweep.parallel={self.parallel}: {problem}")
-                self.placement = place_devices(machine.devices, self.cores)
-            elif self.parallel != "auto" and int(self.parallel) > len(self.cores):
-                rule = f"is more than the {len(self.cores)} cores: choose fewer"
-                raise UserError(f"sweep.parallel={self.parallel} {rule}")
-            else:
-                sets = self.core_sets()
-                machine = replace(machine, cores=len(sets[0]), sharing=len(sets))
-            self.machines[cluster] = machine
+            self.machines[cluster] = self.use_gpus(machine) if machine.device == "cuda" else self.share_cores(machine)
         return self.machines[cluster]
+
+    def use_gpus(self, machine: Machine) -> Machine:
+        """Return the whole machine, and place its devices. Raises UserError if they are of several models."""
+        problem = machine.device_problem(machine.devices)
+        if problem:
+            raise UserError(f"sweep.parallel={self.parallel}: {problem}")
+        self.placement = place_devices(machine.devices, self.cores)
+        return machine
+
+    def share_cores(self, machine: Machine) -> Machine:
+        """Return a run's share of the machine, whose cores are divided equally. Raises UserError if there are too few.
+
+        Where some runs of the command are on GPUs, those on the CPU are placed like them.
+        """
+        parts = self.most or 1
+        size = len(self.cores) // parts
+        if size == 0:
+            rule = f"is more than the {len(self.cores)} cores: choose fewer"
+            raise UserError(f"sweep.parallel={self.parallel} {rule}")
+        if not self.placement.device_ids:
+            sets = (self.cores[index * size : (index + 1) * size] for index in range(parts))
+            self.placement = DevicePlacement(cores=tuple(map(tuple, sets)))
+        return replace(machine, cores=size, sharing=parts)
 
     def can_start(self, run: QueuedRun) -> bool:
         """Return whether enough devices and cores are free for the run."""
-        return self.free_devices_and_cores(run) is not None
+        return bool(self.free_places(run))
 
-    def free_devices_and_cores(self, run: QueuedRun) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
-        """Return free devices and cores for the run, None while there are not enough."""
+    def free_places(self, run: QueuedRun) -> Sequence[int]:
+        """Return the places, each a device or a set of cores, that the run can use now; none while too few are free."""
         busy = [slot for slot in self.slots if slot.run is not None]
-        if self.parallel != "auto" and len(busy) >= int(self.parallel):
-            return None
-        device_ids = self.placement.device_ids
-        if not device_ids:
-            busy_cores = {slot.cores for slot in busy}
-            free_sets = [cores for cores in self.core_sets() if cores not in busy_cores]
-            return ((), free_sets[0]) if free_sets else None
-        used = {device for slot in busy for device in slot.devices}
-        free = [index for index, device in enumerate(device_ids) if device not in used]
-        wanted = min(run.planned.devices, len(device_ids))  # its plan refuses a run that needs more
-        if len(free) < wanted:
-            return None
-        chosen = self.placement.closest(free, wanted)
-        cores = {core for index in chosen for core in self.placement.cores[index]}
-        return tuple(device_ids[index] for index in chosen), tuple(sorted(cores))
+        used = {place for slot in busy for place in slot.places}
+        free = [place for place in range(len(self.placement.cores)) if place not in used]
+        # The plan of a run that needs more devices than there are refuses it.
+        wanted = min(run.planned.devices, len(self.placement.device_ids)) or 1
+        return () if len(busy) == self.most or len(free) < wanted else self.placement.closest(free, wanted)
 
     def start(self, run: QueuedRun) -> None:
         """Send the run to an idle worker process, or to a new one."""
-        resources = self.free_devices_and_cores(run)
-        assert resources is not None
-        work = (run.planned, *resources)
+        places = self.free_places(run)
+        devices = [device for place, device in enumerate(self.placement.device_ids) if place in places]
+        work = (run.planned, devices, {core for place in places for core in self.placement.cores[place]})
         slot = next((slot for slot in list(self.slots) if slot.run is None and self.send_work(slot, work)), None)
         if slot is None:
             slot = self.start_worker()
             slot.pipe.send(work)
-        slot.run, (slot.devices, slot.cores) = run, resources
+        slot.run, slot.places = run, places
 
     def send_work(self, slot: WorkerSlot, work: tuple[object, ...]) -> bool:
         """Send work to an idle worker process. Return False, and forget the worker, if it has died."""
@@ -162,15 +150,14 @@ class ParallelExecutor(LocalExecutor):
         self.slots.append(WorkerSlot(process, executor_end))
         return self.slots[-1]
 
-    def poll(self) -> list[tuple[QueuedRun, Record | None]]:
+    def poll(self) -> Ended:
         """Return the runs that ended, after a short wait for messages of the workers."""
         self.display.show()
         busy = {slot.pipe: slot for slot in self.slots if slot.run is not None}
         ready = [pipe for pipe in wait(list(busy), WAIT_SECONDS) if isinstance(pipe, Connection)]
-        ended = [self.receive(busy[pipe]) for pipe in ready]
-        return [entry for entry in ended if entry is not None]
+        return [entry for pipe in ready for entry in self.receive(busy[pipe])]
 
-    def receive(self, slot: WorkerSlot) -> tuple[QueuedRun, Record | None] | None:
+    def receive(self, slot: WorkerSlot) -> Ended:
         """Handle a message of a worker; return its run and record if that is the message, or if the worker died."""
         run = slot.run
         assert run is not None
@@ -178,7 +165,7 @@ class ParallelExecutor(LocalExecutor):
             kind, value = slot.pipe.recv()
         except (EOFError, OSError):
             self.forget(slot)
-            return run, record_of_killed_worker(run, slot.process.exitcode)
+            return [(run, record_of_killed_worker(run, slot.process.exitcode))]
         if kind == "folder":
             self.display.update(run, value)
         elif kind == "log":
@@ -187,20 +174,20 @@ class ParallelExecutor(LocalExecutor):
             raise value
         else:
             slot.run = None
-            return run, value
-        return None
+            return [(run, value)]
+        return []
 
-    def interrupt(self) -> list[tuple[QueuedRun, Record]]:
-        """End the runs in progress, and return the records that they write within END_SECONDS."""
+    def interrupt(self) -> Ended:
+        """End the runs in progress, and return them with the records that they write within END_SECONDS."""
         for number in HANDLED:
             signal.signal(number, signal.SIG_IGN)
         for slot in self.slots:
             if slot.run is not None and slot.process.pid:
                 slot.process.terminate()
         deadline = time.monotonic() + END_SECONDS
-        ended: list[tuple[QueuedRun, Record]] = []
+        ended: Ended = []
         while any(slot.run for slot in self.slots) and time.monotonic() < deadline:
-            ended += [(run, record) for run, record in self.poll() if record is not None]
+            ended += self.poll()
         return ended
 
     def close(self) -> None:
@@ -222,3 +209,60 @@ def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
         if not is_acquired:
             return None
         return reusable_record(run.config, run.command, folder, lambda _: None) or write_row(run.planned, ending)
+
+
+def start_process(process: Any) -> None:
+    """Start a process. If the server that forks it was killed, try again: multiprocessing then starts another."""
+    for _ in range(START_ATTEMPTS - 1):
+        with suppress(EOFError, OSError):
+            process.start()
+            return
+        time.sleep(WAIT_SECONDS)
+    process.start()
+
+
+def raise_interrupt(*_: object) -> None:
+    """Raise KeyboardInterrupt; a signal handler."""
+    raise KeyboardInterrupt
+
+
+def set_signal_handlers() -> None:
+    """Let the signals that end a command raise KeyboardInterrupt; one that is ignored, as nohup does, stays ignored."""
+    for number in HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, raise_interrupt)
+
+
+def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
+    """Make the runs that come through the pipe, until the command closes it or dies; runs in the worker process.
+
+    The folder that a run's ranks write to, log lines and the record go into the pipe. A signal while ranks run ends
+    them, and the run gets its record.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
+    set_signal_handlers()
+    while True:
+        try:
+            plan, devices, cores = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        if devices:
+            os.environ.update(dict.fromkeys(VISIBLE_DEVICES, ",".join(devices)))
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, cores)
+        send_folder = functools.lru_cache(maxsize=1)(lambda folder: pipe.send(("folder", folder)))  # when it changes
+        context = RunContext(models=models, on_progress=send_folder, log=lambda line: pipe.send(("log", line)))
+        try:
+            pipe.send(("done", execute(plan, context)))
+        except KeyboardInterrupt:  # before ranks were started, or after they ended
+            pipe.send(("done", None))
+        except (OSError, UserError) as error:
+            pipe.send(("raised", error))
+
+
+def die_with(sentinel: int) -> None:
+    """Kill this process when the process of the sentinel ends."""
+    wait([sentinel])
+    os.kill(os.getpid(), signal.SIGKILL)
