@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 
 from harness.records.schema import Record
-from harness.records.store import read_all
+from harness.records.store import read_all, write_record
 from tests.benchmarks.overhead import ROOT, describe_machine
 from tests.support.campaigns import parse_options
 
@@ -92,11 +92,8 @@ def multiply_records(real: Sequence[Record], count: int, folder: Path) -> Path:
             "run_id": run_id,
             "name": folder.name,
         }
-        path = folder / run_id
-        path.mkdir(parents=True)
         config = record.config | {"train": train, "name": folder.name, "repeat": repeat}
-        changed = record.to_json() | {"row": row, "config": config}
-        (path / "record.json").write_bytes(orjson.dumps(changed, option=orjson.OPT_INDENT_2))
+        write_record(folder / run_id, record.to_json() | {"row": row, "config": config})
     return folder
 
 
