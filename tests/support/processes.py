@@ -44,6 +44,13 @@ class Command:
                 self.process.wait()
 
 
+def run_python(folder: Path, *arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run this interpreter in a folder, with these variables besides its own, and return its outcome."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=1800)
+
+
 def start(
     folder: Path, arguments: Sequence[str], environment: Mapping[str, str] | None = None, before: Sequence[str] = ()
 ) -> Command:

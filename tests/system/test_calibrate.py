@@ -2,9 +2,6 @@
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,21 +9,14 @@ import yaml
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig
-from tests.support.processes import ROOT
+from tests.support.processes import run_python
 
 LAYOUT = ("strategy=ddp", "world_size=2", "model=tiny", "data=synthetic", "precision=fp32")
 
 
-def harness(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the program in a folder and return what it printed."""
-    command = [sys.executable, "-m", "harness", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-
-
 @pytest.mark.long
 def test_a_calibrated_machine_is_planned_for_and_its_runs_are_predicted(tmp_path: Path) -> None:
-    done = harness(tmp_path, "calibrate", "--quick", "--device", "cpu", "--name", "box")
+    done = run_python(tmp_path, "-m", "harness", "calibrate", "--quick", "--device", "cpu", "--name", "box")
     assert done.returncode == 0, done.stderr
     path = tmp_path / "conf" / "cluster" / "box.yaml"
     for text in ("matrix products, float32", "all_gather of 2 ranks", "One machine cannot measure", "cluster=box"):
@@ -38,14 +28,14 @@ def test_a_calibrated_machine_is_planned_for_and_its_runs_are_predicted(tmp_path
     assert 1e8 < hardware.memory_bandwidth < 1e13
     assert 1e-7 < hardware.fitted.launch_seconds < 1e-2
 
-    again = harness(tmp_path, "calibrate", "--name", "box")
+    again = run_python(tmp_path, "-m", "harness", "calibrate", "--name", "box")
     assert (again.returncode, again.stdout) == (2, "")
     assert again.stderr.count("\n") == 1 and "box.yaml exists already" in again.stderr
 
-    planned = harness(tmp_path, "plan", "cluster=box", *LAYOUT, "format=json")
+    planned = run_python(tmp_path, "-m", "harness", "plan", "cluster=box", *LAYOUT, "format=json")
     assert planned.returncode == 0, planned.stderr
     (plan,) = json.loads(planned.stdout)
-    run = harness(tmp_path, *LAYOUT, "tracking=none", "proof.reference=false")
+    run = run_python(tmp_path, "-m", "harness", *LAYOUT, "tracking=none", "proof.reference=false")
     assert run.returncode == 0, run.stderr
     with (tmp_path / "results" / "runs" / "runs.csv").open(newline="") as file:
         (row,) = csv.DictReader(file)

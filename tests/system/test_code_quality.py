@@ -1,14 +1,12 @@
 """Lint, format, types, and the files of services that run them are part of the tests."""
 
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
 import yaml
 
-from tests.support.commands import ROOT
+from tests.support.processes import ROOT, run_python
 
 WORKFLOW = ".github/workflows/ci.yml"
 
@@ -23,7 +21,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_the_code_passes(command: list[str]) -> None:
-    done = subprocess.run([sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_python(ROOT, "-m", *command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

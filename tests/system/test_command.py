@@ -15,6 +15,7 @@ from torch.cuda._memory_viz import trace_plot
 from harness.cli.main import main
 from harness.records.run_folder import RunFolder
 from tests.support.commands import ROOT, Harness, read_rows
+from tests.support.processes import run_python
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -82,22 +83,18 @@ QUICK_SECONDS = 240.0  # for the quick comparison
 def test_a_mistake_prints_one_line_and_leaves_no_file(
     overrides: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [f"results_dir={tmp_path}/results", *overrides.split()]
     monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 2
+    assert main([f"results_dir={tmp_path}/results", *overrides.split()]) == 2
     printed = capfd.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
+    assert (printed.out, printed.err.count("\n"), list(tmp_path.iterdir())) == ("", 1, [])
     assert message in printed.err
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("mistake", ["sweep=quickstart", "train.steps=x", "world_size=3"])
 def test_a_mistake_takes_at_most_two_seconds_of_processor_time(mistake: str, tmp_path: Path) -> None:
     """One is found in the arguments, one in what Hydra composed, and one by the machine."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "harness", mistake, f"results_dir={tmp_path}/results"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_python(tmp_path, "-m", "harness", mistake, f"results_dir={tmp_path}/results")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
@@ -108,7 +105,6 @@ def test_an_impossible_combination_of_a_sweep_is_a_refused_row(harness: Harness,
     done = harness("-m", "name=mixed", "proof.reference=false", *sweep)
     assert done.returncode == 0, done.stderr
     rows = read_rows(tmp_path / "results", "mixed")
-    assert len(rows) == 8
     assert sorted(rows.status) == ["ok"] + ["refused"] * 7
     assert rows[rows.status == "refused"].reason.str.len().min() > 20
     assert "refused" in done.stdout and max(map(len, done.stdout.splitlines())) <= 120
@@ -191,22 +187,19 @@ def test_the_quick_comparison_is_proven_and_read_back(tmp_path: Path) -> None:
     """
     started = time.monotonic()
     few_steps = ("train.steps=1", "train.warmup_steps=1", "repeats=1")
-    command = [sys.executable, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}", *few_steps]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = run_python(ROOT, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}", *few_steps)
     assert done.returncode == 0, done.stderr[-3000:]
     assert time.monotonic() - started < QUICK_SECONDS
     rows = read_rows(tmp_path, "quickstart")
     data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
-    assert list(rows.strategy) == [*data, "tp", "pp_1f1b"]
-    assert set(rows.status) == {"ok"}
+    assert (list(rows.strategy), set(rows.status)) == ([*data, "tp", "pp_1f1b"], {"ok"})
     assert max(map(len, done.stdout.splitlines())) <= 120
     assert f"{tmp_path}/quickstart/report.md" in done.stdout
     # The report is made again by its own command, and W&B's own reader reads what tracking stored.
     written = tmp_path / "quickstart" / "report.md"
     before = written.read_text()
     written.unlink()
-    again = [sys.executable, "-m", "harness", "report", str(tmp_path / "quickstart")]
-    assert subprocess.run(again, cwd=ROOT, capture_output=True, check=False).returncode == 0
+    assert run_python(ROOT, "-m", "harness", "report", str(tmp_path / "quickstart")).returncode == 0
     assert written.read_text() == before
     (wandb_file,) = (tmp_path / "quickstart" / rows.run_id[1]).glob("wandb/offline-run-*/run-*.wandb")
     reader = [str(Path(sys.executable).parent / "wandb"), "leet", "inspect", "--summary", "--json", str(wandb_file)]

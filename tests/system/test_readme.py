@@ -3,13 +3,13 @@
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from harness.cli.main import COMMANDS, main
 from tests.support.commands import ROOT, compose_config, run_harness
+from tests.support.processes import run_python
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
 
@@ -74,11 +74,10 @@ def harness_arguments(command: str) -> list[str] | None:
     return words[3:] if words[1:3] == ["-m", "harness"] else None
 
 
-def python_command(command: str) -> list[str]:
-    """Return a command of the pages as this interpreter starts it."""
+def run_command(command: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Run a command of the pages by this interpreter in a folder."""
     arguments = harness_arguments(command)
-    words = shlex.split(command)[1:] if arguments is None else ["-m", "harness", *arguments]
-    return [sys.executable, *words]
+    return run_python(folder, *(shlex.split(command)[1:] if arguments is None else ["-m", "harness", *arguments]))
 
 
 INSTALL = [command for command in commands() if "-m venv" in command or "pip install" in command]
@@ -143,20 +142,13 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("command", DISTINCT_READERS)
 def test_a_command_that_reads_results_succeeds(command: str, results: Path) -> None:
-    arguments = python_command(command)
-    done = subprocess.run(arguments, cwd=results.parent, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "ok" in done.stdout
+    done = run_command(command, results.parent)
+    assert done.returncode == 0 and "ok" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("command", LISTS)
 def test_a_command_that_lists_prints_several_lines(command: str) -> None:
-    assert run_harness_command(command).count("\n") > 1
-
-
-def run_harness_command(command: str) -> str:
-    done = subprocess.run(python_command(command), cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    return done.stdout
+    assert run_command(command, ROOT).stdout.count("\n") > 1
 
 
 @pytest.mark.long
@@ -170,8 +162,7 @@ def test_a_command_runs_exactly_as_it_stands(command: str, tmp_path: Path) -> No
         command = command.replace(many, single)
     for name in ("conf", "sweeps", "harness", "tests"):
         (tmp_path / name).symlink_to(ROOT / name)
-    arguments = python_command(command)
-    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=1800, check=False)
+    done = run_command(command, tmp_path)
     is_too_large = "model=7b" in command and re.search(
         r"refused: model=7b needs .* are available", " ".join(done.stdout.split())
     )

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 import venv
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.processes import ROOT, run_python
 
 SMALL = ("train.steps=1", "train.warmup_steps=1", "train.seq_len=16", "proof.reference=false", "tracking=none")
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "harness", "conf", "sweeps")
@@ -25,8 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in SOURCES:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, clone / name)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(clone)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_python(target, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(clone))
     assert done.returncode == 0, done.stdout + done.stderr
     shutil.rmtree(clone)
     (path,) = target.glob("*.whl")
@@ -37,29 +35,26 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Install the wheel alone into a folder; its dependencies are those of the running Python."""
     folder = tmp_path_factory.mktemp("installed")
-    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel)]
-    subprocess.run(command, check=True, capture_output=True)
+    done = run_python(folder, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), str(wheel))
+    assert done.returncode == 0, done.stderr
     return folder
 
 
-def run(installed: Path, folder: Path, *arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+def run(installed: Path, folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
     """Run the installed command in a folder.
 
     If a clone of the package were used instead, the origin of its modules would show it.
     """
-    environment = os.environ | {"PYTHONPATH": str(installed)}
-    command = [sys.executable, "-P", "-m", "harness", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
-    assert not check or done.returncode == 0, done.stdout + done.stderr
+    done = run_python(folder, "-P", "-m", "harness", *arguments, PYTHONPATH=str(installed))
+    assert done.returncode == 0, done.stdout + done.stderr
     return done
 
 
 def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> None:
     overview = run(installed, tmp_path, "--help").stdout
     assert "quickstart" in overview and "zero3" in overview
-    locate = [sys.executable, "-P", "-c", "import harness; print(harness.__file__)"]
-    path = subprocess.run(locate, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(installed)}, capture_output=True)
-    assert path.stdout.decode().startswith(str(installed))
+    located = run_python(tmp_path, "-P", "-c", "import harness; print(harness.__file__)", PYTHONPATH=str(installed))
+    assert located.stdout.startswith(str(installed))
     run(installed, tmp_path, "strategy=ddp", "name=wheel", *SMALL)
     rows = pd.read_csv(tmp_path / "results" / "wheel" / "runs.csv")
     assert rows.status.tolist() == ["ok"] and rows.stale_reason.isna().all()

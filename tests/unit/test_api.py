@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -13,6 +11,7 @@ import harness
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.store import read_all, write_record
 from tests.support.example_records import record_of, row
+from tests.support.processes import ROOT, run_python
 
 
 def write_runs(folder: Path) -> None:
@@ -79,8 +78,7 @@ def test_importing_loads_nothing_heavy_and_estimating_memory_no_torch() -> None:
         "harness.estimate_memory('strategy=fsdp_full_shard', 'world_size=8')\n"
         "print(json.dumps('torch' in sys.modules))\n"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert [json.loads(line) for line in process.stdout.splitlines()] == [[], False]
+    assert [json.loads(line) for line in run_python(ROOT, "-c", code).stdout.splitlines()] == [[], False]
 
 
 def test_dir_lists_the_api_and_other_names_raise_attribute_error() -> None:

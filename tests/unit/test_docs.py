@@ -2,14 +2,12 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support import reference_pages
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.processes import ROOT, run_python
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -90,18 +88,8 @@ def test_private_words_are_few() -> None:
 
 def build_site(settings: Path, site: Path) -> subprocess.CompletedProcess[str]:
     """Build a site strictly: a warning fails, which it does not with --quiet, since MkDocs then counts none."""
-    command = [
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-        "--config-file",
-        str(settings),
-        "--site-dir",
-        str(site),
-    ]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    options = ("--strict", "--config-file", str(settings), "--site-dir", str(site))
+    return run_python(ROOT, "-m", "mkdocs", "build", *options)
 
 
 def dead_links(site: Path) -> list[str]:
