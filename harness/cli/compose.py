@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from harness.cli.notice import Notice, import_slowly, showing
-from harness.config.arguments import check_arguments, normalize_arguments
+from harness.config.arguments import normalize_arguments
 from harness.config.command import read_command_config
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict, one_of
 from harness.config.hydra import composing, register_resolvers, to_container
@@ -54,7 +54,6 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations | None:
     Raises UserError for a mistake in them.
     """
     normalized = normalize_arguments(arguments)
-    check_arguments(normalized)
     composed: list[tuple[Any, Any]] = []  # each combination with Hydra's own configuration
 
     def on_composed(combination: Any) -> None:

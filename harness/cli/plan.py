@@ -26,15 +26,11 @@ FORMATS = ("table", "csv", "json")
 PAGES = (".html", ".md")  # the suffixes of the pages of a search
 
 
-def rows_of(entries: Sequence[LayoutPlan | Refusal]) -> list[Row]:
-    """Return the rows of all predictions, and of the combinations that have none, in their order."""
-    rows = []
-    for entry in entries:
-        if isinstance(entry, Refusal):
-            rows.append(refused_row(entry.reason, entry.combination.values))
-        else:
-            rows += [planned_row(prediction) for prediction in entry.predictions]
-    return rows
+def rows_of(entry: LayoutPlan | Refusal) -> list[Row]:
+    """Return the rows of a plan's predictions, or of a combination that has none."""
+    if isinstance(entry, Refusal):
+        return [refused_row(entry.reason, entry.combination.values)]
+    return [planned_row(prediction) for prediction in entry.predictions]
 
 
 def sentences(plan: LayoutPlan) -> Iterator[str]:
@@ -98,5 +94,5 @@ def main(options: Namespace) -> None:
         return
     for note in dict.fromkeys(note for entry in made_plans for note in entry.notes):
         print(sanitize(note), file=sys.stderr)
-    rows = rows_of(entries)
+    rows = [row for entry in entries for row in rows_of(entry)]
     print(json.dumps(rows, indent=1) if output == "json" else csv_text(rows), end="\n" * (output == "json"))

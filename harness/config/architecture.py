@@ -75,11 +75,6 @@ class Architecture:
         """Whether two matrices of the MLP take its input, one of which gates the other."""
         return sum(operator.kind == "column" for operator in self.mlp) > 1
 
-    @property
-    def has_norm_biases(self) -> bool:
-        """Whether norms have a bias beside their scale."""
-        return self.norm == "layer"
-
 
 ATTENTION = [from_dict(Operator, row) for row in _TABLES["attention"]]
 ARCHITECTURES = {name: from_dict(Architecture, facts, name) for name, facts in _TABLES["families"].items()}

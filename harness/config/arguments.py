@@ -10,14 +10,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import OverrideParseException
 
-from harness.config import aliases
-from harness.config.aliases import canonical
 from harness.config.mistakes import (
     FREE_KEYS,
+    NO_KEYS,
+    canonical,
     choices_of,
     group_names,
     known_keys,
-    or_text,
     setting,
     similar_settings,
     unknown_choice,
@@ -25,6 +24,7 @@ from harness.config.mistakes import (
     wrong_value,
 )
 from harness.util.errors import UserError
+from harness.util.text import join_words
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
 LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
@@ -36,26 +36,21 @@ OTHER_FILES = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "
 def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments as Hydra takes them: options may stand anywhere, and lists need no brackets.
 
-    Raises UserError for an argument that is neither an option nor an override, with what to type instead.
+    Raises UserError for what cannot be right in them, with what to type instead.
     """
     words = list(arguments)
     parser = _hydra_parser()
     _check_options(words, parser)
     _check_spaces(words)
-    overrides = parser.parse_known_intermixed_args(words)[0].overrides
-    for before, word in itertools.pairwise(["", *overrides]):
+    parsed = parser.parse_known_intermixed_args(words)[0]
+    for before, word in itertools.pairwise(["", *parsed.overrides]):
         if "=" not in word and not word.startswith("~"):
             raise UserError(f"{word} {_word_mistake(word, before)}")
-    for word in overrides:
+    for word in parsed.overrides:
         words.remove(word)
-    return [*words, *(re.sub(LISTS, r"\1=[\2]", word) for word in overrides)]
-
-
-def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise UserError for what cannot be right in normalized arguments, with what to type instead."""
-    parsed = _hydra_parser().parse_known_intermixed_args(list(arguments))[0]
+    settings = [re.sub(LISTS, r"\1=[\2]", word) for word in parsed.overrides]
     try:
-        overrides = OverridesParser.create().parse_overrides(parsed.overrides)
+        overrides = OverridesParser.create().parse_overrides(settings)
     except OverrideParseException as error:
         key, _, value = error.override.partition("=")
         rest = f"put quotes around the value, as in '{key}=\"{value}\"'"
@@ -65,9 +60,10 @@ def check_arguments(arguments: Sequence[str]) -> None:
     if several and not is_sweep:
         example = f"as in harness -m {' '.join(several)}"
         raise UserError(f"{several[0]} has several values: add -m to run every combination, {example}")
-    if not any(word.partition("=")[0] in OTHER_FILES for word in arguments):
+    if not any(word.partition("=")[0] in OTHER_FILES for word in (*words, *settings)):
         for override in overrides:
             _check_override(override)
+    return [*words, *settings]
 
 
 def _check_override(override: Override) -> None:
@@ -131,11 +127,15 @@ def _check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> Non
 def _as_setting(key: str, value: str) -> str:
     """Return what to type in the place of an option."""
     name = canonical(key)
-    if name in aliases.NO_KEYS:
-        return aliases.NO_KEYS[name]
+    if name in NO_KEYS:
+        return NO_KEYS[name]
     exact = next((entry for entry in (*group_names(), *known_keys()) if canonical(entry) == name), None)
     instead = setting(exact, value) if exact else similar_settings(key, value or "true")
-    return f"type {or_text(instead)}" if instead else "settings are KEY=VALUE, and `harness --help` shows the options"
+    return (
+        f"type {join_words(instead, 'or')}"
+        if instead
+        else "settings are KEY=VALUE, and `harness --help` shows the options"
+    )
 
 
 def _check_spaces(words: Sequence[str]) -> None:

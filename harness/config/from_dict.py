@@ -12,6 +12,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 from harness.util.errors import UserError
+from harness.util.text import join_words
 
 TYPE_NAMES = {
     int: "a whole number",
@@ -155,5 +156,4 @@ def is_above_zero(value: float) -> bool:
 @cache
 def divisors_text(number: int) -> str:
     """Return the divisors of a number for a sentence, such as "1, 2 or 4"."""
-    divisors = [str(d) for d in range(1, number + 1) if number % d == 0]
-    return divisors[0] if len(divisors) == 1 else ", ".join(divisors[:-1]) + " or " + divisors[-1]
+    return join_words([str(d) for d in range(1, number + 1) if number % d == 0], "or")

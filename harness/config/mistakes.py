@@ -6,6 +6,7 @@ the typed configuration, whose errors harness.config.hydra explains.
 
 import difflib
 import re
+import tomllib
 import typing
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,15 +15,36 @@ from typing import Any
 
 import yaml
 
-from harness.config import aliases
-from harness.config.aliases import BOOLEANS, canonical
 from harness.config.command import CommandConfig
 from harness.config.from_dict import is_group
 from harness.config.locations import files_in, preset_folders
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
+from harness.util.text import join_words
 
 MOST_SUGGESTIONS = 3
+
+BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+
+
+def canonical(name: str) -> str:
+    """Return the form of a name in which spellings are compared."""
+    return re.sub(r"[-./\s]+", "_", name.strip().lower()).strip("_")
+
+
+def _by_name(names: dict[str, list[str]]) -> dict[str, str]:
+    return {name: meant for meant, known in names.items() for name in known}
+
+
+# The names by which other programs and papers know what the command line calls otherwise.
+_ALIASES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text("utf-8"))
+KEYS = _by_name(_ALIASES["keys"])  # what to type, with `{}` for the value
+NO_KEYS = _by_name(_ALIASES["no_keys"])  # sentences
+VALUES = {
+    group: {name: tuple(meant.split(", ")) for name, meant in _by_name(names).items()}
+    for group, names in _ALIASES["values"].items()
+}
+KEY_VALUES = {key: _by_name(names) for key, names in _ALIASES["key_values"].items()}
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
@@ -59,17 +81,12 @@ def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _keys_of(hint, f"{prefix}{name}.")
 
 
-def or_text(choices: Sequence[str]) -> str:
-    """Return choices for a sentence: a, b or c."""
-    return choices[0] if len(choices) == 1 else ", ".join(choices[:-1]) + " or " + choices[-1]
-
-
 def unknown_choice(group: str, value: str) -> str:
     """Return that a group has no such name, with what to type instead."""
     choices = choices_of(group)
     instead = similar_choices(group, value)
     if instead:
-        return f"{group}={value} is not known: did you mean {or_text(instead)}?"
+        return f"{group}={value} is not known: did you mean {join_words(instead, 'or')}?"
     if group == "model" and "/" in value:
         rest = "type model=hf model.path=FOLDER with the folder that has its config.json; nothing is downloaded"
         return f"model={value} is not known: {rest}"
@@ -80,7 +97,7 @@ def similar_choices(group: str, value: str) -> list[str]:
     """Return what to type instead of a name that a group does not have, the likeliest first; nothing if unclear."""
     choices, name = choices_of(group), canonical(value)
     same = [choice for choice in choices if canonical(choice) == name or choice == Path(value).stem]
-    meant = same or list(aliases.VALUES.get(group, {}).get(name, ()))
+    meant = same or list(VALUES.get(group, {}).get(name, ()))
     if not meant and group == "model":
         meant = similar_models(value, choices)
     if not meant and len(name) > 2:
@@ -94,12 +111,12 @@ def similar_choices(group: str, value: str) -> list[str]:
 def unknown_key(key: str, value: str) -> str:
     """Return that there is no such key, with what to type instead."""
     name = canonical(key)
-    sentence = aliases.NO_KEYS.get(name) or aliases.NO_KEYS.get(canonical(key.rpartition(".")[2]))
+    sentence = NO_KEYS.get(name) or NO_KEYS.get(canonical(key.rpartition(".")[2]))
     if sentence:
         return f"{key} is not a key: {sentence}"
     instead = similar_settings(key, value)
     if instead:
-        return f"{key} is not a key: did you mean {or_text(instead)}?"
+        return f"{key} is not a key: did you mean {join_words(instead, 'or')}?"
     group = key.partition(".")[0]
     if "." in key and isinstance(known_keys().get(group), type):
         names = [entry.removeprefix(f"{group}.") for entry in known_keys() if entry.startswith(f"{group}.")]
@@ -113,18 +130,18 @@ def similar_settings(key: str, value: str) -> list[str]:
     groups, keys = group_names(), known_keys()
     single = [entry for entry in reversed(keys) if not is_group(keys[entry])]
     exact = {canonical(text): entry for entry in single for text in (entry.rpartition(".")[2], entry)}
-    exact |= dict(zip(groups, groups, strict=True)) | aliases.KEYS
+    exact |= dict(zip(groups, groups, strict=True)) | KEYS
     for spelling in (name, last):
         if spelling in exact:
             return setting(exact[spelling], value)
     owner = key.rpartition(".")[0]
     siblings = [entry for entry in keys if owner and entry.startswith(f"{owner}.")]
-    for candidates in (siblings, [*groups, *keys, *aliases.KEYS]):
+    for candidates in (siblings, [*groups, *keys, *KEYS]):
         spellings = {canonical(entry.rpartition(".")[2]): entry for entry in reversed(candidates)}
         close = difflib.get_close_matches(last, spellings, 1, 0.75)
         if close:
             nearest = spellings[close[0]]
-            return setting(aliases.KEYS.get(nearest, nearest), value)
+            return setting(KEYS.get(nearest, nearest), value)
     return []
 
 
@@ -138,7 +155,7 @@ def setting(key: str, value: str) -> list[str]:
         return similar_choices(key, value) or [f"{key}={choice}" for choice in choices_of(key)[:MOST_SUGGESTIONS]]
     if (key, value) in _OTHER_SETTINGS:
         return [_OTHER_SETTINGS[key, value]]
-    return [f"{key}={aliases.KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"]
+    return [f"{key}={KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"]
 
 
 def wrong_value(key: str, value: str) -> str | None:
@@ -151,7 +168,7 @@ def wrong_value(key: str, value: str) -> str | None:
             return f"sweep={value} is not a setting, because sweep is a group of keys: did you mean sweeps={value}?"
         names = [entry for entry in known_keys() if entry.startswith(f"{key}.")]
         return f"{key}={value} is not a setting, because {key} is a group of keys: choose {', '.join(names)}"
-    other = aliases.KEY_VALUES.get(key, {}).get(canonical(value))
+    other = KEY_VALUES.get(key, {}).get(canonical(value))
     if other is not None and other != value:
         return f"{key}={value} is not known: did you mean {key}={other}?"
     if hint is bool and value.lower() in BOOLEANS and value.lower() not in ("true", "false"):
@@ -176,7 +193,6 @@ def _whole_number(value: str) -> int | None:
 
 # The beginning of the models of a family, by a word in the name that a user knows; "" are those of llama.
 FAMILIES = {"mistral": "mistral_", "gpt": "gpt_", "mpt": "mpt_", "llama": ""}
-NEAREST_FAMILY = ""  # of names that have a size and no known family, such as 7B
 SIZE = r"(\d+(?:\.\d+)?)[\s_-]*([bmt])"
 SCALES = {"m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -191,7 +207,7 @@ def similar_models(name: str, choices: Sequence[str]) -> list[str]:
     family = next((family for family in FAMILIES if family in stem), None)
     if family is None and re.sub(r"[\W_]+", "", stem) != f"{size[1]}{size[2]}".replace(".", ""):
         return []  # another family, whose sizes say little
-    prefix = NEAREST_FAMILY if family is None else FAMILIES[family]
+    prefix = FAMILIES.get(family or "llama", "")  # a size alone, such as 7B, is one of llama
     known = {choice: re.fullmatch(SIZE, choice.removeprefix(prefix)) for choice in choices if choice.startswith(prefix)}
     sizes = {choice: float(match[1]) * SCALES[match[2]] for choice, match in known.items() if match}
     wanted = float(size[1]) * SCALES[size[2]]

@@ -81,7 +81,7 @@ def layer_shapes(model: ModelConfig) -> Shapes:
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters of a norm with this name."""
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
-    return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.has_norm_biases else {})
+    return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.norm == "layer" else {})
 
 
 def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:

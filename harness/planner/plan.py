@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 
-from harness.config.arguments import check_arguments, normalize_arguments
+from harness.config.arguments import normalize_arguments
 from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.hydra import compose_values, sweeper_params
 from harness.config.schema import ClusterConfig, RunConfig
@@ -161,9 +161,7 @@ def combinations(arguments: Sequence[str]) -> list[Combination]:
 
     A key on the command line replaces the list that the sweep file has for it, as in a run.
     """
-    normalized = normalize_arguments(arguments)
-    words = [word for word in normalized if word not in ("-m", "--multirun")]
-    check_arguments(normalized)
+    words = [word for word in normalize_arguments(arguments) if word not in ("-m", "--multirun")]
     parser = OverridesParser.create()
     overrides = parser.parse_overrides(words)
     keys = [override.key_or_group for override in overrides]

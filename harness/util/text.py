@@ -13,9 +13,9 @@ def count_text(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def join_words(parts: Sequence[str]) -> str:
+def join_words(parts: Sequence[str], word: str = "and") -> str:
     """Return an enumeration: "a", "a and b", "a, b and c"."""
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} {word} {parts[-1]}"
 
 
 def format_duration(seconds: float) -> str:

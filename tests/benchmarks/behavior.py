@@ -32,7 +32,8 @@ PAGES = ("configuration.md", "columns.md", "command-line.md", "strategies.md", "
 ANSWERS = """
 import contextlib, io, json, pathlib, re, shlex, sys
 from harness.cli.main import main
-from harness.config import aliases
+from harness.config import mistakes
+aliases = getattr(mistakes, "aliases", mistakes)  # once a module of its own
 page = pathlib.Path("docs/reference/mistakes.md").read_text()
 typed = re.findall(r"^[|] `(.+?)` [|] .+ [|]$", page, re.MULTILINE)
 typed += [f"{name}=1" for name in (*aliases.KEYS, *aliases.NO_KEYS)]

@@ -43,7 +43,7 @@ def imported(*arguments: str) -> tuple[set[str], str, float]:
         ("--help", "", "usage: harness"),
         ("--version", "", "harness "),
         ("report --help", "", "usage: harness report"),
-        ("ls strategies", "hydra omegaconf", "zero3"),
+        ("ls strategies", "", "zero3"),
         ("status {results}", "hydra omegaconf pandas", "1 ok"),
         ("report {results}", "omegaconf pandas", "report.md"),
         ("diff {results} {results}", "omegaconf pandas", "A: "),

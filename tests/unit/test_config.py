@@ -1,17 +1,16 @@
 """Configurations: what identifies a run, what a command decides, and the values that a field takes."""
 
 import dataclasses
+import re
 from pathlib import Path
 from typing import Any
 
-import hydra
 import pytest
-from hydra import initialize_config_dir
 from hypothesis import given, settings, strategies
 
-from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config, split_values
+from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config
 from harness.config.fingerprint import make_run_id, result_affecting_keys
-from harness.config.hydra import register_resolvers, to_container
+from harness.config.hydra import compose_values
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
 from harness.runner import simulation
@@ -19,7 +18,7 @@ from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.record import fallback_run_id
 from harness.runner.resolve import resolve_auto
 from harness.util.errors import UserError
-from tests.support.commands import ROOT, compose, compose_config
+from tests.support.commands import compose, compose_config
 
 # Run ids of the first release. The same configuration must keep its id, or no stored record could be reused.
 RUN_IDS = {
@@ -37,9 +36,7 @@ RUN_IDS = {
 
 
 def values_of(*overrides: str) -> dict[str, Any]:
-    register_resolvers()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return dict(resolve_auto(to_container(hydra.compose("config", list(overrides))), "cpu"))
+    return dict(resolve_auto(compose_values(*overrides), "cpu"))
 
 
 def run_id(config: RunConfig) -> str:
@@ -62,9 +59,8 @@ def test_a_run_has_one_folder_whatever_its_names(strategy: str, model: str) -> N
     config = compose_config("strategy=ddp")
     named = dataclasses.replace(config.strategy, name=strategy), dataclasses.replace(config.model, name=model)
     changed = run_id(dataclasses.replace(config, strategy=named[0], model=named[1]))
-    (folder,) = Path("comparison", changed).relative_to("comparison").parts
-    assert folder == changed and "\0" not in folder and len(folder.encode()) <= 200
-    assert not folder.startswith(".")  # a hidden folder is no run's
+    assert Path(changed).parts == (changed,) and "\0" not in changed and len(changed.encode()) <= 200
+    assert not changed.startswith(".")  # a hidden folder is no run's
     assert changed != run_id(config)  # names that look alike in an id are told apart by its hash
 
 
@@ -131,16 +127,12 @@ def test_both_halves_make_the_recorded_configuration_and_are_read_from_it() -> N
     assert set(values) == set(values_of("strategy=zero2"))
 
 
-def test_older_records_are_read() -> None:
+def test_older_records_are_read_but_no_unknown_keys() -> None:
     values = values_of("strategy=ddp")
-    newer = read_run_config(values)
-    del values["launch"]
-    assert read_run_config(values) == read_run_config(values | {"launch": "script"}) == newer
-
-
-def test_an_unknown_key_is_named_with_all_keys() -> None:
+    older = {key: value for key, value in values.items() if key != "launch"}
+    assert read_run_config(older) == read_run_config(older | {"launch": "script"}) == read_run_config(values)
     with pytest.raises(UserError, match=r"^colour is not a key: choose one of name, results_dir, .*, model, "):
-        split_values({"colour": "red"})
+        read_run_config(values | {"colour": "red"})
 
 
 @pytest.mark.parametrize(
@@ -168,9 +160,8 @@ def test_an_unknown_key_is_named_with_all_keys() -> None:
     ],
 )
 def test_a_wrong_value_is_named_with_its_choices(overrides: str, problem: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=f"^{re.escape(problem)}"):
         compose(*overrides.split())
-    assert str(error.value).startswith(problem)
 
 
 def test_a_command_has_defaults() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from harness.cli.main import main
-from harness.config import aliases
+from harness.config import mistakes
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
 from tests.support.commands import ROOT
 
@@ -50,25 +50,25 @@ def is_setting(key: str, value: str) -> bool:
 
 
 def test_every_alias_leads_to_a_setting_that_exists() -> None:
-    targets = [target if "=" in target else f"{target}={{}}" for target in aliases.KEYS.values()]
+    targets = [target if "=" in target else f"{target}={{}}" for target in mistakes.KEYS.values()]
     targets += [
         choice if "=" in choice.partition(" ")[0] else f"{group}={choice}"
-        for group, names in aliases.VALUES.items()
+        for group, names in mistakes.VALUES.items()
         for choices in names.values()
         for choice in choices
     ]
-    targets += [text.replace("hydra/launcher=slurm", "") for text in aliases.NO_KEYS.values()]
+    targets += [text.replace("hydra/launcher=slurm", "") for text in mistakes.NO_KEYS.values()]
     pairs = [pair for target in targets for pair in settings_of(target)]
     unknown = [(key, value) for key, value in pairs if not is_setting(key, value) and "{" not in value]
     unknown += [(key, value) for key, value in pairs if "{" in value and key not in (*known_keys(), *group_names())]
-    assert unknown == [] and set(aliases.KEY_VALUES) <= set(known_keys())
+    assert unknown == [] and set(mistakes.KEY_VALUES) <= set(known_keys())
 
 
 def test_no_alias_hides_what_exists() -> None:
     names = {*known_keys(), *group_names()} - {"sweep"}  # which is a group of keys, and no setting by itself
-    assert not names & {*aliases.KEYS, *aliases.NO_KEYS}
-    assert not set(aliases.KEYS) & set(aliases.NO_KEYS)
-    for group, spellings in aliases.VALUES.items():
+    assert not names & {*mistakes.KEYS, *mistakes.NO_KEYS}
+    assert not set(mistakes.KEYS) & set(mistakes.NO_KEYS)
+    for group, spellings in mistakes.VALUES.items():
         assert not set(spellings) & set(choices_of(group)), group
 
 
