@@ -9,27 +9,13 @@ from tests.support import replayed_faults
 from tests.support.combinations import Combination
 from tests.support.commands import run_with
 
-# 11.0 million parameters: most of them in the embedding and the head, whose odd number of rows no world divides.
-MODEL = (
-    "model.hidden_size=384",
-    "model.intermediate_size=1024",
-    "model.num_hidden_layers=2",
-    "model.num_attention_heads=6",
-    "model.num_key_value_heads=2",
-    "model.vocab_size=10001",
+TEN_MILLION = (
+    # 11.0 million parameters: most of them in the embedding and the head, whose odd number of rows no world divides.
+    *("model.hidden_size=384", "model.intermediate_size=1024", "model.num_hidden_layers=2", "model.vocab_size=10001"),
+    *("model.num_attention_heads=6", "model.num_key_value_heads=2"),
+    # Four micro-batches on each of two data-parallel ranks, or eight.
+    *("train.seq_len=32", "train.global_batch=8", "train.micro_batch=1", "train.steps=1", "train.warmup_steps=1"),
 )
-
-# Four micro-batches on each of two data-parallel ranks, or eight.
-TRAINING = (
-    "train.seq_len=32",
-    "train.global_batch=8",
-    "train.micro_batch=1",
-    "train.steps=1",
-    "train.warmup_steps=1",
-)
-
-
-TEN_MILLION = (*MODEL, *TRAINING)
 
 # By the strategy's options: the model that all tests of ranks share, of half a million parameters, and the large one.
 SIZES = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}

@@ -71,8 +71,6 @@ class Division(NamedTuple):
     phases: dict[str, tuple[float, float, float, float]]
 
 
-STEP_OF_TWO_PHASES = [cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)]
-
 ON_A_CPU = {
     "operators hide collectives in flight": (
         [
@@ -153,7 +151,7 @@ ON_A_GPU = {
     # Streams overlap, but the parts of a step must not.
     "a phase ends where the next begins": (
         [
-            *STEP_OF_TWO_PHASES,
+            *(cpu("harness.step", 0, 9), cpu("harness.forward", 0, 4), cpu("harness.backward", 4, 9)),
             *(launch(1, 1), launch(2, 5), gpu("copy", 10, 40, launched_by=1), gpu("mm", 30, 50, launched_by=2)),
         ],
         Division(40, 0, {"forward": (20, 0, 0, 0), "backward": (20, 0, 0, 0), "rest": (0, 0, 0, 0)}),

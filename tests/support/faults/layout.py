@@ -5,11 +5,11 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from harness.config.strategy import AXES
-from harness.engines.torch.fsdp import OffloadPolicy
 from harness.models.init_weights import materialize
 from tests.support.faults.plant import replaces
 
