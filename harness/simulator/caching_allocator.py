@@ -6,32 +6,36 @@ and CUDA's context take.
 """
 
 import sys
-from bisect import bisect_left
 from collections.abc import Iterable
 from itertools import chain
+from statistics import fmean
 
 from harness.config.byte_size import format_bytes
-from harness.simulator import allocator_blocks
 from harness.simulator.allocator_blocks import (
     LARGE_SEGMENT_BYTES,
+    MIB,
     SMALL_SEGMENT_BYTES,
     AllocatorSettings,
-    DeviceReservation,
     MemoryBlock,
     Pool,
 )
 from harness.simulator.fake_memory import Request
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
-SMALL_BYTES = 2**20  # kSmallSize: the largest block of the small pool
-MIN_LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc: from this size on a segment has the size of its first block
-LARGE_ROUNDING_BYTES = 2 * 2**20  # kRoundLarge
+SMALL_BYTES = MIB  # kSmallSize: the largest block of the small pool
+MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from this size on a segment has the size of its first block
+LARGE_ROUNDING_BYTES = 2 * MIB  # kRoundLarge
 
 
 class OutOfDeviceMemoryError(Exception):
     """The device has no memory left for a block, even after all cached segments were given back."""
 
     moment = sys.maxsize  # the number of the request that could not be served, or the end
+
+
+def round_up(size: int, unit: int) -> int:
+    """Return the smallest multiple of a unit that is not below a size."""
+    return -(-size // unit) * unit
 
 
 class CachingAllocator:
@@ -41,26 +45,24 @@ class CachingAllocator:
         self, capacity_bytes: int, settings: AllocatorSettings | None = None, limit_bytes: int | None = None
     ) -> None:
         """Model a device with so much memory for segments, and a limit by set_per_process_memory_fraction."""
-        self.device = DeviceReservation(capacity_bytes, limit_bytes)
+        self.capacity_bytes, self.limit_bytes = capacity_bytes, limit_bytes
+        self.most_bytes = capacity_bytes if limit_bytes is None else min(capacity_bytes, limit_bytes)
         self.settings = settings or AllocatorSettings()
-        self.allocated_bytes = self.requested_bytes = 0
-        self._peak_allocated_bytes = self._peak_requested_bytes = 0
-        self._small, self._large = Pool(is_small=True), Pool(is_small=False)
+        self.readings = {"requested_bytes": 0, "allocated_bytes": 0, "reserved_bytes": 0}
+        self.reset_peaks()
+        self._next_address = LARGE_SEGMENT_BYTES  # no address is used twice
+        self._small, self._large = Pool(SMALL_SEGMENT_BYTES), Pool(LARGE_SEGMENT_BYTES)
         self._active: dict[int, MemoryBlock] = {}  # allocated blocks by address
 
-    @property
-    def reserved_bytes(self) -> int:
-        """The bytes of all segments."""
-        return self.device.reserved_bytes
+    def reset_peaks(self) -> None:
+        """Start new peaks from the present readings."""
+        self.peaks = dict(self.readings)
 
-    @property
-    def peaks(self) -> dict[str, int]:
-        """The highest readings since the last reset, by the names of a rank's report."""
-        return {
-            "peak_allocated_bytes": self._peak_allocated_bytes,
-            "peak_requested_bytes": self._peak_requested_bytes,
-            "peak_reserved_bytes": self.device.peak_bytes,
-        }
+    def _count(self, **changes: int) -> None:
+        """Change readings, and the peaks that they exceed."""
+        for name, change in changes.items():
+            self.readings[name] += change
+            self.peaks[name] = max(self.peaks[name], self.readings[name])
 
     def allocate(self, size: int, stream: int = 0) -> int:
         """Allocate a block of so many bytes for a stream and return its address (malloc).
@@ -79,120 +81,101 @@ class CachingAllocator:
             self.empty_cache()
             block = self._reserve(pool, rounded, stream)
         if block is None:
-            in_use = f"{format_bytes(self.allocated_bytes)} allocated and {format_bytes(self.reserved_bytes)} reserved"
-            limit = f"the {format_bytes(self.device.most_bytes)} that the process may reserve"
+            allocated, reserved = (format_bytes(self.readings[f"{kind}_bytes"]) for kind in ("allocated", "reserved"))
+            in_use = f"{allocated} allocated and {reserved} reserved"
+            limit = f"the {format_bytes(self.most_bytes)} that the process may reserve"
             raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {in_use} of {limit}")
         if self._should_split(block, rounded):
             pool.insert(block.split(rounded))
         block.is_allocated, block.requested_bytes = True, size
         self._active[block.address] = block
-        self.allocated_bytes += block.size
-        self.requested_bytes += size
-        self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
-        self._peak_requested_bytes = max(self._peak_requested_bytes, self.requested_bytes)
+        self._count(allocated_bytes=block.size, requested_bytes=size)
         return block.address
 
     def free(self, address: int) -> None:
         """Free a block, merge it with free neighbors, and put it into its pool (free_block)."""
         block = self._active.pop(address)
         block.is_allocated = False
-        self.allocated_bytes -= block.size
-        self.requested_bytes -= block.requested_bytes
-        block.merge(block.previous)
-        block.merge(block.next)
-        block.pool.insert(block)
+        self._count(allocated_bytes=-block.size, requested_bytes=-block.requested_bytes)
+        block.settle()
 
     def empty_cache(self) -> None:
         """Give back segments and pages in which nothing is allocated (release_cached_blocks)."""
-        for pool in (self._large, self._small):
-            for _, _, address in tuple(pool.free):
-                block = pool.blocks.get(address)
-                if block is None:
-                    continue  # merged with a block that was unmapped
-                if block.is_expandable:
-                    allocator_blocks.unmap(self.device, block)
-                elif not block.is_split:
-                    self._release(block)
-
-    def reset_peaks(self) -> None:
-        """Start new peaks from the present readings."""
-        self._peak_allocated_bytes, self._peak_requested_bytes = self.allocated_bytes, self.requested_bytes
-        self.device.peak_bytes = self.reserved_bytes
+        for block in (*self._large.blocks, *self._small.blocks):
+            if block.is_expandable:
+                self._unmap(block)
+            elif not block.is_split:
+                self._release(block)
 
     def round_size(self, size: int) -> int:
         """Return the bytes of the block for a request."""
         divisions = self.settings.roundup_power2_divisions
         if divisions > 1 and size > MIN_BLOCK_BYTES * divisions:
             power = 1 << (size.bit_length() - 1)
-            step = max(1, power >> (divisions.bit_length() - 1))
-            return size if size == power else -(-size // step) * step
-        return max(MIN_BLOCK_BYTES, -(-size // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+            return round_up(size, max(1, power >> (divisions.bit_length() - 1)))
+        return max(MIN_BLOCK_BYTES, round_up(size, MIN_BLOCK_BYTES))
 
     def _find_free_block(self, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
         """Return the smallest free block of the stream that is large enough, taken out of its pool (get_free_block)."""
         pool.searches += 1
-        place = bisect_left(pool.free, (stream, size, 0))
-        if place == len(pool.free) or pool.free[place][0] != stream:
+        candidates = pool.of_stream(stream, least_bytes=size)
+        if not candidates:
             return None
-        block = pool.blocks[pool.free[place][2]]
-        if block.is_expandable:
+        block = candidates[0]
+        for other in candidates[1:] if block.is_expandable else ():
             # An expandable segment counts with the size to which it can grow.
-            for other_stream, _, address in pool.free[place + 1 :]:
-                other = pool.blocks[address]
-                if other_stream != stream or other.expandable_size >= block.expandable_size:
-                    break
-                block = other
-        most = self.settings.max_split_bytes
+            if other.expandable_size >= block.expandable_size:
+                break
+            block = other
+        most = self.settings.max_split_size_mb * MIB
         if size < most <= block.size:
             return None
-        if size >= most and block.size >= size + self.settings.max_non_split_rounding_bytes:
+        if size >= most and block.size >= size + self.settings.max_non_split_rounding_mb * MIB:
             return None
         pool.remove(block)
         return block
 
     def _should_split(self, block: MemoryBlock, size: int) -> bool:
         remaining = block.size - size
-        if block.pool.is_small or self.settings.expandable_segments:
+        if block.pool is self._small or self.settings.expandable_segments:
             return remaining >= MIN_BLOCK_BYTES
-        return size < self.settings.max_split_bytes and remaining > SMALL_BYTES
+        return size < self.settings.max_split_size_mb * MIB and remaining > SMALL_BYTES
 
     def _reserve(self, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
         """Return a block of a new segment, or of an expandable one that grows; None without memory (alloc_block)."""
         if self.settings.expandable_segments:
-            return allocator_blocks.expand(self.device, pool, size, stream)
-        if size <= SMALL_BYTES:
-            segment_bytes = SMALL_SEGMENT_BYTES
-        elif size < MIN_LARGE_BYTES:
-            segment_bytes = LARGE_SEGMENT_BYTES
-        else:
-            segment_bytes = -(-size // LARGE_ROUNDING_BYTES) * LARGE_ROUNDING_BYTES
-        if not self.device.reserve(segment_bytes):
-            return None
-        return MemoryBlock(self.device.new_addresses(segment_bytes), segment_bytes, stream, pool)
+            return self._expand(pool, size, stream)
+        if size < MIN_LARGE_BYTES:
+            size = pool.segment_bytes
+        size = round_up(size, LARGE_ROUNDING_BYTES)
+        return MemoryBlock(self._new_addresses(size), size, stream, pool) if self._take(size) else None
+
+    def _take(self, size: int) -> bool:
+        """Reserve bytes of the device, and return whether there were so many."""
+        has_room = self.readings["reserved_bytes"] + size <= self.most_bytes
+        self._count(reserved_bytes=size if has_room else 0)
+        return has_room
+
+    def _new_addresses(self, size: int) -> int:
+        """Return the first of so many addresses that were not used before."""
+        address = self._next_address
+        self._next_address += round_up(size, LARGE_SEGMENT_BYTES)
+        return address
 
     def _release(self, block: MemoryBlock) -> None:
         """Give a whole segment back."""
         block.pool.remove(block)
-        self.device.release(block.size)
+        self._count(reserved_bytes=-block.size)
 
     def _release_oversized(self, pool: Pool, size: int, stream: int) -> bool:
         """Give back free blocks too large to be split, as many as a request needs (release_available_cached_blocks)."""
-        most = self.settings.max_split_bytes
-        if most == float("inf"):
-            return False
-        wanted = max(size, int(most))
-        place = bisect_left(pool.free, (stream, wanted, 0))
-        if place < len(pool.free) and pool.free[place][0] == stream:
-            self._release(pool.blocks[pool.free[place][2]])
-            return True
-        released = 0
-        while place and released < wanted:
-            place -= 1
-            other_stream, other_size, address = pool.free[place]
-            if other_stream != stream or other_size < most:
-                break
-            released += other_size
-            self._release(pool.blocks[address])
+        most = self.settings.max_split_size_mb * MIB
+        wanted, released = max(size, most), 0
+        oversized = pool.of_stream(stream, least_bytes=wanted)[:1] or pool.of_stream(stream, least_bytes=most)[::-1]
+        for block in oversized:
+            if released < wanted:
+                released += block.size
+                self._release(block)
         return released >= wanted
 
     def _collect_garbage(self) -> None:
@@ -200,22 +183,74 @@ class CachingAllocator:
 
         As in torch that needs a limit of the process's memory.
         """
-        threshold = self.settings.garbage_collection_threshold * (self.device.limit_bytes or 0)
-        if not threshold or self.reserved_bytes <= threshold:
+        threshold = self.settings.garbage_collection_threshold * (self.limit_bytes or 0)
+        whole = [block for block in self._large.blocks if not block.is_split and not block.is_expandable]
+        while threshold and whole and self.readings["reserved_bytes"] > threshold:
+            latest = fmean(block.cached_since for block in whole)
+            for block in whole:
+                if block.cached_since <= latest:
+                    self._release(block)
+            whole = [block for block in whole if block.cached_since > latest]
+
+    def _expand(self, pool: Pool, size: int, stream: int) -> MemoryBlock | None:
+        """Return a block of an expandable segment, to which pages are mapped (try_allocate_expandable_block)."""
+        block = self._find_address_space(pool, size, stream)
+        while not block.is_mapped or block.size < size:
+            part, missing = (block.next, size - block.size) if block.is_mapped else (block, size)
+            assert part is not None  # _find_address_space saw address space after the block
+            if not self._map(part, min(missing, part.size)):
+                return None
+            block = part  # it has taken over the block before it
+        pool.remove(block)
+        return block
+
+    def _find_address_space(self, pool: Pool, size: int, stream: int) -> MemoryBlock:
+        """Return the first free or unmapped block of the stream after which there is enough address space."""
+        other: MemoryBlock | None
+        for block in pool.of_stream(stream, is_mapped=False):
+            if block.previous is not None and not block.previous.is_allocated:
+                block = block.previous
+            bytes_after, other = 0, block
+            while other is not None and not other.is_allocated:
+                bytes_after += other.size
+                other = other.next
+            if bytes_after >= size:
+                return block
+        # torch reserves 9/8 of the device's memory as addresses.
+        space = round_up(self.capacity_bytes * 9 // 8, pool.segment_bytes)
+        block = MemoryBlock(self._new_addresses(space), space, stream, pool, is_expandable=True, is_mapped=False)
+        pool.insert(block)
+        return block
+
+    def _map(self, block: MemoryBlock, size: int) -> bool:
+        """Map whole pages at the start of an unmapped block; return whether there was memory for them (map_block)."""
+        mapped = round_up(size, block.pool.segment_bytes)
+        if not self._take(mapped):
+            return False
+        block.pool.remove(block)
+        block.is_mapped = True
+        if mapped < block.size:
+            rest = block.split(mapped)
+            rest.is_mapped = False
+            rest.pool.insert(rest)
+        block.settle()
+        return True
+
+    def _unmap(self, block: MemoryBlock) -> None:
+        """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
+        page_bytes = block.pool.segment_bytes
+        start, end = round_up(block.address, page_bytes), (block.address + block.size) // page_bytes * page_bytes
+        if start >= end or not block.is_mapped:
             return
-        excess = self.reserved_bytes - threshold
-        pool = self._large
-        ages = {
-            address: pool.searches - block.cached_since
-            for address, block in pool.blocks.items()
-            if block.is_mapped and not block.is_split and not block.is_expandable
-        }
-        while excess > 0 and ages:
-            oldest = sum(ages.values()) / len(ages)
-            for address in [address for address, age in ages.items() if age >= oldest]:
-                excess -= pool.blocks[address].size
-                self._release(pool.blocks[address])
-                del ages[address]
+        block.pool.remove(block)
+        if start > block.address:
+            before, block = block, block.split(start - block.address)
+            block.pool.insert(before)
+        if block.address + block.size > end:
+            block.pool.insert(block.split(end - block.address))
+        self._count(reserved_bytes=-block.size)
+        block.is_mapped = False
+        block.settle()
 
 
 def replay(requests: Iterable[Request], allocator: CachingAllocator, pauses: Iterable[range], peaks_from: int) -> None:

@@ -184,7 +184,7 @@ def peaks_of_step(
     first = counter.log_begin - len(counter.initial_sizes)  # the number of the request in the log's first line
     pauses = (range(first + pause.start, first + pause.end) for pause in listener.recorder.annotations.pauses)
     replay(counter.requests, allocator, pauses, last_step_at)
-    return allocator.peaks
+    return {f"peak_{name}": size for name, size in allocator.peaks.items()}
 
 
 def clear_sharding_caches(device: torch.device) -> None:

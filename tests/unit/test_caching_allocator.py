@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from harness.simulator.allocator_blocks import MIB, AllocatorSettings, MemoryBlock, parse_allocator_settings
+from harness.simulator.allocator_blocks import MIB, PLACE, AllocatorSettings, MemoryBlock, parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
 from harness.util.errors import UserError
 
@@ -36,31 +36,31 @@ def allocator_of(text: str = "", capacity_bytes: int = 80 * GIB, limit_bytes: in
 def test_a_first_block_reserves_a_segment(requested: int, allocated: int, reserved: int) -> None:
     allocator = allocator_of()
     allocator.allocate(requested)
-    assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
-    assert allocator.requested_bytes == requested
+    sizes = {"requested_bytes": requested, "allocated_bytes": allocated, "reserved_bytes": reserved}
+    assert allocator.readings == allocator.peaks == sizes
 
 
 def test_expandable_segments_reserve_pages_only() -> None:
     allocator = allocator_of("expandable_segments:True")
     first = allocator.allocate(30 * MIB)
-    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.readings["reserved_bytes"] == 40 * MIB
     allocator.allocate(10 * MIB)  # the rest of the second page
-    assert allocator.reserved_bytes == 40 * MIB
+    assert allocator.readings["reserved_bytes"] == 40 * MIB
     allocator.allocate(25 * MIB)
-    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.readings["reserved_bytes"] == 80 * MIB
     allocator.free(first)
     allocator.empty_cache()  # one whole page of the first block, and none of the half that shares its page
-    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.readings["reserved_bytes"] == 60 * MIB
 
 
 def test_freed_blocks_are_merged_and_reused() -> None:
     allocator = allocator_of()
     parts = [allocator.allocate(4 * MIB) for _ in range(5)]
-    assert allocator.reserved_bytes == 20 * MIB
+    assert allocator.readings["reserved_bytes"] == 20 * MIB
     for part in parts[:2]:
         allocator.free(part)
     assert allocator.allocate(8 * MIB) == parts[0]
-    assert allocator.reserved_bytes == 20 * MIB
+    assert allocator.readings["reserved_bytes"] == 20 * MIB
 
 
 def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
@@ -75,14 +75,14 @@ def test_streams_share_no_blocks() -> None:
     allocator = allocator_of()
     allocator.free(allocator.allocate(30 * MIB, stream=0))
     allocator.allocate(30 * MIB, stream=1)
-    assert allocator.reserved_bytes == 60 * MIB
+    assert allocator.readings["reserved_bytes"] == 60 * MIB
 
 
 def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
     allocator = allocator_of(capacity_bytes=100 * MIB)
     allocator.free(allocator.allocate(60 * MIB))
     allocator.allocate(80 * MIB)
-    assert allocator.reserved_bytes == 80 * MIB
+    assert allocator.readings["reserved_bytes"] == 80 * MIB
     with pytest.raises(OutOfDeviceMemoryError):
         allocator.allocate(22 * MIB)
 
@@ -107,15 +107,15 @@ def test_settings_change_what_is_split_rounded_and_collected() -> None:
     unsplit = allocator_of("max_split_size_mb:32")
     unsplit.free(unsplit.allocate(64 * MIB))
     unsplit.allocate(20 * MIB)  # would be a part of the 64 MiB
-    assert unsplit.reserved_bytes == 84 * MIB
+    assert unsplit.readings["reserved_bytes"] == 84 * MIB
     unsplit.allocate(60 * MIB)  # within max_non_split_rounding_mb
-    assert (unsplit.reserved_bytes, unsplit.allocated_bytes) == (84 * MIB, 84 * MIB)
+    assert unsplit.readings["reserved_bytes"] == unsplit.readings["allocated_bytes"] == 84 * MIB
     rounded = allocator_of("roundup_power2_divisions:4")
     assert [rounded.round_size(size) for size in (1200, 2049, 5000)] == [1536, 2560, 5120]
     collected = allocator_of("garbage_collection_threshold:0.5", limit_bytes=100 * MIB)
     collected.free(collected.allocate(60 * MIB))
     collected.allocate(62 * MIB)  # more than was freed: the old segment goes before the limit is reached
-    assert collected.reserved_bytes == 62 * MIB
+    assert collected.readings["reserved_bytes"] == 62 * MIB
 
 
 def test_an_unknown_setting_is_refused_in_one_line() -> None:
@@ -128,15 +128,14 @@ def test_an_unknown_setting_is_refused_in_one_line() -> None:
 
 
 def all_blocks(allocator: CachingAllocator) -> list[MemoryBlock]:
-    pools = (allocator._small, allocator._large)
-    return [*allocator._active.values(), *(block for pool in pools for block in pool.blocks.values())]
+    return [*allocator._active.values(), *allocator._small.blocks, *allocator._large.blocks]
 
 
 def check(allocator: CachingAllocator) -> None:
     """Check that segments are filled by their blocks without gap or overlap, and that the sums are right."""
     blocks = all_blocks(allocator)
-    assert sum(block.size for block in blocks if block.is_mapped) == allocator.reserved_bytes
-    assert sum(block.size for block in blocks if block.is_allocated) == allocator.allocated_bytes
+    assert sum(block.size for block in blocks if block.is_mapped) == allocator.readings["reserved_bytes"]
+    assert sum(block.size for block in blocks if block.is_allocated) == allocator.readings["allocated_bytes"]
     by_address = sorted(blocks, key=lambda block: block.address)
     for before, after in pairwise(by_address):
         assert before.address + before.size <= after.address
@@ -147,8 +146,7 @@ def check(allocator: CachingAllocator) -> None:
             both_free = not block.is_allocated and not block.next.is_allocated
             assert not (both_free and block.is_mapped == block.next.is_mapped), "free neighbors stay apart"
     for pool in (allocator._small, allocator._large):
-        assert pool.free == sorted((b.stream, b.size, b.address) for b in pool.blocks.values() if b.is_mapped)
-        assert pool.unmapped == sorted((b.stream, b.address) for b in pool.blocks.values() if not b.is_mapped)
+        assert pool.blocks == sorted(pool.blocks, key=PLACE)
 
 
 @pytest.mark.parametrize(
@@ -187,6 +185,6 @@ def test_blocks_fill_their_segments_after_any_sequence(settings: str) -> None:
         allocator.free(address)
     allocator.empty_cache()
     check(allocator)
-    assert allocator.reserved_bytes == allocator.allocated_bytes == 0
+    assert set(allocator.readings.values()) == {0}
     peaks = allocator.peaks
-    assert peaks["peak_reserved_bytes"] >= peaks["peak_allocated_bytes"] >= peaks["peak_requested_bytes"]
+    assert peaks["reserved_bytes"] >= peaks["allocated_bytes"] >= peaks["requested_bytes"]
