@@ -10,12 +10,11 @@ def main(options: Namespace) -> int:
     from harness.selftest import run
     from harness.selftest.bench import Bench
     from harness.selftest.results import ResultsFile
-    from harness.selftest.steps import STEPS
 
     if options.list:
         print(run.list_steps())
         return 0
-    known = [step.name for step in STEPS]
+    known = [step.name for step in run.STEPS]
     names = known if options.only is None else options.only.split(",")
     for name in names:
         if name not in known:

@@ -1,6 +1,7 @@
 """The checks of the self-test's steps: what the records of their runs must say, and a few words on what they say."""
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ MEMORY_TOLERANCE = 0.1  # of a predicted peak, relative to the measured one
 BUBBLE_TOLERANCE = 0.1  # by which the measured share of bubbles may exceed the formula's
 SAME_LOSS = 1e-3  # the relative difference of the last losses of two equal runs in 16 bit
 HANGING_MODULE = "rank_variants.py"  # the file in which a rank hangs on purpose
-AT_PEAK, BYTES = "at_peak_", "_bytes"  # the beginning and the end of the columns that say what filled the peak
+PART_AT_PEAK = r"at_peak_(\w+)_bytes"  # the columns that say what filled the peak
 
 
 def require(holds: bool, problem: str) -> None:
@@ -54,8 +55,8 @@ def memory_adds_up(bench: Bench, records: Sequence[Record]) -> str:
     name, peak = _name(record), record.row["peak_allocated_bytes"]
     notes = "; ".join(record.notes) or "the record does not say why"
     require(peak is not None, f"{name} has no peak of memory: {notes}")
-    sizes = {name: size for name, size in record.row.items() if name.startswith(AT_PEAK) and name.endswith(BYTES)}
-    parts = {name[len(AT_PEAK) : -len(BYTES)]: size for name, size in sizes.items() if size is not None}
+    matches = ((re.fullmatch(PART_AT_PEAK, column), size) for column, size in record.row.items())
+    parts = {match[1]: size for match, size in matches if match and size is not None}
     require(bool(parts), f"{name} has a peak of {format_bytes(peak)}, and what fills it is not known")
     total = sum(parts.values())
     require(total == peak, f"the parts of {name}'s peak add up to {total}, not to {peak}")

@@ -17,8 +17,8 @@ from harness.records.run_folder import comparison_folder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.runner.local_machine import detect_machine
-from harness.selftest import checks
 from harness.selftest.bench import COMPARISON, Bench, StepFailedError, StepSkippedError
+from harness.selftest.checks import ran, require, require_status
 from harness.selftest.rank_variants import trace_path
 from harness.sweep.slurm.commands import slurm_output
 from harness.util.native_build import compiler_problem
@@ -43,9 +43,9 @@ def trace_files_are_whole(bench: Bench, records: Sequence[Record]) -> str:
             raise StepFailedError(f"rank {rank} left no trace file that can be read: {one_line(error)}") from None
         counts = Counter(event.get("cat") for event in events if event.get("ph") == "X")
         on_device = sum(counts[category] for category in DEVICE_ACTIVITIES)
-        if not counts["cpu_op"] or (bench.gpus and not counts["kernel"]):
-            listed = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
-            raise StepFailedError(f"the trace file of rank {rank} lists {listed}: {path}")
+        listed = ", ".join(f"{count} {name}" for name, count in counts.items()) or "nothing"
+        is_whole = counts["cpu_op"] > 0 and (counts["kernel"] > 0 or not bench.gpus)
+        require(is_whole, f"the trace file of rank {rank} lists {listed}: {path}")
         words.append(f"{counts['cpu_op']:,} operators and {on_device:,} activities of a device")
     size = format_bytes(sum(trace_path(bench.folder(record), rank).stat().st_size for rank in range(len(words))))
     return f"{size} of trace files with {'; '.join(words)}"
@@ -55,8 +55,7 @@ def memory_is_released(bench: Bench, records: Sequence[Record]) -> str:
     """Require that devices become as free as they were before this command; return after how many seconds."""
     cluster, started = ClusterConfig("local", device=bench.device), time.monotonic()
     problem = wait_for_release(bench.machine.free_bytes, lambda: detect_machine(cluster).free_bytes)
-    if problem:
-        raise StepFailedError(problem)
+    require(not problem, str(problem))
     return f"the memory of an ended run was free {time.monotonic() - started:.1f} s after its record was written"
 
 
@@ -67,25 +66,24 @@ def side_by_side(bench: Bench, _: Sequence[Record]) -> str:
     options = [f"world_size={bench.world_size}", "sweep.parallel=2", "precision=fp32"]
     options += [f"cluster.gpus_per_node={devices}", f"train.micro_batch={devices}"] if devices else []
     records = run_command(bench, "side-by-side", f"strategy={','.join(strategies)}", *options)
-    checks.require_status(records, "ok")
-    for record in records:
+    require_status(records, "ok")
+    for record in records if devices else ():
         count = sum(rank.devices for rank in record.ranks)
-        if devices and count != devices:
-            raise StepFailedError(f"{record.row['strategy']} had {count_text(count, 'device')} and not {devices}")
-    return checks.ran(bench, records)
+        problem = f"{record.row['strategy']} had {count_text(count, 'device')} and not {devices}"
+        require(count == devices, problem)
+    return ran(bench, records)
 
 
 def two_nodes(bench: Bench, _: Sequence[Record]) -> str:
     """Require that a job of Slurm on two nodes proves its run; skip where Slurm has no two nodes."""
     listed = slurm_output("sinfo", "-h", "-N", "-o", "%N")
-    if listed is None:
-        raise StepSkippedError("needs a Slurm with two nodes; there is none here")
-    nodes = len(set(listed.split()))
-    if nodes < 2:
-        raise StepSkippedError(f"needs a Slurm with two nodes; sinfo lists {nodes}")
+    nodes = set((listed or "").split())
+    if len(nodes) < 2:
+        has = "there is none here" if listed is None else f"sinfo lists {len(nodes)}"
+        raise StepSkippedError(f"needs a Slurm with two nodes; {has}")
     records = run_command(bench, "two-nodes", "strategy=ddp", "hydra/launcher=slurm", "cluster.nodes=2")
-    checks.require_status(records, "ok")
-    return checks.ran(bench, records)
+    require_status(records, "ok")
+    return ran(bench, records)
 
 
 def run_command(bench: Bench, name: str, *overrides: str) -> list[Record]:
@@ -98,8 +96,7 @@ def run_command(bench: Bench, name: str, *overrides: str) -> list[Record]:
     words = ("-m", "harness", "-m", *own, *SHORT, *overrides)
     done = run_python(*words, seconds=COMMAND_SECONDS)
     records = [read_record(run.path) for run in comparison_folder(name, str(folder)).recorded_runs()]
-    if not records:
-        raise StepFailedError(f"{' '.join(words)} ended with {done.returncode}: {one_line(done.stderr[-500:])}")
+    require(bool(records), f"{' '.join(words)} ended with {done.returncode}: {one_line(done.stderr[-500:])}")
     return records
 
 
@@ -137,12 +134,9 @@ def describe_environment(bench: Bench, records: Sequence[Record]) -> str:
     """Require the libraries of all engines, and on a CPU a compiler; return versions."""
     installed = versions()
     missing = [name for name in LIBRARIES if installed[name] is None]
-    if missing:
-        raise StepFailedError(f"not installed: {', '.join(missing)}; install the package with all that it depends on")
-    problem = compiler_problem()
-    if bench.machine.device == "cpu" and problem:
-        raise StepFailedError(f"memory is not counted on a CPU: {problem}")
-    environment = bench.environment
+    require(not missing, f"not installed: {', '.join(missing)}; install the package with all that it depends on")
+    problem, environment = compiler_problem(), bench.environment
+    require(not problem or bench.machine.device != "cpu", f"memory is not counted on a CPU: {problem}")
     words = [f"{name} {installed[name]}" for name in ("python", *LIBRARIES)]
     words += [f"{name} {environment[name]}" for name in ("cuda", "nccl", "driver") if environment.get(name)]
     return ", ".join([*words, str(environment.get("compiler") or problem or "a compiler of unknown version")])
@@ -158,8 +152,7 @@ def describe_devices(bench: Bench, records: Sequence[Record]) -> str:
     names = names_of_first_device(bench)
     for name in names:
         count = seen_devices(name)
-        if count != 1:
-            raise StepFailedError(f"with CUDA_VISIBLE_DEVICES={name} the harness sees {count} devices, and not 1")
+        require(count == 1, f"with CUDA_VISIBLE_DEVICES={name} the harness sees {count} devices, and not 1")
     return f"{machine.devices} x {machine.device_name}, {free}{total} free, the first seen under {len(names)} names"
 
 
@@ -183,7 +176,6 @@ def seen_devices(visible: str) -> int:
 def _probe(code: str, variables: dict[str, str]) -> str:
     """Return the last line that a Python process prints. Raises StepFailedError if it fails."""
     done = run_python("-c", code, seconds=_PROBE_SECONDS, variables=variables)
-    if done.returncode:
-        setting = " ".join(f"{name}={value}" for name, value in variables.items()) or "the devices as they are"
-        raise StepFailedError(f"with {setting}: {one_line(done.stderr[-500:])}")
+    setting = " ".join(f"{name}={value}" for name, value in variables.items()) or "the devices as they are"
+    require(not done.returncode, f"with {setting}: {one_line(done.stderr[-500:])}")
     return done.stdout.strip().rpartition("\n")[2]

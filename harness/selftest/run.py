@@ -1,19 +1,69 @@
-"""One pass over the self-test's steps, and its lines on the terminal: what has passed before is left out."""
+"""The self-test's steps, read from steps.yaml, and one pass over them with its lines on the terminal.
 
+What has passed before is left out.
+"""
+
+import itertools
 import shutil
 import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from harness import __version__
+from harness.launcher.rank_entry import worker_entry
+from harness.records.rank_report import RunStatus
 from harness.records.schema import Record
+from harness.selftest import checks, observations, rank_variants
 from harness.selftest.bench import Bench, StepFailedError, StepSkippedError
-from harness.selftest.checks import require_status
 from harness.selftest.results import Outcome, ResultsFile, SelfTestResult, run_summary
-from harness.selftest.steps import STEPS, Step
 from harness.util.text import count_text, one_line, sanitize
+
+Check = Callable[[Bench, Sequence[Record]], str]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the self-test; steps.yaml says what its fields mean."""
+
+    name: str
+    about: str
+    check: Check  # returns a few words on the result; raises StepFailedError
+    runs: tuple[str, ...]  # the overrides of each run, beside those of `base`
+    base: str
+    status: RunStatus = "ok"
+    gpus: int = 0
+    entry: Callable[[str], None] = worker_entry
+    may_not_fit: bool = False
+
+
+def each_run(overrides: str) -> Iterator[str]:
+    """Yield the overrides of one run for each combination of values, as a sweep has them."""
+    pairs = (override.partition("=") for override in overrides.split())
+    choices = [[f"{key}={value}" for value in values.split(",")] for key, _, values in pairs]
+    return map(" ".join, itertools.product(*choices))
+
+
+def read_steps() -> tuple[Step, ...]:
+    """Return the steps of the table in its order."""
+    table = yaml.safe_load(Path(__file__).with_name("steps.yaml").read_text("utf-8"))
+    functions: dict[str, Any] = vars(checks) | vars(observations) | vars(rank_variants)
+    steps = []
+    for name, facts in table["steps"].items():
+        facts |= {key: functions[facts[key]] for key in ("check", "entry") if key in facts}
+        facts["runs"] = tuple(run for overrides in facts.get("runs", ()) for run in each_run(overrides))
+        facts["base"] = table["bases"][facts.get("base", "tiny")]
+        steps.append(Step(name, **facts))
+    return tuple(steps)
+
+
+STEPS = read_steps()
 
 
 def run_steps(bench: Bench, results: ResultsFile, names: Sequence[str], again: bool) -> bool:
@@ -39,19 +89,26 @@ def run_step(bench: Bench, step: Step) -> SelfTestResult:
         return SelfTestResult(
             "skipped", f"needs {count_text(step.gpus, 'CUDA device')}; runs here use {available}", 0.0
         )
-    started = time.monotonic()
+    started, stack = time.monotonic(), ""
     records: list[Record] = []
-    stack = ""
+    outcome: Outcome = "passed"
     try:
-        outcome, detail = make_and_check(bench, step, records)
+        detail = make_and_check(bench, step, records)
+    except StepSkippedError as skipped:
+        outcome, detail = "skipped", str(skipped)
+    except StepFailedError as failed:
+        outcome, detail = "failed", str(failed)
     except Exception as error:
         outcome, detail, stack = "failed", f"{type(error).__name__}: {error}", traceback.format_exc()
     summaries = [run_summary(record, bench.folder(record), outcome == "failed") for record in records]
     return SelfTestResult(outcome, one_line(detail), round(time.monotonic() - started, 1), summaries, stack)
 
 
-def make_and_check(bench: Bench, step: Step, records: list[Record]) -> tuple[Outcome, str]:
-    """Make the runs of a step, append their records, and return the outcome with a few words on it."""
+def make_and_check(bench: Bench, step: Step, records: list[Record]) -> str:
+    """Make the runs of a step, append their records, and return a few words on them.
+
+    Raises StepFailedError if a run or the check fails, StepSkippedError if nothing can run here.
+    """
     problems, left_out = [], []
     for overrides in step.runs:
         try:
@@ -60,19 +117,11 @@ def make_and_check(bench: Bench, step: Step, records: list[Record]) -> tuple[Out
             left_out.append(str(skipped))
         except StepFailedError as failed:
             problems.append(str(failed))
-    if left_out and not records and not problems:
-        return "skipped", "; ".join(left_out)
-    try:
-        if not problems:
-            require_status(records, step.status)
-            detail = step.check(bench, records)
-    except StepSkippedError as skipped:
-        return "skipped", str(skipped)
-    except StepFailedError as failed:
-        problems.append(str(failed))
-    if problems:
-        return "failed", "; ".join(problems)
-    return "passed", "; left out, ".join([detail, *left_out])
+    checks.require(not problems, "; ".join(problems))
+    if left_out and not records:
+        raise StepSkippedError("; ".join(left_out))
+    checks.require_status(records, step.status)
+    return "; left out, ".join([step.check(bench, records), *left_out])
 
 
 _NAME_WIDTH = max(len(step.name) for step in STEPS) + 2

@@ -12,7 +12,7 @@ from harness.hardware.machine import Machine
 from harness.runner.plan import capacity_problem, make_plan
 from harness.selftest import observations, run
 from harness.selftest.bench import StepFailedError
-from harness.selftest.steps import STEPS, Step
+from harness.selftest.run import STEPS, Step
 from harness.util.files import JsonObject
 from tests.support.commands import ROOT, compose
 
