@@ -14,7 +14,7 @@ def main(run_dir: Path) -> None:
     spec = read_run_spec(run_dir)
     if spec.device_guard is not None:
         load_device_guard(spec.device_guard)
-    from harness.simulator.layout_ranks import simulate_ranks
+    from harness.simulator.rank import simulate_ranks
 
     simulate_ranks(spec, run_dir)
 

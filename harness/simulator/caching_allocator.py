@@ -41,13 +41,10 @@ def round_up(size: int, unit: int) -> int:
 class CachingAllocator:
     """A caching allocator of one device; streams and addresses are integers."""
 
-    def __init__(
-        self, capacity_bytes: int, settings: AllocatorSettings | None = None, limit_bytes: int | None = None
-    ) -> None:
+    def __init__(self, capacity_bytes: int, settings: AllocatorSettings, limit_bytes: int | None) -> None:
         """Model a device with so much memory for segments, and a limit by set_per_process_memory_fraction."""
-        self.capacity_bytes, self.limit_bytes = capacity_bytes, limit_bytes
+        self.capacity_bytes, self.settings, self.limit_bytes = capacity_bytes, settings, limit_bytes
         self.most_bytes = capacity_bytes if limit_bytes is None else min(capacity_bytes, limit_bytes)
-        self.settings = settings or AllocatorSettings()
         self.readings = {"requested_bytes": 0, "allocated_bytes": 0, "reserved_bytes": 0}
         self.reset_peaks()
         self._next_address = LARGE_SEGMENT_BYTES  # no address is used twice

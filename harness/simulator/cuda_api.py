@@ -41,12 +41,8 @@ class SimulatedStream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.device = torch.device("cuda", 0)
         self.priority = priority
-        self.number = next(_numbers)
-
-    @property
-    def name(self) -> str:
-        """The name by which the observer knows the stream."""
-        return stream_name(self.number)
+        self.number = next(_numbers)  # the default stream's is 0
+        self.name = f"stream {self.number}"  # by which the observer knows it
 
     def wait_stream(self, stream: "SimulatedStream") -> None:
         """Return at once."""
@@ -104,11 +100,6 @@ class SimulatedEvent:
         return 0.0
 
 
-def stream_name(number: int) -> str:
-    """Return the name by which the observer knows a stream."""
-    return f"stream {number}"
-
-
 SIMULATED_DEVICE_NAME = "simulated CUDA device"
 
 DEFAULT_STREAM = SimulatedStream()
@@ -119,11 +110,6 @@ _current = [DEFAULT_STREAM]  # the last one is the current stream
 def current_stream(device: Any = None) -> SimulatedStream:
     """Return the current stream."""
     return _current[-1]
-
-
-def current_stream_number() -> int:
-    """Return the number of the current stream; the default stream's is 0."""
-    return _current[-1].number
 
 
 @contextmanager
@@ -170,6 +156,6 @@ def cuda_api(compute_capability: int = 9) -> Iterator[None]:
 
     torch's rules for attention are those of sm80 and later.
     """
-    capability: dict[str, Any] = {"get_device_capability": lambda device=None: (compute_capability, 0)}
-    with mock.patch.multiple(torch.cuda, **STAND_INS, **capability):
+    capability = (compute_capability, 0)
+    with mock.patch.multiple(torch.cuda, **STAND_INS, get_device_capability=lambda device=None: capability):
         yield

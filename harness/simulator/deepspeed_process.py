@@ -1,6 +1,6 @@
 """DeepSpeed's state of a process, set for one simulated rank and cleared before the next.
 
-DeepSpeed chooses its accelerator once and keeps process groups for the life of a process.
+DeepSpeed, which is slow to import, chooses its accelerator once and keeps process groups for the life of a process.
 """
 
 import importlib
@@ -18,28 +18,27 @@ from torch.nn import functional
 from harness.config.schema import Device
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.engines.deepspeed.initialize import import_deepspeed
-from harness.layout.layout import Layout
-
-ACCELERATORS = {"cpu": "CPU_Accelerator", "cuda": "CUDA_Accelerator"}
 
 
 @contextmanager
-def deepspeed_process(layout: Layout, device: Device, device_bytes: int | None) -> Iterator[None]:
+def deepspeed_process(device: Device, device_bytes: int | None) -> Iterator[None]:
     """Return a context in which DeepSpeed has its own accelerator for the device, and no groups of other ranks.
 
     Stages 1 and 2 ask how many bytes of the device are free (stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__), and
-    flatten parameters on the host if they are too few; None is no limit. This does nothing for a layout without
-    DeepSpeed, which is slow to import.
+    flatten parameters on the host if they are too few; None is no limit. At the end, what DeepSpeed keeps of a world
+    and its engine is cleared: its backend, its groups, and its lists of modules.
     """
-    if not layout.uses_deepspeed_zero:
-        yield
-        return
     with mock.patch.dict("os.environ", {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}):
         with redirect_stdout(sys.stderr):  # which DeepSpeed's logger would keep, and a simulator's answer is on it
             accelerators = importlib.import_module("deepspeed.accelerator")
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # which compiles a function
+        from deepspeed.comm import comm
+        from deepspeed.utils import groups
+
+        from harness.engines.deepspeed.engine import forget_modules
+
         module = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-        accelerators.set_accelerator(getattr(module, ACCELERATORS[device])())
+        accelerators.set_accelerator(getattr(module, f"{device.upper()}_Accelerator")())
         total = SimpleNamespace(total_memory=2**62 if device_bytes is None else device_bytes - PROCESS_BYTES[device])
         try:
             with (
@@ -51,19 +50,9 @@ def deepspeed_process(layout: Layout, device: Device, device_bytes: int | None) 
             ):
                 yield
         finally:
-            forget_world()
-
-
-def forget_world() -> None:
-    """Clear what DeepSpeed keeps of a world and its engine: its backend, its groups, and its lists of modules."""
-    from deepspeed.comm import comm
-    from deepspeed.utils import groups
-
-    from harness.engines.deepspeed.engine import forget_modules
-
-    comm.cdb = None
-    groups._release_process_group_references()
-    forget_modules()
+            comm.cdb = None
+            groups._release_process_group_references()
+            forget_modules()
 
 
 @contextmanager
@@ -78,23 +67,16 @@ def agreeing_ranks() -> Iterator[None]:
         configure(engine, model)
         engine.first_dataloader_check.remove()
 
-    own: dict[str, Any] = {"assert_lst_len_same_as_other_ranks": len, "get_lst_from_rank0": list}
     with (
-        mock.patch.multiple(utils, **own),
+        mock.patch.multiple(utils, assert_lst_len_same_as_other_ranks=len, get_lst_from_rank0=list),
         mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", configure_without_batch_check),
     ):
         yield
 
 
 @contextmanager
-def filled_parts(layout: Layout, device: torch.device) -> Iterator[None]:
-    """Return a context in which DeepSpeed's ranks agree, and the padding of this one's parts has values.
-
-    It does nothing for a layout without DeepSpeed, which is slow to import.
-    """
-    if not layout.uses_deepspeed_zero:
-        yield
-        return
+def filled_parts(device: torch.device) -> Iterator[None]:
+    """Return a context in which DeepSpeed's ranks agree, and the padding of this one's parts has values."""
     import_deepspeed(device)
     from deepspeed.runtime.zero.partition_parameters import Init
 

@@ -4,7 +4,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -88,11 +88,8 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin_log(self) -> int:
         """Log every request from now on, first the storages that are live now. Return their number."""
-        self.initial_sizes, self.log_begin, self.log_peak = (
-            list(self.sizes.items()),
-            len(self.requests),
-            self._live_bytes,
-        )
+        self.initial_sizes = list(self.sizes.items())
+        self.log_begin, self.log_peak = len(self.requests), self._live_bytes
         return len(self.initial_sizes)
 
     def log_length(self) -> int:
@@ -114,14 +111,9 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines = [(identity, size, 0) for identity, size in (*self.initial_sizes, *requests)]
         return np.array(lines, np.int64).reshape(-1, 3)
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self) -> AbstractContextManager[Any]:
         """Return a context whose new storages are not counted."""
-        was_paused, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = was_paused
+        return mock.patch.object(self, "is_paused", True)
 
     def observe(self, storage: torch.UntypedStorage) -> None:
         """Count a storage from now on, unless it is counted already."""
@@ -135,7 +127,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         freed = self.sizes.pop(identity, 0)
         for change in (-freed, size or 0):
             if change:
-                self.requests.append(Request(identity, change, cuda_api.current_stream_number()))
+                self.requests.append(Request(identity, change, cuda_api.current_stream().number))
         self._live_bytes += (size or 0) - freed
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         if not self.is_log_paused:

@@ -26,7 +26,7 @@ from harness.config.model import HFModelInfo, ModelConfig
 from harness.models import hf_library, init_weights
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
-_READ_VALUES: tuple[tuple[Any, str], ...] = (
+_ON_HOST: tuple[tuple[Any, str], ...] = (
     (device_mesh, "init_device_mesh"),
     (DeviceMesh, "__getitem__"),
     (DeviceMesh, "_flatten"),
@@ -147,13 +147,12 @@ def tensor_address(tensor: torch.Tensor) -> int:
 
 
 def is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two fake tensors are one: of the same elements in the same memory."""
-    if not isinstance(first, FakeTensor) or not isinstance(second, FakeTensor):
+    """Return whether two tensors are one fake tensor: of the same elements in the same memory."""
+    pair = (first, second)
+    if not all(isinstance(tensor, FakeTensor) and tensor.device.type != "meta" for tensor in pair):
         return False
-    if first.device != second.device or first.device.type == "meta":
-        return False
-    views = [(tensor.dtype, tensor.shape, tensor.stride(), tensor_address(tensor)) for tensor in (first, second)]
-    return views[0] == views[1]
+    views = {(each.device, each.dtype, each.shape, each.stride(), tensor_address(each)) for each in pair}
+    return len(views) == 1
 
 
 def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -176,19 +175,21 @@ def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], 
 @contextmanager
 def fake_tensors() -> Iterator[FakeTensorMode]:
     """Return a context in which every new tensor is fake and its storage can be told apart from others."""
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address))
-        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", tensor_address, create=True))
-        stack.enter_context(mock.patch.object(torch.Tensor, "set_", set_storage(torch.Tensor.set_)))
-        for owner, name in _READ_VALUES:
-            original = owner.__dict__[name]
-            static = isinstance(original, staticmethod)
-            wrapped: Any = without_fake_mode(original.__func__ if static else original)
-            stack.enter_context(mock.patch.object(owner, name, staticmethod(wrapped) if static else wrapped))
-        stack.enter_context(mock.patch.dict(fake_impls.op_implementations_dict, OPERATORS))
+    with (
+        mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address),
+        mock.patch.object(FakeTensor, "data_ptr", tensor_address, create=True),
+        mock.patch.object(torch.Tensor, "set_", set_storage(torch.Tensor.set_)),
+        mock.patch.dict(fake_impls.op_implementations_dict, OPERATORS),
         # The mode believes that there is a device, and would allocate the result of torch.tensor on it.
-        stack.enter_context(mock.patch.object(FakeTensorMode, "avoid_device_init", True))
-        mode = stack.enter_context(FakeTensorMode())
-        stack.enter_context(mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)))
-        stack.enter_context(mock.patch.object(hf_library, "build_hf_model", build_hf_model_within(mode, stack)))
+        mock.patch.object(FakeTensorMode, "avoid_device_init", True),
+        FakeTensorMode() as mode,
+        mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)),
+        ExitStack() as stack,
+        mock.patch.object(hf_library, "build_hf_model", build_hf_model_within(mode, stack)),
+    ):
+        for owner, name in _ON_HOST:
+            original = vars(owner)[name]
+            wrapped: Any = without_fake_mode(original)
+            stand_in = staticmethod(wrapped) if isinstance(original, staticmethod) else wrapped
+            stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield mode

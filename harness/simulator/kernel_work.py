@@ -1,16 +1,21 @@
-"""What a kernel does, as far as its time depends on it, and its seconds on a device by the planner's own functions.
+"""The kernel that an operator launches, and its seconds on a device by the planner's own functions.
 
 Left out, as in the planner, are the differences between kernels that move equally many bytes.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Literal, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates
 from harness.cost_model.timing.offload_time import PAYLOAD, host_update_seconds
+from harness.measure.collective_rules import iter_tensors
 
 BACKWARD_PRODUCTS = 2.5  # of a fused attention kernel's backward, in units of its forward's (arXiv 2205.14135)
 
@@ -25,12 +30,6 @@ class Product(NamedTuple):
     dtype: str
     width: int  # bytes per element
 
-    def seconds(self, hardware: HardwareConfig) -> float:
-        """Return the seconds of one kernel that computes the whole batch."""
-        rates = kernel_rates(hardware, self.dtype)
-        single = rates.product_seconds(self.m, self.n, self.k, self.width) - rates.kernel_seconds
-        return self.batch * single + rates.kernel_seconds
-
 
 class AttentionKernel(NamedTuple):
     """A fused attention kernel, forward or backward; the mask leaves a share of the scores to be computed."""
@@ -43,24 +42,11 @@ class AttentionKernel(NamedTuple):
     dtype: str
     is_backward: bool
 
-    def seconds(self, hardware: HardwareConfig) -> float:
-        """Return the seconds as the planner has them: backward is two kernels."""
-        rates = kernel_rates(hardware, self.dtype)
-        work = fused_attention_flops(self.queries, self.keys, self.heads, self.head_dim, self.computed_share)
-        if self.is_backward:
-            return BACKWARD_PRODUCTS * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
-        return work / rates.attention_flops + rates.kernel_seconds
-
 
 class Movement(NamedTuple):
     """A kernel that does little more than read and write so many bytes of device memory."""
 
     bytes: int
-
-    def seconds(self, hardware: HardwareConfig) -> float:
-        """Return the seconds of the kernel."""
-        bandwidth = hardware.memory_bandwidth * hardware.fitted.memory_efficiency
-        return self.bytes / bandwidth + hardware.fitted.kernel_seconds
 
 
 class HostLinkCopy(NamedTuple):
@@ -68,22 +54,14 @@ class HostLinkCopy(NamedTuple):
 
     bytes: int
 
-    def seconds(self, hardware: HardwareConfig) -> float:
-        """Return the seconds of the copy, which are 0 where the bandwidth to the host is not known."""
-        return self.bytes / (hardware.host_bandwidth * PAYLOAD) if hardware.host_bandwidth else 0.0
-
 
 class HostWork(NamedTuple):
-    """An operator that the host itself carries out, such as the update of offloaded state, on so many bytes."""
+    """An operator that the host itself carries out, such as the update of offloaded state, on so many bytes.
+
+    In its time the host launches nothing.
+    """
 
     bytes: int
-
-    def seconds(self, hardware: HardwareConfig) -> float:
-        """Return the seconds, in which the host launches nothing; 0 where the bandwidth to the host is not known."""
-        if not hardware.host_bandwidth:
-            return 0.0
-        update = self.bytes / (hardware.memory_bandwidth * hardware.fitted.memory_efficiency)
-        return host_update_seconds(update, hardware.memory_bandwidth, hardware.host_bandwidth)
 
 
 class Collective(NamedTuple):
@@ -93,48 +71,190 @@ class Collective(NamedTuple):
     bytes: int
     ranks: tuple[int, ...]
 
-    def seconds(self, hardware: HardwareConfig, gpus_per_node: int) -> float:
-        """Return the seconds of the collective's ring."""
-        group = group_of_ranks(self.ranks, gpus_per_node)
-        if self.operation == "all_reduce":
-            return all_reduce_seconds(self.bytes, group, hardware)
-        return gather_seconds(self.bytes, group, hardware)
-
 
 TransferPart = tuple[Literal["send", "receive"], int, int]  # its direction, the other rank, and its bytes
 
 
 class Transfers(NamedTuple):
-    """Sends to ranks and receives from them that one kernel carries out."""
+    """Sends to ranks and receives from them that one kernel carries out; links carry both directions at once."""
 
     rank: int
     parts: tuple[TransferPart, ...]
-
-    def seconds(self, hardware: HardwareConfig, gpus_per_node: int) -> float:
-        """Return the seconds of the slowest transfer; links carry both directions at once."""
-        return max(self._part_seconds(peer, size, hardware, gpus_per_node) for _, peer, size in self.parts)
-
-    def _part_seconds(self, peer: int, size: int, hardware: HardwareConfig, gpus_per_node: int) -> float:
-        in_node = self.rank // gpus_per_node == peer // gpus_per_node
-        return send_seconds(size, 1 if in_node else gpus_per_node, gpus_per_node, hardware)
 
 
 Communication = Collective | Transfers
 Work = Product | AttentionKernel | Movement | HostLinkCopy | HostWork | Communication
 
 
-@lru_cache(maxsize=1024)
-def group_of_ranks(ranks: Sequence[int], gpus_per_node: int) -> RankGroup:
-    """Return the group of global ranks, which fill one node after another."""
-    return RankGroup(len(ranks), len({rank // gpus_per_node for rank in ranks}))
-
-
 @lru_cache(maxsize=65536, typed=True)  # a copy and a movement of equally many bytes are equal tuples
 def work_seconds(work: Work, hardware: HardwareConfig, gpus_per_node: int) -> float:
-    """Return the seconds of a kernel where nothing else runs.
+    """Return the seconds of a kernel where nothing else runs; 0 for the host's where its bandwidth is not known.
 
     Raise UserError if the device's peak in a product's dtype is unknown.
     """
-    if isinstance(work, Communication):
-        return work.seconds(hardware, gpus_per_node)
-    return work.seconds(hardware)
+    bandwidth = hardware.memory_bandwidth * hardware.fitted.memory_efficiency
+    host_bandwidth = hardware.host_bandwidth or math.inf
+    match work:
+        case Product(batch, m, n, k, dtype, width):
+            rates = kernel_rates(hardware, dtype)
+            single = rates.product_seconds(m, n, k, width) - rates.kernel_seconds
+            return batch * single + rates.kernel_seconds
+        case AttentionKernel(queries, keys, heads, head_dim, computed_share, dtype, is_backward):
+            rates = kernel_rates(hardware, dtype)
+            flops = fused_attention_flops(queries, keys, heads, head_dim, computed_share)
+            if is_backward:  # which is two kernels, as the planner has them
+                return BACKWARD_PRODUCTS * flops / rates.attention_backward_flops + 2 * rates.kernel_seconds
+            return flops / rates.attention_flops + rates.kernel_seconds
+        case Movement(size):
+            return size / bandwidth + hardware.fitted.kernel_seconds
+        case HostLinkCopy(size):
+            return size / (host_bandwidth * PAYLOAD)
+        case HostWork(size):
+            return host_update_seconds(size / bandwidth, hardware.memory_bandwidth, host_bandwidth)
+        case Collective(operation, size, ranks):
+            # The ranks fill one node after another.
+            group = RankGroup(len(ranks), len({rank // gpus_per_node for rank in ranks}))
+            seconds = all_reduce_seconds if operation == "all_reduce" else gather_seconds
+            return seconds(size, group, hardware)
+        case Transfers(rank, parts):
+            node = rank // gpus_per_node
+            strides = ((1 if peer // gpus_per_node == node else gpus_per_node, size) for _, peer, size in parts)
+            return max(send_seconds(size, stride, gpus_per_node, hardware) for stride, size in strides)
+
+
+# Operators that launch no kernel although their results are new or they change an argument.
+_WITHOUT_KERNEL = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "resize_", "set_"),
+    *("detach_", "record_stream", "_pin_memory", "is_pinned", "is_same_size", "lift_fresh", "_local_scalar_dense"),
+}
+
+# Operators that write their first argument, or lists of it, without reading it.
+_WRITE_ONLY = {"copy_", "fill_", "zero_", "normal_", "uniform_", "_foreach_copy_", "_foreach_zero_"}
+
+# Operators that read as many elements of their first argument as they return.
+_GATHERS = {"embedding", "index_select", "gather", "index", "nll_loss_forward"}
+
+# Operators that do not read an argument, which they have for its shape: its place.
+_UNREAD = {"nll_loss_backward": 1}
+
+# Operators that write a result of zeros before they add their first argument to rows of it.
+_SCATTERS = {"embedding_dense_backward", "nll_loss_backward", "scatter", "index_put"}
+
+# The ends of the names of fused attention kernels.
+_ATTENTION = ("_attention", "_attention_backward", "_attention_forward")
+
+_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # the places of the two factors
+
+_CAUSAL_UPPER_LEFT, _CAUSAL_LOWER_RIGHT = 1, 2  # custom_mask_type of the memory-efficient kernel
+
+
+class WorkCache:
+    """The kernels of operators by their arguments; most of a step's thousands of operators are the same few."""
+
+    def __init__(self, device_type: str) -> None:
+        self.device_type = device_type
+        self.works: dict[Any, Work | None] = {}
+
+    def work_of(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Work | None:
+        """Return the kernel that an operator launches on the device, or None."""
+        if launches_nothing(func):
+            return None
+        key = (func, signature(args), signature(tuple(kwargs.items())) if kwargs else ())
+        if key not in self.works:
+            self.works[key] = kernel_of(func, args, kwargs, result, self.device_type)
+        return self.works[key]
+
+
+@cache
+def launches_nothing(func: Any) -> bool:
+    """Return whether an operator never launches a kernel: views, and allocations without values."""
+    return func.is_view or func._opname in _WITHOUT_KERNEL or func.namespace in ("prim", "prims")
+
+
+def signature(value: Any) -> Any:
+    """Return what an operator's kernel depends on: shapes, strides, dtypes and devices of tensors, and plain values."""
+    if isinstance(value, Tensor):
+        return (value.shape, value.stride(), value.dtype, device_type_of(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(signature, value))
+    return value if isinstance(value, (int, float, str, torch.dtype)) else type(value)
+
+
+def device_type_of(tensor: Tensor) -> str:
+    """Return the type of a tensor's device; a fake tensor has it without an operator that asks for it."""
+    device: torch.device = getattr(tensor, "fake_device", None) or tensor.device
+    return device.type
+
+
+def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, device_type: str) -> Work | None:
+    """Return the kernel that an operator launches on a device of this type, what the host does itself, or None."""
+    inputs, outputs = list(iter_tensors([args, list(kwargs.values())])), list(iter_tensors(result))
+    devices = {device_type_of(tensor) for tensor in (*inputs, *outputs) if tensor.dim() or len(inputs) == 1}
+    if device_type not in devices:
+        return HostWork(moved_bytes(func, args, kwargs, outputs)) if devices else None
+    name = func._opname
+    if devices > {device_type} and name in ("_to_copy", "copy_"):
+        return HostLinkCopy(_tensor_bytes(outputs[0]))
+    if name.endswith(_ATTENTION):
+        return _attention(func, args, kwargs)
+    if name in _PRODUCTS:
+        first, second = (args[place] for place in _PRODUCTS[name])
+        *batch, m, k = first.shape
+        return Product(
+            math.prod(batch), m, second.shape[-1], k, str(first.dtype).removeprefix("torch."), first.element_size()
+        )
+    return Movement(moved_bytes(func, args, kwargs, outputs))
+
+
+def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionKernel:
+    """Return the attention kernel of an operator, of which backward has the gradient of the output first."""
+    is_backward = func._opname.endswith("_backward")
+    heads_dim, positions_dim = (1, 2) if func._opname.startswith("_scaled_dot_product") else (2, 1)
+    query, key = args[1:3] if is_backward else args[:2]
+    batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    return AttentionKernel(
+        batch * queries,
+        keys,
+        query.shape[heads_dim],
+        query.shape[-1],
+        computed_share(queries, keys, values.get("is_causal"), values.get("custom_mask_type")),
+        str(query.dtype).removeprefix("torch."),
+        is_backward,
+    )
+
+
+def computed_share(queries: int, keys: int, is_causal: Any, mask_type: Any) -> float:
+    """Return the share of scores that a kernel computes which skips those that a causal mask hides.
+
+    A mask aligned to the last key leaves a query all keys but those after its own position.
+    """
+    if mask_type == _CAUSAL_LOWER_RIGHT:
+        return 1 - queries / (2 * keys)
+    return 0.5 if is_causal or mask_type == _CAUSAL_UPPER_LEFT else 1.0
+
+
+def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Sequence[Tensor]) -> int:
+    """Return the bytes that a kernel reads of its arguments and writes to its results."""
+    name, total = func._opname, 0
+    written: set[int] = set()
+    if name == "all_gather_copy_in":  # a part of the buffer that is to be gathered
+        return 2 * sum(map(_tensor_bytes, iter_tensors(args[0])))
+    for place, argument in enumerate(func._schema.arguments):
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        size = sum(map(_tensor_bytes, iter_tensors(value)))
+        if argument.is_write:
+            written.update(map(id, iter_tensors(value)))
+            size *= 1 if name in _WRITE_ONLY or argument.is_out else 2
+        elif place == 0 and name in _GATHERS:
+            size = min(size, _tensor_bytes(outputs[0]))
+        elif place == 0 and name in _SCATTERS:
+            size *= 2
+        total += 0 if _UNREAD.get(name) == place else size
+    return total + sum(_tensor_bytes(tensor) for tensor in outputs if id(tensor) not in written)
+
+
+def _tensor_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; an expanded dimension is stored once."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride) * tensor.element_size()

@@ -9,6 +9,7 @@ another, on whichever streams they are. Sends and receives have the streams of h
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -20,11 +21,12 @@ from torch.distributed import distributed_c10d
 
 from harness.layout.layout import Layout, group_axes
 from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, iter_tensors
+from harness.measure.step_profiler import StepListener
 from harness.records.rank_report import OUTSIDE_PHASES
 from harness.simulator import cuda_api
 from harness.simulator.cuda_api import Moment, StreamObserver
-from harness.simulator.kernel_work import Collective, HostWork, TransferPart, Transfers, Work
-from harness.simulator.operator_work import WorkCache
+from harness.simulator.fake_memory import StorageCounter
+from harness.simulator.kernel_work import Collective, HostWork, TransferPart, Transfers, Work, WorkCache
 
 Stream = str  # "stream 0" is the default stream; others are those of communicators and of the program
 
@@ -56,7 +58,7 @@ class StreamRecorder(StreamObserver):
         self.launches: list[Launch] = []
         self.phase = OUTSIDE_PHASES
         self._cache = WorkCache(device_type)
-        self._last: dict[Stream, int] = {}
+        self._last: dict[Stream, Moment] = {}
         self._last_of_communicator: dict[str, Moment] = {}
         self._pending: dict[Stream, Moment] = {}  # what the next launch on a stream has to wait for
         self._works: dict[int, tuple[Any, Moment]] = {}  # by the identity of a Work, which lives as long as it is here
@@ -72,20 +74,16 @@ class StreamRecorder(StreamObserver):
         if work is not None:
             self.launch(func._opname, work, HOST if isinstance(work, HostWork) else current_stream())
 
-    def launch(self, name: str, work: Work | None, stream: Stream, axis: str = "") -> int:
-        """Record a launch on a stream, and return its number."""
+    def launch(self, name: str, work: Work | None, stream: Stream, axis: str = "") -> Moment:
+        """Record a launch on a stream, and return its moment."""
         after = tuple(self._pending.pop(stream, {}).values())
-        number = len(self.launches)
+        self._last[stream] = {stream: len(self.launches)}
         self.launches.append(Launch(name, work, stream, self.phase, axis, after))
-        self._last[stream] = number
-        return number
+        return self._last[stream]
 
     def moment(self, stream: Stream) -> Moment:
         """Return everything that a stream was given until now."""
-        moment = dict(self._pending.get(stream, {}))
-        if stream in self._last:
-            moment[stream] = self._last[stream]
-        return moment
+        return self._pending.get(stream, {}) | self._last.get(stream, {})
 
     def wait(self, stream: Stream, moment: Moment | None) -> None:
         """Record that a stream waits for a moment; None is one before the step."""
@@ -117,20 +115,20 @@ class StreamRecorder(StreamObserver):
         if not is_synchronous:
             self.wait(stream, self.moment(current_stream()))
         self.wait(stream, self._last_of_communicator.get(communicator))
-        number = self.launch(name, work, stream, group_axes(work.ranks, self.layout))
-        self._last_of_communicator[communicator] = {stream: number}
+        moment = self.launch(name, work, stream, group_axes(work.ranks, self.layout))
+        self._last_of_communicator[communicator] = moment
         if not is_synchronous:
-            self._keep(result, {stream: number})
+            self._keep(result, moment)
 
     def _keep(self, result: Any, moment: Moment) -> None:
         """Remember by what a program can wait for a communication: its Work, or the tensors of its result."""
         work = result[-1] if isinstance(result, tuple) else result
         if isinstance(work, (Tensor, list)):
-            for tensor in iter_tensors(work):
-                self._results[tensor.untyped_storage()._cdata] = moment
-            return
-        work = dist.Work.unbox(work)  # type: ignore[attr-defined]
-        self._works[id(work)] = (work, moment)
+            storages = (tensor.untyped_storage() for tensor in iter_tensors(work))
+            self._results |= {storage._cdata: moment for storage in storages}
+        else:
+            work = dist.Work.unbox(work)  # type: ignore[attr-defined]
+            self._works[id(work)] = (work, moment)
 
     def _on_transfer(self, call: CollectiveCall, result: Any) -> None:
         """Record a single send or receive, or add it to the batch that is being launched."""
@@ -147,7 +145,7 @@ class StreamRecorder(StreamObserver):
         self.wait(stream, self.moment(current_stream()))
         work = Transfers(self.rank, tuple(parts))
         ranks = (self.rank, *(peer for _, peer, _ in parts))
-        return {stream: self.launch("transfer", work, stream, group_axes(ranks, self.layout))}
+        return self.launch("transfer", work, stream, group_axes(ranks, self.layout))
 
     def wait_for_work(self, work: Any) -> None:
         """Record that the current stream waits for a Work."""
@@ -178,7 +176,7 @@ class StreamRecorder(StreamObserver):
             Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
             return get_future(work)
 
-        stand_in = lambda operations: self.launch_batch(batch, operations)  # noqa: E731
+        stand_in = partial(self.launch_batch, batch)
         with (
             mock.patch.multiple(FakeWork, wait=recorded_wait, get_future=recorded_future),
             mock.patch.object(dist, "batch_isend_irecv", stand_in),
@@ -187,12 +185,31 @@ class StreamRecorder(StreamObserver):
         ):
             yield
 
+    @contextmanager
+    def listen(self, listener: StepListener, counter: StorageCounter) -> Iterator[None]:
+        """Return a context in which this recorder is also told of the phases and operators of a profiled step."""
+        phase_of_listener = listener.phase
+
+        @contextmanager
+        def phase(name: str) -> Iterator[None]:
+            outer, self.phase = self.phase, name
+            with phase_of_listener(name):
+                yield
+            self.phase = outer
+
+        def on_operator(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+            if not listener.recorder.is_paused:
+                self.on_operator(func, args, kwargs, result)
+
+        replaced_phase = mock.patch.object(listener, "phase", phase)
+        with self.attach(), replaced_phase, mock.patch.object(counter, "on_operator", on_operator):
+            yield
+
 
 def current_stream() -> Stream:
     """Return the name of the current stream."""
-    return cuda_api.stream_name(cuda_api.current_stream_number())
+    return cuda_api.current_stream().name
 
 
 def _group_name(group: dist.ProcessGroup | None) -> str:
-    name: str = (group or distributed_c10d._get_default_group()).group_name
-    return name
+    return str((group or distributed_c10d._get_default_group()).group_name)

@@ -1,17 +1,23 @@
-"""The world of a simulated rank, whose other ranks do not exist."""
+"""The world of a simulated rank, whose other ranks do not exist: its process group, and what asks them for answers."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+from torch import Tensor
+from torch._C import _distributed_c10d as reducer
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
-from torch.nn.parallel import distributed
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from harness.layout.layout import Layout
+# The second argument must be called `bucket`.
+CommunicationHook = Callable[[dist.ProcessGroup, GradBucket], Future[Tensor]]
 
 
 @contextmanager
@@ -24,6 +30,11 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def pipeline_stages() -> AbstractContextManager[Any]:
+    """Return a context in which stages do not ask the other ranks for their votes, which no rank would send."""
+    return mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", decide_inference_mode)
+
+
 def decide_inference_mode(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     """Give every stage the mode that it votes for, as _PipelineSchedule._warmup_p2p does if all ranks vote alike."""
     for stage in stages:
@@ -32,25 +43,14 @@ def decide_inference_mode(schedule: Any, stages: Sequence[Any], has_backward: bo
 
 
 @contextmanager
-def pipeline_stages() -> Iterator[None]:
-    """Return a context in which stages do not ask the other ranks for their votes, which no rank would send."""
-    with mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", decide_inference_mode):
-        yield
-
-
-@contextmanager
-def accelerate_process(layout: Layout, rank: int) -> Iterator[None]:
+def accelerate_process(rank: int, world_size: int) -> Iterator[None]:
     """Return a context in which Accelerate finds one rank of the world, as the environment of a launched rank says.
 
-    Accelerate keeps its state for the life of a process, in classes and in variables of the environment. This does
-    nothing for a layout of another engine.
+    Accelerate keeps its state for the life of a process, in classes and in variables of the environment.
     """
-    if layout.engine != "accelerate":
-        yield
-        return
     from accelerate.state import AcceleratorState, GradientState
 
-    ranks = {"RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ranks = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     with (
         mock.patch.dict("os.environ", ranks),
         mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda group, parameters: None),
@@ -60,3 +60,72 @@ def accelerate_process(layout: Layout, rank: int) -> Iterator[None]:
         finally:
             AcceleratorState._reset_state(reset_partial_state=True)
             GradientState._reset_state()
+
+
+@contextmanager
+def ddp_reducer() -> Iterator[None]:
+    """Return a context in which DistributedDataParallel, whose reducer is C++, wraps models of fake tensors.
+
+    The reducer's rebuilding of buckets in the order in which gradients arrive reads values. Instead they have from the
+    start the sizes that it would give them, in the reverse order of the parameters.
+    """
+    init_helper: Any = DistributedDataParallel._ddp_init_helper
+
+    def init_helper_with_buckets(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> Any:
+        with rebuilt_buckets(self.bucket_bytes_cap):
+            return init_helper(self, *arguments, **keywords)
+
+    with (
+        communication_hook(all_reduce_bucket),
+        mock.patch.object(DistributedDataParallel, "_ddp_init_helper", init_helper_with_buckets),
+        mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False),
+    ):
+        yield
+
+
+def rebuilt_buckets(bucket_bytes: int) -> AbstractContextManager[Any]:
+    """Return a context in which DDP builds at once the buckets that it would rebuild after the first step.
+
+    Until then it has all gradients in a single bucket, for which it asks by a limit of sys.maxsize.
+    """
+    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
+
+    def assign_as_rebuilt(parameters: list[Tensor], limits: list[int], *arguments: Any) -> Any:
+        if list(limits) != [sys.maxsize]:
+            return assign(parameters, limits, *arguments)
+        first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+        indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
+        last = len(parameters) - 1
+        return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
+
+    return mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign_as_rebuilt)
+
+
+def communication_hook(hook: CommunicationHook) -> AbstractContextManager[Any]:
+    """Return a context in which DistributedDataParallel reduces buckets by a hook where it has none of its own."""
+    pre_forward: Any = DistributedDataParallel._pre_forward
+
+    def pre_forward_with_hook(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> Any:
+        if not self._comm_hooks:
+            self.register_comm_hook(self.process_group, hook)
+        return pre_forward(self, *arguments, **keywords)
+
+    return mock.patch.object(DistributedDataParallel, "_pre_forward", pre_forward_with_hook)
+
+
+def all_reduce_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
+    """Sum a bucket over the group, as the reducer does by itself; the fake group's own future has no tensor.
+
+    The reducer divides gradients while it copies them to the bucket. It waits for the future of the work when backward
+    ends, and asks for it as this does.
+    """
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, group=group, async_op=True).get_future()
+    return completed(buffer)
+
+
+def completed(value: Tensor) -> Future[Tensor]:
+    """Return a future that has this value already."""
+    future: Future[Tensor] = Future()
+    future.set_result(value)
+    return future

@@ -1,11 +1,12 @@
-"""One rank of a world on a simulated device: two training steps whose operators are counted and never run."""
+"""Ranks of a world on a simulated device: two training steps each, whose operators are counted and never run."""
 
 import dataclasses
 import os
 import socket
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,24 +23,28 @@ from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.measure.kernels import attention_backend_priority
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
-from harness.measure.step_profiler import StepListener
+from harness.measure.step_profiler import StepListener, profile_step
 from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe
+from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport
+from harness.records.run_folder import RunFolder, RunSpec
 from harness.records.training_report import TensorFingerprint
 from harness.simulator.allocator_blocks import parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError, replay
 from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
-from harness.simulator.ddp_reducer import ddp_reducer
 from harness.simulator.deepspeed_process import deepspeed_process
 from harness.simulator.fake_memory import StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
+from harness.simulator.operator_stream import StreamRecorder
 from harness.simulator.process import StepRequest
-from harness.simulator.process_group import accelerate_process, fake_process_group, pipeline_stages
-from harness.simulator.step_timing import TimedStep, profile_timed_step, time_step
+from harness.simulator.process_group import accelerate_process, ddp_reducer, fake_process_group, pipeline_stages
+from harness.simulator.stage_times import with_stage_waits
+from harness.simulator.stream_schedule import TimedStep, time_step, write_trace
 from harness.tensors.shard import Shard
+from harness.util.files import atomic_write_json
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 
@@ -48,6 +53,8 @@ RANDOM_TOKENS = Corpus(None, "synthetic")
 BUILDING, WARM_UP, PROFILED = "building", "warm-up", "profiled"  # the phases of a run that a rank goes through
 
 Progress = Callable[[str, int], None]  # called with the phase and the step that begin
+
+Simulated = tuple[RankReport, TimedStep | None]
 
 
 class ShapeFingerprinter(Fingerprinter):
@@ -58,60 +65,92 @@ class ShapeFingerprinter(Fingerprinter):
         return TensorFingerprint(shard.name, tuple(shape), shard.box, None, None)
 
 
-def simulate_rank(
-    request: StepRequest,
-    report_progress: Progress = lambda phase, step: None,
-    on_timed_step: Callable[[TimedStep], None] = lambda step: None,
-) -> RankReport:
-    """Return the report of a rank with its profiled step, or with the error that ended it.
+def simulate_ranks(spec: RunSpec, run_dir: Path) -> None:
+    """Simulate the ranks that a run file names, one after another, and write the report of each and the trace of all.
 
-    The status is `oom` where the rank's device has too little memory. `on_timed_step` is called with the launches of
-    the step and their times where the cluster's hardware is described.
+    A report is written as soon as its rank was simulated, and again with the time for which it waits for other stages.
     """
-    report = RankReport(request.rank, socket.gethostname(), os.getpid(), "error", usable_cores())
-    report = dataclasses.replace(report, device_name=request.device_name)
+    folder = RunFolder(run_dir)
+
+    def write(report: RankReport) -> None:
+        atomic_write_json(folder.rank_report(report.rank), report.to_json())
+
+    requests = [
+        StepRequest(spec.config, spec.layout, rank, spec.device, spec.device_name, spec.device_bytes)
+        for rank in spec.simulated_ranks
+    ]
+    heartbeat = HeartbeatWriter(run_dir, 0)  # the launcher knows this process as rank 0
+    for report in simulate_ranks_of_layout(requests, heartbeat, write, folder.trace):
+        write(report)
+
+
+def simulate_ranks_of_layout(
+    requests: Sequence[StepRequest],
+    report_progress: Progress = lambda phase, step: None,
+    on_report: Callable[[RankReport], None] = lambda report: None,
+    trace: Path | None = None,
+) -> list[RankReport]:
+    """Return the reports of ranks of one configuration and layout, and write a trace of their steps to a file.
+
+    `on_report` is called with every report as soon as it exists, when the rank's step does not wait for other stages.
+    """
+    reports, timed = [], []
+    for request in requests:
+        report, step = simulate_rank(request, report_progress)
+        on_report(report)
+        reports.append(report)
+        timed += [step] if step else []
+    config, layout = requests[0].config, requests[0].layout
+    steps = with_stage_waits(layout, layout.grad_accumulation_steps(config.train), timed)
+    if trace is not None and steps:
+        write_trace(trace, steps)
+    times = {step.rank: step.summary for step in steps}
+    return [dataclasses.replace(report, simulated_time=times.get(report.rank)) for report in reports]
+
+
+def simulate_rank(request: StepRequest, report_progress: Progress) -> Simulated:
+    """Return the report of a rank with its profiled step, or with the error that ended it, and when its launches run.
+
+    The status is `oom` where the rank's device has too little memory. Times are known where the cluster's hardware is
+    described.
+    """
+    report = RankReport(
+        request.rank, socket.gethostname(), os.getpid(), "error", usable_cores(), device_name=request.device_name
+    )
     try:
         with simulated_device(request):
-            return simulate_steps_of_rank(request, report, report_progress, on_timed_step)
+            return simulate_steps_of_rank(request, report, report_progress)
     except Exception as error:  # anything can fail without a device, and other requests shall go on
-        return dataclasses.replace(
-            report,
-            error=type(error).__name__,
-            reason=one_line(error),
-            traceback=traceback.format_exc(),
-        )
+        name, stack = type(error).__name__, traceback.format_exc()
+        return dataclasses.replace(report, error=name, reason=one_line(error), traceback=stack), None
 
 
 @contextmanager
 def simulated_device(request: StepRequest) -> Iterator[None]:
     """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
     hardware, is_cuda = request.config.cluster.hardware, request.device == "cuda"
+    layout, rank = request.layout, request.rank
     with (
-        accelerate_process(request.layout, request.rank),
-        deepspeed_process(request.layout, request.device, request.device_bytes),
+        accelerate_process(rank, layout.world_size) if layout.engine == "accelerate" else nullcontext(),
+        deepspeed_process(request.device, request.device_bytes) if layout.uses_deepspeed_zero else nullcontext(),
         cuda_api(hardware.compute_capability if hardware else 9) if is_cuda else nullcontext(),
         cuda_kernels() if is_cuda else nullcontext(),
         ddp_reducer(),
         pipeline_stages(),
         attention_backend_priority(),
-        fake_process_group(request.rank, request.layout.world_size),
+        fake_process_group(rank, layout.world_size),
     ):
         yield
 
 
-def simulate_steps_of_rank(
-    request: StepRequest,
-    report: RankReport,
-    report_progress: Progress,
-    on_timed_step: Callable[[TimedStep], None],
-) -> RankReport:
-    """Build a rank's engine, run two steps, and return the report with what the second one did.
+def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_progress: Progress) -> Simulated:
+    """Build a rank's engine, run two steps, and return the report with what the second one did, and when.
 
     The first step creates the optimizer's state and whatever engines set up lazily.
     """
     config, layout, rank = request.config, request.layout, request.rank
     device = torch.device("cuda", 0) if request.device == "cuda" else torch.device("cpu")
-    probe = Probe()
+    probe, recorder = Probe(), StreamRecorder(layout, rank, request.device)
     for start, stop in layout.sequence_chunks(rank, config.train.seq_len):
         causal_mask_lower_right(stop - start, stop)  # cached before tensors are fake
     with ExitStack() as stack:
@@ -134,23 +173,22 @@ def simulate_steps_of_rank(
         memory = DeviceMemory(device, counter)  # type: ignore[arg-type]  # it has methods where a library has functions
         fingerprinter = ShapeFingerprinter(config.model, config.train.seed, device)
         begin(PROFILED, 1)
-        with profile_timed_step(request, engine, probe, memory, fingerprinter, counter) as (listener, recorder):
+        with profile_step(engine, probe, memory, fingerprinter, layout) as listener, recorder.listen(listener, counter):
             engine.step(batches(1))
         try:
             peaks = peaks_of_step(request, counter, listener, starts[PROFILED])
         except OutOfDeviceMemoryError as error:
             phase = [phase for phase, start in starts.items() if start <= error.moment][-1]
             name, reason = type(error).__name__, one_line(error)
-            return dataclasses.replace(report, status="oom", phase=phase, error=name, reason=reason)
+            return dataclasses.replace(report, status="oom", phase=phase, error=name, reason=reason), None
         timed_step = time_step(request, recorder.launches)
-        if timed_step is not None:
-            on_timed_step(timed_step)
         profiled = listener.result(None)
-        is_cuda = request.device == "cuda"
-        return dataclasses.replace(
+        if request.device == "cuda":
+            profiled = dataclasses.replace(profiled, peak_without_backend_bytes=None)
+        report = dataclasses.replace(
             report,
             status="ok",
-            profiled=dataclasses.replace(profiled, peak_without_backend_bytes=None) if is_cuda else profiled,
+            profiled=profiled,
             first_gradients=listener.gradient_fingerprints.fingerprints,
             devices=engine.devices,
             simulated_time=timed_step.summary if timed_step is not None else None,
@@ -158,6 +196,7 @@ def simulate_steps_of_rank(
             **peaks,
             **state_fields(engine, profiled.gradient_bytes_by_device),
         )
+        return report, timed_step
 
 
 def peaks_of_step(

@@ -35,7 +35,7 @@ from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout
 from harness.simulator.kernel_work import Collective, TransferPart, Transfers
 from harness.simulator.operator_stream import PAIR, Launch
-from harness.simulator.step_timing import TimedStep
+from harness.simulator.stream_schedule import TimedStep
 
 MAIN = "stream 0"
 WITHOUT_PASSES = ("norm", "optimizer")  # the phases of a step that do not belong to a micro-batch
@@ -56,7 +56,6 @@ class StageKernel:
     transfers: tuple[TransferPart, ...] = ()
     is_meeting: bool = False  # a collective of all stages
     peers: list["StageKernel"] = field(default_factory=list)  # the other side of each transfer, or those of a meeting
-    ready: float = 0.0
     end: float = 0.0
 
 
@@ -164,21 +163,16 @@ def play_kernels(stages: Sequence[Sequence[StageKernel]]) -> float:
             kernel.peers = [other for other in met if other is not kernel]
     last: dict[tuple[int, str], StageKernel] = {}
     before: dict[StageKernel, list[StageKernel]] = {}
-    moments: TopologicalSorter[tuple[StageKernel, str]] = TopologicalSorter()
     for kernel in kernels:
         stream = (kernel.rank, kernel.stream)
         before[kernel] = [*kernel.after, *([last[stream]] if stream in last else [])]
         last[stream] = kernel
-        moments.add((kernel, "ready"), *((other, "end") for other in before[kernel]))
-        moments.add((kernel, "end"), *((other, "ready") for other in (kernel, *kernel.peers)))
+    waits = {kernel: [other for side in (kernel, *kernel.peers) for other in before[side]] for kernel in kernels}
     try:
-        for kernel, moment in moments.static_order():
-            if moment == "ready":
-                kernel.ready = max((other.end for other in before[kernel]), default=0.0)
-            else:
-                kernel.end = max(other.ready for other in (kernel, *kernel.peers)) + kernel.seconds
+        for kernel in TopologicalSorter(waits).static_order():
+            kernel.end = max((other.end for other in waits[kernel]), default=0.0) + kernel.seconds
     except CycleError as error:
-        stuck = sorted({f"rank {kernel.rank} ({kernel.stream})" for kernel, _ in error.args[1]})
+        stuck = sorted({f"rank {kernel.rank} ({kernel.stream})" for kernel in error.args[1]})
         raise DeadlockError(f"the schedule waits for itself on {', '.join(stuck)}") from None
     return max(kernel.end for kernel in kernels)
 

@@ -8,16 +8,50 @@ simulated: a collective begins when this rank's streams reach it, and so does a 
 Collectives of different communicators do not share their links here.
 """
 
+import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
 
 from harness.config.hardware import FittedHardware
+from harness.hardware.described_cluster import described_cluster
 from harness.records.rank_report import SimulatedTime
-from harness.simulator.kernel_work import Communication, HostLinkCopy, Work
+from harness.simulator.kernel_work import Collective, Communication, HostLinkCopy, Transfers, Work, work_seconds
 from harness.simulator.operator_stream import HOST, Launch
+from harness.simulator.process import StepRequest
+from harness.util.errors import UserError
 
 ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """The launches of a rank's step, when each runs, and the summary that the rank reports."""
+
+    rank: int
+    launches: Sequence[Launch]
+    starts: Sequence[float]
+    ends: Sequence[float]
+    summary: SimulatedTime
+
+
+def time_step(request: StepRequest, launches: Sequence[Launch]) -> TimedStep | None:
+    """Return when a step's launches run on the request's cluster; None where its hardware or peak is not known."""
+    hardware = request.config.cluster.hardware
+    if hardware is None or request.device == "cpu":
+        return None
+    gpus_per_node = described_cluster(request.config.cluster).gpus_per_node
+    try:
+        seconds = [
+            0.0 if launch.work is None else work_seconds(launch.work, hardware, gpus_per_node) for launch in launches
+        ]
+    except UserError:
+        return None
+    return Player(launches, seconds, hardware.fitted).play(request.rank)
 
 
 def kind_of(work: Work | None) -> str:
@@ -31,10 +65,10 @@ class Player:
     """The state of a device and its host while they play the launches of a step."""
 
     def __init__(self, launches: Sequence[Launch], seconds: Sequence[float], hardware: FittedHardware) -> None:
-        self.launches, self.hardware = launches, hardware
+        self.launches, self.seconds, self.hardware = launches, seconds, hardware
+        self.kinds = [kind_of(launch.work) for launch in launches]
         self.left = list(seconds)  # of each launch, in seconds of its own
-        self.starts, self.ends = [math.inf] * len(launches), [math.inf] * len(launches)
-        self.queued_at = [math.inf] * len(launches)
+        self.starts, self.ends, self.queued_at = ([math.inf] * len(launches) for _ in range(3))
         self.streams: dict[str, deque[int]] = {}
         self.running: dict[str, int] = {}
         self.host_next, self.host_time = 0, 0.0
@@ -42,48 +76,57 @@ class Player:
         self.exposed_seconds: defaultdict[str, float] = defaultdict(float)
         self.copy_seconds = self.idle_seconds = self.overlapped_seconds = 0.0
 
-    def play(self) -> SimulatedTime:
-        """Play all launches, and return the time of the step and its parts."""
+    def play(self, rank: int) -> TimedStep:
+        """Play all launches, and return the step with its time and the parts of it."""
         now = 0.0
         while True:
             self.launch_from_host()
             next_start = self.start_kernels(now)
             running = sorted(self.running.values(), key=lambda number: self.launches[number].stream)
             speeds = self.speeds(running)
-            next_end = min(
-                (now + self.left[number] / speeds[number] for number in running if speeds[number]), default=math.inf
-            )
-            then = min(next_start, next_end)
+            then = min([next_start, *(now + self.left[number] / speed for number, speed in speeds.items() if speed)])
             if then == math.inf:
                 break
-            self.spend(then - now, [self.launches[number] for number in running])
-            for number in running:
-                self.left[number] -= (then - now) * speeds[number]
+            self.spend(then - now, running)
+            for number, speed in speeds.items():
+                self.left[number] -= (then - now) * speed
                 if self.left[number] <= ROUNDING_SECONDS:
                     self.ends[number] = then
                     del self.running[self.launches[number].stream]
             now = then
         if self.host_next < len(self.launches) or any(self.streams.values()):
             raise RuntimeError("launches wait for each other for ever")
+        return TimedStep(rank, self.launches, self.starts, self.ends, self.summary(now))
+
+    def summary(self, last_end: float) -> SimulatedTime:
+        """Return the time of the step, whose last kernel ended at a moment, and its parts."""
         step_seconds = max(self.ends, default=0.0)
+        operator_seconds: defaultdict[str, float] = defaultdict(float)  # of each kernel as if it ran alone
+        for launch, own in zip(self.launches, self.seconds, strict=True):
+            if launch.work is not None:
+                operator_seconds[launch.operator] += own
+        kinds = zip(self.launches, self.kinds, strict=True)
         return SimulatedTime(
             step_seconds,
             dict(self.phase_seconds),
             dict(self.exposed_seconds),
             self.overlapped_seconds,
             self.copy_seconds,
-            self.idle_seconds + max(0.0, step_seconds - now),  # the host goes on after the last kernel
+            self.idle_seconds + max(0.0, step_seconds - last_end),  # the host goes on after the last kernel
+            operator_seconds=dict(sorted(operator_seconds.items(), key=lambda item: -item[1])),
+            communication_operators=sorted({launch.operator for launch, kind in kinds if kind == "communication"}),
+            launches=len(self.launches),
         )
 
-    def spend(self, seconds: float, running: Sequence[Launch]) -> None:
-        """Count the seconds in which these launches run."""
-        computing = [launch for launch in running if kind_of(launch.work) == "compute"]
-        communicating = [launch for launch in running if kind_of(launch.work) == "communication"]
+    def spend(self, seconds: float, running: Sequence[int]) -> None:
+        """Count the seconds in which these launches run, for the first that computes, or else communicates."""
+        first_of_kind = {self.kinds[number]: self.launches[number] for number in reversed(running)}
+        computing, communicating = first_of_kind.get("compute"), first_of_kind.get("communication")
         if computing:
-            self.phase_seconds[computing[0].phase] += seconds
+            self.phase_seconds[computing.phase] += seconds
             self.overlapped_seconds += seconds if communicating else 0.0
         elif communicating:
-            self.exposed_seconds[communicating[0].axis] += seconds
+            self.exposed_seconds[communicating.axis] += seconds
         elif running:
             self.copy_seconds += seconds
         else:
@@ -91,7 +134,7 @@ class Player:
 
     def speeds(self, running: Sequence[int]) -> Mapping[int, float]:
         """Return the speed of each launch that runs."""
-        kinds = {number: kind_of(self.launches[number].work) for number in running}
+        kinds = {number: self.kinds[number] for number in running}
         beside = max(0.0, 1.0 - self.hardware.overlap_slowdown) if "communication" in kinds.values() else 1.0
         return {number: beside if kind == "compute" else 1.0 for number, kind in kinds.items()}
 
@@ -130,3 +173,49 @@ class Player:
             else:
                 next_start = min(next_start, ready)
         return next_start
+
+
+Event = dict[str, Any]
+
+MICROSECONDS = 1e6
+
+PHASES = "phases"  # the name of the row that shows them
+
+
+def trace_events(step: TimedStep) -> Iterator[Event]:
+    """Yield the events of a rank's step, which is a process of the trace; its streams are threads."""
+    rank, times = step.rank, zip(step.launches, step.starts, step.ends, strict=True)
+    kernels = [(launch, start, end) for launch, start, end in times if launch.work is not None]
+    streams = [PHASES, *sorted({launch.stream for launch, _, _ in kernels})]
+    threads = {stream: number for number, stream in enumerate(streams)}
+    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    for stream, thread in threads.items():
+        yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}}
+    for phase, of_phase in groupby(kernels, key=lambda kernel: kernel[0].phase):
+        _, starts, ends = zip(*of_phase, strict=True)
+        yield _event(phase, rank, threads[PHASES], min(starts), max(ends))
+    for launch, start, end in kernels:
+        yield _event(launch.name, rank, threads[launch.stream], start, end) | {"args": _arguments(launch)}
+
+
+def _event(name: str, rank: int, thread: int, start: float, end: float) -> Event:
+    """Return an event with its times in microseconds, to a nanosecond."""
+    times = {"ts": round(start * MICROSECONDS, 3), "dur": round((end - start) * MICROSECONDS, 3)}
+    return {"ph": "X", "name": name, "pid": rank, "tid": thread, **times}
+
+
+def _arguments(launch: Launch) -> dict[str, Any]:
+    """Return what the trace shows of a kernel when it is selected."""
+    work: Any = launch.work
+    values: dict[str, Any] = work._asdict()
+    if isinstance(work, Collective):
+        values["ranks"] = len(work.ranks)
+    elif isinstance(work, Transfers):
+        values = {"transfers": [" ".join(map(str, part)) for part in work.parts]}
+    return values | ({"axis": launch.axis} if launch.axis else {})
+
+
+def write_trace(path: Path, steps: Sequence[TimedStep]) -> None:
+    """Write the events of the steps of all simulated ranks."""
+    events = [event for step in steps for event in trace_events(step)]
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":")))

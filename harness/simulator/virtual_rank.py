@@ -1,8 +1,8 @@
 """One rank of a larger world that runs alone, with real tensors and kernels: the worker's own code from end to end."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,9 +19,8 @@ from harness.config.strategy import AXES
 from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
-from harness.simulator.ddp_reducer import communication_hook, completed
 from harness.simulator.deepspeed_process import filled_parts
-from harness.simulator.process_group import fake_process_group, pipeline_stages
+from harness.simulator.process_group import communication_hook, completed, fake_process_group, pipeline_stages
 from harness.worker.batches import Batches
 from harness.worker.main import report_rank
 from harness.worker.process_group import prepare_device
@@ -48,7 +47,7 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
         own_tokens(spec.config.model.vocab_size, layout, rank),
         communication_hook(keep_bucket),
         lone_stages(),
-        filled_parts(layout, device),
+        filled_parts(device) if layout.uses_deepspeed_zero else nullcontext(),
         fake_process_group(rank, layout.world_size),
     ):
         yield init_device_mesh(spec.device, layout.mesh_shape, mesh_dim_names=AXES), device
@@ -68,8 +67,7 @@ def own_vocabulary(vocab_size: int, layout: Layout, rank: int) -> range:
     return range(vocab_size)[place * part : (place + 1) * part]
 
 
-@contextmanager
-def own_tokens(vocab_size: int, layout: Layout, rank: int) -> Iterator[None]:
+def own_tokens(vocab_size: int, layout: Layout, rank: int) -> AbstractContextManager[Any]:
     """Return a context in which all batches have tokens of the rank's own vocabulary, if it has any."""
     own = own_vocabulary(vocab_size, layout, rank)
     read_sequence: Any = Batches.sequence
@@ -78,8 +76,7 @@ def own_tokens(vocab_size: int, layout: Layout, rank: int) -> Iterator[None]:
         tokens = read_sequence(batches, step, index)
         return own.start + tokens % len(own) if len(own) else tokens
 
-    with mock.patch.object(Batches, "sequence", sequence):
-        yield
+    return mock.patch.object(Batches, "sequence", sequence)
 
 
 RECEIVED_HIDDEN_STATE = 0.02  # of the size of an embedding's initial weights, which are what the first layer gets
@@ -112,28 +109,26 @@ def lone_stages() -> Iterator[None]:
     def start_and_hold(operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
         return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
 
-    receives: dict[str, Any] = {
-        "get_fwd_recv_ops": _filling(PipelineStage.get_fwd_recv_ops, RECEIVED_HIDDEN_STATE),
-        "get_bwd_recv_ops": _filling(PipelineStage.get_bwd_recv_ops, RECEIVED_GRADIENT),
-    }
     with (
         pipeline_stages(),
-        mock.patch.multiple(PipelineStage, **receives),
+        _filled("get_fwd_recv_ops", RECEIVED_HIDDEN_STATE),
+        _filled("get_bwd_recv_ops", RECEIVED_GRADIENT),
         mock.patch.object(schedules, "_batch_p2p", start_and_hold),
     ):
         yield
 
 
-def _filling(create_receives: Callable[..., list[dist.P2POp]], size: float) -> Callable[..., list[dist.P2POp]]:
-    """Return a function that creates the operations which receive a micro-batch, and fills their tensors."""
+def _filled(name: str, size: float) -> AbstractContextManager[Any]:
+    """Return a context in which a stage fills the tensors of the receives that its method of this name creates."""
+    create_receives: Any = getattr(PipelineStage, name)
 
     def create_and_fill(stage: Any, micro_batch: int) -> list[dist.P2POp]:
-        operations = create_receives(stage, micro_batch)
+        operations: list[dist.P2POp] = create_receives(stage, micro_batch)
         for operation in operations:
             fill_received(operation.tensor, size)
         return operations
 
-    return create_and_fill
+    return mock.patch.object(PipelineStage, name, create_and_fill)
 
 
 def fill_received(tensor: Tensor, size: float) -> None:

@@ -23,8 +23,7 @@ from harness.simulator.kernel_work import Movement, Transfers
 from harness.simulator.operator_stream import Launch, StreamRecorder
 from harness.simulator.process_group import fake_process_group, pipeline_stages
 from harness.simulator.stage_times import MAIN, played_together
-from harness.simulator.step_timing import TimedStep
-from harness.simulator.stream_schedule import Player
+from harness.simulator.stream_schedule import Player, TimedStep
 
 Steps = list[list[Launch]]  # of every rank
 
@@ -122,5 +121,4 @@ def timed_step(
     seconds = [
         transfer_seconds if sent else pass_seconds[launch.name] for launch, sent in zip(step, is_sent, strict=True)
     ]
-    player = Player(launches, seconds, rates())
-    return TimedStep(rank, launches, player.starts, player.ends, player.play())
+    return Player(launches, seconds, rates()).play(rank)

@@ -52,7 +52,7 @@ def requested_layouts() -> Iterator[list[StepRequest]]:
 def main(prepare: Callable[[], None] = lambda: None) -> None:
     """Simulate every request and print a report for each; `prepare` is called as soon as torch may be imported."""
     layouts = list(requested_layouts())
-    from harness.simulator.layout_ranks import simulate_ranks_of_layout
+    from harness.simulator.rank import simulate_ranks_of_layout
 
     prepare()
     print(json.dumps([report.to_json() for layout in layouts for report in simulate_ranks_of_layout(layout)]))

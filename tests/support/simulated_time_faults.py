@@ -58,7 +58,7 @@ FAULTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
 
 def main() -> None:
     layouts = list(requested_layouts())
-    from harness.simulator.layout_ranks import simulate_ranks_of_layout
+    from harness.simulator.rank import simulate_ranks_of_layout
 
     times: dict[str, list[Any]] = {}
     for name, fault in FAULTS.items():

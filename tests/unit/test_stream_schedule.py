@@ -22,14 +22,12 @@ from harness.simulator.kernel_work import (
     Product,
     Transfers,
     Work,
+    WorkCache,
     work_seconds,
 )
-from harness.simulator.layout_ranks import PHASES, trace_events, write_trace
 from harness.simulator.operator_stream import Launch
-from harness.simulator.operator_work import WorkCache
 from harness.simulator.stage_times import with_stage_waits
-from harness.simulator.step_timing import TimedStep
-from harness.simulator.stream_schedule import Player
+from harness.simulator.stream_schedule import PHASES, Player, TimedStep, write_trace
 from tests.support.commands import compose_config
 from tests.support.recorded_pipelines import rates
 
@@ -47,8 +45,7 @@ def gather(*after: int) -> Launch:
 
 
 def play(launches: list[Launch], seconds: list[float], hardware: FittedHardware, rank: int = 0) -> TimedStep:
-    player = Player(launches, [float(value) for value in seconds], hardware)
-    return TimedStep(rank, launches, player.starts, player.ends, player.play())
+    return Player(launches, [float(value) for value in seconds], hardware).play(rank)
 
 
 def times(step: TimedStep) -> list[tuple[float, float]]:
@@ -197,7 +194,7 @@ def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
 def test_a_trace_has_every_kernel_on_the_row_of_its_stream(tmp_path: Path) -> None:
     launches, seconds, hardware, expected, _ = SCHEDULES["a kernel waits for another stream"]
     path = tmp_path / "trace.json"
-    write_trace(path, list(trace_events(play(launches, seconds, hardware, rank=3))))
+    write_trace(path, [play(launches, seconds, hardware, rank=3)])
     events = json.loads(path.read_text())["traceEvents"]
     rows = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     shown = [event for event in events if event["ph"] == "X" and rows[event["tid"]] != PHASES]

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from harness.simulator import virtual_rank
-from harness.simulator.ddp_reducer import completed
 from harness.simulator.process import virtual_entry
+from harness.simulator.process_group import completed
 
 
 def nothing_received(run_dir: str) -> None:
