@@ -4,6 +4,7 @@ What a step runs is counted by the harness's own profiler from the operators tha
 docs/development/testing.md for what this does not show.
 """
 
+import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -257,22 +258,17 @@ LONG_CASES = (
 )
 
 
-@pytest.fixture(scope="module")
-def reports() -> Reports:
-    return simulated(CASES)
+@functools.cache
+def reports(is_long: bool) -> Reports:
+    return simulated(LONG_CASES if is_long else CASES)
 
 
-@pytest.fixture(scope="module")
-def long_reports() -> Reports:
-    return simulated(LONG_CASES)
-
-
-@pytest.mark.parametrize("line", CASES)
-def test_a_rank_on_cuda_does_what_the_plan_says(line: str, reports: Reports) -> None:
-    assert problems(case(line), reports[line]) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("line", LONG_CASES)
-def test_a_rank_on_cuda_does_what_the_plan_says_everywhere(line: str, long_reports: Reports) -> None:
-    assert problems(case(line), long_reports[line]) == []
+@pytest.mark.parametrize(
+    ("line", "is_long"),
+    [
+        *((line, False) for line in CASES),
+        *(pytest.param(line, True, marks=pytest.mark.long) for line in LONG_CASES),
+    ],
+)
+def test_a_rank_on_cuda_does_what_the_plan_says(line: str, is_long: bool) -> None:
+    assert problems(case(line), reports(is_long)[line]) == []

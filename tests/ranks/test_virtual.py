@@ -110,16 +110,8 @@ def check_virtual_row(case: Case, virtual: Record) -> None:
     check_bytes(virtual)
 
 
-@pytest.mark.parametrize("case", FAST, ids=str)
+@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
 def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
-    virtual = case.virtual_record(results)
-    check_virtual_row(case, virtual)
-    assert differences(case, virtual, results) == []
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", LONG, ids=str)
-def test_every_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
     virtual = case.virtual_record(results)
     check_virtual_row(case, virtual)
     assert differences(case, virtual, results) == []

@@ -1,6 +1,7 @@
 """The model of CUDA's caching allocator: by hand, and by what must hold after any sequence of requests."""
 
 import random
+import re
 from itertools import pairwise
 
 import pytest
@@ -40,51 +41,38 @@ def test_a_first_block_reserves_a_segment(requested: int, allocated: int, reserv
     assert allocator.readings == allocator.peaks == sizes
 
 
-def test_expandable_segments_reserve_pages_only() -> None:
-    allocator = allocator_of("expandable_segments:True")
-    first = allocator.allocate(30 * MIB)
-    assert allocator.readings["reserved_bytes"] == 40 * MIB
-    allocator.allocate(10 * MIB)  # the rest of the second page
-    assert allocator.readings["reserved_bytes"] == 40 * MIB
-    allocator.allocate(25 * MIB)
-    assert allocator.readings["reserved_bytes"] == 80 * MIB
-    allocator.free(first)
-    allocator.empty_cache()  # one whole page of the first block, and none of the half that shares its page
-    assert allocator.readings["reserved_bytes"] == 60 * MIB
+# Settings, the MiB of the device, and what is done: `+a30` allocates a block `a` of 30 MiB, on another stream if its
+# name is a capital, `-a` frees it, `x` empties the cache, and `=40` says that 40 MiB are reserved. A block whose name
+# has a prime is at the address of the earlier one of that name.
+SEQUENCES = {
+    # The second block is in the rest of the second page. Of the first, one whole page is given back at the end.
+    "expandable segments reserve pages": ("expandable_segments:True", 0, "+a30 =40 +b10 =40 +c25 =80 -a x =60"),
+    "freed blocks are merged": ("", 0, "+a4 +b4 +c4 +d4 +e4 =20 -a -b +a'8 =20"),
+    "the smallest block is taken": ("", 0, "+a40 +b24 -a -b +b'22 =64"),
+    "streams share no blocks": ("", 0, "+a30 -a +B30 =60"),
+    "cached segments are given back": ("", 100, "+a60 -a +b80 =80"),
+    # The second would be a part of the 64 MiB; the third is within max_non_split_rounding_mb.
+    "large blocks are not split": ("max_split_size_mb:32", 0, "+a64 -a +b20 =84 +a'60 =84"),
+    # More is requested than was freed: the old segment goes before the limit is reached.
+    "garbage is collected": ("garbage_collection_threshold:0.5", 100, "+a60 -a +b62 =62"),
+}
 
 
-def test_freed_blocks_are_merged_and_reused() -> None:
-    allocator = allocator_of()
-    parts = [allocator.allocate(4 * MIB) for _ in range(5)]
-    assert allocator.readings["reserved_bytes"] == 20 * MIB
-    for part in parts[:2]:
-        allocator.free(part)
-    assert allocator.allocate(8 * MIB) == parts[0]
-    assert allocator.readings["reserved_bytes"] == 20 * MIB
-
-
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
-    allocator = allocator_of()
-    large, small = allocator.allocate(40 * MIB), allocator.allocate(24 * MIB)
-    allocator.free(large)
-    allocator.free(small)
-    assert allocator.allocate(22 * MIB) == small
-
-
-def test_streams_share_no_blocks() -> None:
-    allocator = allocator_of()
-    allocator.free(allocator.allocate(30 * MIB, stream=0))
-    allocator.allocate(30 * MIB, stream=1)
-    assert allocator.readings["reserved_bytes"] == 60 * MIB
-
-
-def test_cached_segments_are_given_back_before_memory_runs_out() -> None:
-    allocator = allocator_of(capacity_bytes=100 * MIB)
-    allocator.free(allocator.allocate(60 * MIB))
-    allocator.allocate(80 * MIB)
-    assert allocator.readings["reserved_bytes"] == 80 * MIB
-    with pytest.raises(OutOfDeviceMemoryError):
-        allocator.allocate(22 * MIB)
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_sequence_by_hand(name: str) -> None:
+    settings, capacity, sequence = SEQUENCES[name]
+    allocator = allocator_of(settings, capacity * MIB or 80 * GIB, capacity * MIB or None)
+    addresses: dict[str, int] = {}
+    for action, block, size in re.findall(r"([-+x=])([a-zA-Z]?'?)(\d*)", sequence):
+        if action == "+":
+            address = allocator.allocate(int(size) * MIB, stream=int(block.isupper()))
+            assert addresses.setdefault(block.removesuffix("'"), address) == address
+        elif action == "-":
+            allocator.free(addresses[block])
+        elif action == "x":
+            allocator.empty_cache()
+        else:
+            assert allocator.readings["reserved_bytes"] == int(size) * MIB
 
 
 def test_fragments_run_out_of_memory_where_pages_do_not() -> None:
@@ -98,24 +86,14 @@ def test_fragments_run_out_of_memory_where_pages_do_not() -> None:
             kept += [allocator.allocate(24 * MIB)]  # in the freed segment
         allocator.allocate(40 * MIB)
 
-    with pytest.raises(OutOfDeviceMemoryError):
+    with pytest.raises(OutOfDeviceMemoryError, match=r"beside .* and 80.0 MiB reserved"):
         fragment(allocator_of(capacity_bytes=100 * MIB))
     fragment(allocator_of("expandable_segments:True", capacity_bytes=100 * MIB))
 
 
-def test_settings_change_what_is_split_rounded_and_collected() -> None:
-    unsplit = allocator_of("max_split_size_mb:32")
-    unsplit.free(unsplit.allocate(64 * MIB))
-    unsplit.allocate(20 * MIB)  # would be a part of the 64 MiB
-    assert unsplit.readings["reserved_bytes"] == 84 * MIB
-    unsplit.allocate(60 * MIB)  # within max_non_split_rounding_mb
-    assert unsplit.readings["reserved_bytes"] == unsplit.readings["allocated_bytes"] == 84 * MIB
+def test_sizes_are_rounded_to_parts_of_powers_of_two() -> None:
     rounded = allocator_of("roundup_power2_divisions:4")
     assert [rounded.round_size(size) for size in (1200, 2049, 5000)] == [1536, 2560, 5120]
-    collected = allocator_of("garbage_collection_threshold:0.5", limit_bytes=100 * MIB)
-    collected.free(collected.allocate(60 * MIB))
-    collected.allocate(62 * MIB)  # more than was freed: the old segment goes before the limit is reached
-    assert collected.readings["reserved_bytes"] == 62 * MIB
 
 
 def test_an_unknown_setting_is_refused_in_one_line() -> None:
@@ -175,8 +153,7 @@ def test_blocks_fill_their_segments_after_any_sequence(settings: str) -> None:
                     allocator.free(address)
                 live = live[1::2]
         elif choice < 0.9 and live:
-            address = live.pop(source.randrange(len(live)))
-            allocator.free(address)
+            allocator.free(live.pop(source.randrange(len(live))))
         elif choice > 0.995:
             allocator.empty_cache()
         if number % 25 == 0:

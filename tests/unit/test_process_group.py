@@ -5,7 +5,6 @@ No GPU is here: where a run has GPUs, gloo's group stands in for NCCL's, and the
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, distributed_c10d
-from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
 from harness.data.corpus import Corpus
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import resolve_layout
 from harness.records.run_folder import RunSpec, read_run_spec
 from harness.worker import process_group as groups
 from tests.support.commands import compose_config
@@ -47,41 +45,33 @@ def config() -> RunConfig:
     return compose_config("strategy=single", "model=tiny")
 
 
-def run_spec(config: RunConfig, layout: Layout, **changes: Any) -> RunSpec:
+def run_spec(config: RunConfig, **changes: Any) -> RunSpec:
     values: dict[str, Any] = {"device": "cpu", "threads": 1, "timeout_seconds": 7200.0}
-    return RunSpec(run_id="run", config=config, layout=layout, corpus=Corpus(None, "synthetic"), **values | changes)
+    layout = resolve_layout(config.strategy, 1)
+    return RunSpec("run", config, layout, Corpus(None, "synthetic"), **values | changes)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
     options: Any = group._get_backend(torch.device("cpu")).options
-    timeout = options._timeout
-    assert isinstance(timeout, timedelta)
+    timeout: timedelta = options._timeout
     return timeout
-
-
-@contextmanager
-def joined(spec: RunSpec) -> Iterator[DeviceMesh]:
-    with groups.process_group(spec) as (mesh, _):
-        yield mesh
 
 
 def test_no_group_times_out_before_the_run_does(config: RunConfig) -> None:
     """A limit of torch, 10 minutes for NCCL and 30 for gloo, would end a run of 2 hours, or race hang_seconds."""
-    layout = resolve_layout(config.strategy, 1)
     expected = timedelta(seconds=7200 + groups.MARGIN_SECONDS)
-    with joined(run_spec(config, layout)) as mesh:
+    with groups.process_group(run_spec(config)) as (mesh, _):
         assert mesh.mesh_dim_names == AXES
-        axes = [mesh.get_group(axis) for axis in AXES]
         later = dist.new_group([0])  # as DeepSpeed makes its groups
         assert isinstance(later, ProcessGroup)
-        all_groups = [not_none(dist.group.WORLD), later, *axes]
+        all_groups = [distributed_c10d._get_default_group(), later, *(mesh.get_group(axis) for axis in AXES)]
         assert {timeout_of(group) for group in all_groups} == {expected}
         assert distributed_c10d._get_default_timeout(dist.Backend("nccl")) == expected
 
 
 def test_an_infinite_time_limit_is_one_that_torch_can_add_to_a_clock(config: RunConfig) -> None:
     assert timedelta(days=1) < groups.collective_timeout(math.inf) < timedelta(days=60)
-    with joined(run_spec(config, resolve_layout(config.strategy, 1), timeout_seconds=math.inf)):
+    with groups.process_group(run_spec(config, timeout_seconds=math.inf)):
         dist.barrier()
 
 
@@ -90,8 +80,8 @@ def test_a_group_of_gpus_binds_no_device_and_connects_before_the_model_is_built(
     config: RunConfig, offload: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The barrier names the device. Otherwise gloo would run it where a run has both, and NCCL connect in a step."""
-    layout = resolve_layout(config.strategy, 1)
-    object.__setattr__(layout, "offload", offload)
+    spec = run_spec(config, device="cuda")
+    object.__setattr__(spec.layout, "offload", offload)
     calls: list[tuple[str, Any]] = []
     join, barrier, mesh_of = dist.init_process_group, dist.barrier, groups.init_device_mesh
 
@@ -107,18 +97,13 @@ def test_a_group_of_gpus_binds_no_device_and_connects_before_the_model_is_built(
     monkeypatch.setattr(dist, "init_process_group", join_gloo)
     monkeypatch.setattr(dist, "barrier", record_barrier)
     monkeypatch.setattr(groups, "init_device_mesh", lambda _, *rest, **names: mesh_of("cpu", *rest, **names))
-    with joined(run_spec(config, layout, device="cuda")):
-        assert not_none(dist.group.WORLD).bound_device_id is None
+    with groups.process_group(spec):
+        assert distributed_c10d._get_default_group().bound_device_id is None
     backend = "nccl" if offload == "none" else "cpu:gloo,cuda:nccl"
     assert calls == [("device", "cuda:0"), ("join", (backend, None)), ("barrier", [0])]
 
 
 def test_a_run_file_carries_the_time_limit(config: RunConfig, tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    run_spec(config, resolve_layout(config.strategy, 1), timeout_seconds=5400.0).write(tmp_path)
+    run_spec(config, timeout_seconds=5400.0).write(tmp_path)
     assert read_run_spec(tmp_path).timeout_seconds == 5400.0
-
-
-def not_none(group: ProcessGroup | None) -> ProcessGroup:
-    assert group is not None
-    return group

@@ -6,9 +6,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.strategy import AXES
-from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.layout.layout import resolve_layout
-from harness.runner.simulation import simulated_ranks
 from harness.simulator.process_group import fake_process_group
 from tests.support.commands import compose_config
 from tests.support.deepspeed_accelerator import count_synchronizations
@@ -49,15 +47,3 @@ def test_overlap_with_one_owner_of_each_bucket_waits_at_every_bucket(mesh: Devic
 
 def test_the_timer_of_the_librarys_defaults_waits_twice_in_a_micro_batch(mesh: DeviceMesh) -> None:
     assert waits_per_step(mesh, "strategy=zero1_defaults") == 2 * MICRO_BATCHES
-
-
-@pytest.mark.parametrize(
-    ("strategy", "rank"),
-    [("zero2_tuned", 3), ("zero2", 1), ("zero_offload", 3), ("zero3", 0), ("zero2 simulate.rank=2", 2)],
-)
-def test_the_rank_with_the_highest_peak_is_simulated(strategy: str, rank: int) -> None:
-    """These are the ranks with the highest simulated peaks; see also tests/ranks/test_simulator.py."""
-    overrides = f"strategy={strategy} launch=simulated cluster=8xh100 model=7b precision=bf16_mixed".split()
-    config = compose_config(*overrides, "model.num_hidden_layers=4", "train.global_batch=4")
-    machine = described_machine(described_cluster(config.cluster))
-    assert simulated_ranks(config, resolve_layout(config.strategy, 4), machine) == (rank,)
