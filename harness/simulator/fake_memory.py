@@ -4,7 +4,7 @@ import functools
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -46,7 +46,7 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_paused = False
         self.requests: list[Request] = []
         self.initial_sizes: list[tuple[int, int]] = []  # of the storages that were live when the log began
-        self.log_begin = self.log_peak = 0  # the number of the log's first request, and its peak
+        self.first_line = self.log_peak = 0  # the number of the request in the log's first line, and the log's peak
         self.is_log_paused = False
         self.workspaces = CPU_WORKSPACES if device_type == "cpu" else {}
         self.on_operator: Callable[[Any, Any, Any, Any], None] = lambda func, args, kwargs, result: None
@@ -89,12 +89,12 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin_log(self) -> int:
         """Log every request from now on, first the storages that are live now. Return their number."""
         self.initial_sizes = list(self.sizes.items())
-        self.log_begin, self.log_peak = len(self.requests), self._live_bytes
-        return len(self.initial_sizes)
+        self.first_line, self.log_peak = len(self.requests) - len(self.sizes), self._live_bytes
+        return len(self.sizes)
 
     def log_length(self) -> int:
         """Return the number of lines logged so far."""
-        return len(self.initial_sizes) + len(self.requests) - self.log_begin
+        return len(self.requests) - self.first_line
 
     def pause_log(self, is_log_paused: bool) -> int:
         """Exclude the lines from now on from the log's peak, or include them; return their number."""
@@ -107,13 +107,9 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def read_log(self) -> LogLines:
         """Return the identity and the bytes of every line."""
-        requests = [request[:2] for request in self.requests[self.log_begin :]]
+        requests = [request[:2] for request in self.requests[self.first_line + len(self.initial_sizes) :]]
         lines = [(identity, size, 0) for identity, size in (*self.initial_sizes, *requests)]
         return np.array(lines, np.int64).reshape(-1, 3)
-
-    def pause(self) -> AbstractContextManager[Any]:
-        """Return a context whose new storages are not counted."""
-        return mock.patch.object(self, "is_paused", True)
 
     def observe(self, storage: torch.UntypedStorage) -> None:
         """Count a storage from now on, unless it is counted already."""
@@ -152,7 +148,7 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
         return result
 
     def uncounted_shape(*arguments: Any, **keywords: Any) -> Any:
-        with counter.pause():
+        with mock.patch.object(counter, "is_paused", True):
             return propagate_shape(*arguments, **keywords)
 
     with (

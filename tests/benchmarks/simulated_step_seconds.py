@@ -79,19 +79,17 @@ class Corner(NamedTuple):
 
 def published_cases() -> Iterator[Case]:
     """Yield the published rows that are simulated."""
+    grid = [as_engine(row) for row in nanotron.rows() if row.status == "ok" and row.measured.get("mfu", 0) >= MIN_MFU]
+    grid = [row for row in grid if not is_refused(row)]
     sources = {
         "Modalities, A100 of 64 GB": modalities.rows(),
         "llm-foundry, A100": llm_foundry.rows(),
         "llm-foundry, H100": llm_foundry.h100_rows(),
+        "nanotron, H100": [row for row in grid if not row.layout.pp_enabled],
     }
     for source, rows in sources.items():
         yield from (published_case(source, row) for row in rows[:: EVERY[source]])
-    grid = [as_engine(row) for row in nanotron.rows() if row.status == "ok" and row.measured.get("mfu", 0) >= MIN_MFU]
-    grid = [row for row in grid if not refusals(row)]
-    plain = [row for row in grid if not row.layout.pp_enabled]
     pipelines = sorted((row for row in grid if row.layout.pp_enabled), key=pipeline_passes)
-    source = "nanotron, H100"
-    yield from (published_case(source, row) for row in plain[:: EVERY[source]])
     yield from (published_case("nanotron's pipelines, H100", row) for row in spread(pipelines))
 
 
@@ -104,13 +102,12 @@ def as_engine(row: PublishedRow) -> PublishedRow:
     return dataclasses.replace(row, config=config, layout=resolve_layout(strategy, row.layout.world_size))
 
 
-def refusals(row: PublishedRow) -> list[str]:
-    """Return why a row is refused, such as ZeRO stage 1 with master weights, or fewer micro-batches than stages."""
-    batches = row.layout.grad_accumulation_steps(row.config.train)
-    if row.layout.num_stages > batches:
-        return [f"torch's schedules need {row.layout.num_stages} micro-batches, and there are {batches}"]
+def is_refused(row: PublishedRow) -> bool:
+    """Return whether a row is refused, such as ZeRO stage 1 with master weights, or for want of micro-batches."""
+    if row.layout.num_stages > row.layout.grad_accumulation_steps(row.config.train):
+        return True  # torch's schedules need a micro-batch for each stage
     machine = described_machine(described_cluster(on_hardware(row).cluster))
-    return list(load_engine("torch").unsupported(row.config, row.layout, machine))
+    return any(load_engine("torch").unsupported(row.config, row.layout, machine))
 
 
 def on_hardware(row: PublishedRow) -> RunConfig:

@@ -93,11 +93,6 @@ def test_every_step_passes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
         observations.seen_devices("0")
 
 
-def compiler_package_is_missing() -> bool:
-    """Return whether Triton, which compiles layers for a GPU, is not installed on this machine."""
-    return importlib.util.find_spec("triton") is None
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("step", [step for step in STEPS if step.gpus], ids=lambda step: step.name)
 def test_runs_for_gpus_are_accepted_on_eight_of_them(step: Step) -> None:
@@ -105,7 +100,7 @@ def test_runs_for_gpus_are_accepted_on_eight_of_them(step: Step) -> None:
     for overrides in step.runs:
         arguments = f"{step.base} {overrides}".replace("{world}", str(min(step.gpus, 2))).split()
         config, command = compose(*{text.partition("=")[0]: text for text in arguments}.values())
-        if config.train.compile and compiler_package_is_missing():
+        if config.train.compile and importlib.util.find_spec("triton") is None:  # which compiles layers for a GPU
             continue
         plan = make_plan(config, H100S, command)
         assert step.name == "exhausted-device" or capacity_problem(plan, ()) is None, overrides

@@ -1,8 +1,6 @@
 """The commands of the guide to simulated and virtual runs can be planned, so that none of them is refused."""
 
-import itertools
 import re
-import shlex
 from pathlib import Path
 
 import pytest
@@ -11,6 +9,7 @@ import harness
 from harness.hardware.machine import Machine
 from harness.runner.plan import make_plan
 from harness.runner.simulation import machine_of_run
+from harness.selftest.run import each_run
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
 
@@ -22,15 +21,9 @@ THIS = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # a CPU for two ranks, with 
 def commands() -> list[list[str]]:
     """Return the overrides of every run that the guide's commands make, those of a sweep one after another."""
     blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
-    lines = [shlex.split(line)[1:] for block in blocks for line in block.splitlines() if "launch=" in line]
-    runs = []
-    for line in lines:
-        choices = [
-            [f"{key}={value}" for value in values.split(",")]
-            for key, _, values in (a.partition("=") for a in line if a != "-m")
-        ]
-        runs += [list(run) for run in itertools.product(*choices)]
-    return runs
+    lines = [line.split()[1:] for block in blocks for line in block.splitlines() if "launch=" in line]
+    sweeps = (" ".join(word for word in line if word != "-m") for line in lines)
+    return [run.split() for sweep in sweeps for run in each_run(sweep)]
 
 
 def plan(overrides: list[str]) -> None:
