@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,11 +47,9 @@ def bound_rank(run_dir: str) -> None:
     """Run a rank whose process group is bound to its device, as torch's examples do with `device_id`."""
     torch: Any = importlib.import_module("torch")
     distributed: Any = importlib.import_module("torch.distributed")
-    join: Callable[..., None] = distributed.init_process_group
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    with mock.patch.object(
-        distributed, "init_process_group", lambda *args, **more: join(*args, device_id=device, **more)
-    ):
+    join_bound = partial(distributed.init_process_group, device_id=device)
+    with mock.patch.object(distributed, "init_process_group", join_bound):
         worker_entry(run_dir)
 
 

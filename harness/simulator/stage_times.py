@@ -56,6 +56,7 @@ class StageKernel:
     transfers: tuple[TransferPart, ...] = ()
     is_meeting: bool = False  # a collective of all stages
     peers: list["StageKernel"] = field(default_factory=list)  # the other side of each transfer, or those of a meeting
+    own_start: float = 0.0  # in the time of the rank's own step
     end: float = 0.0
 
 
@@ -100,7 +101,6 @@ class StageStep:
     def __init__(self, step: TimedStep, stage_ranks: int) -> None:
         self.step, self.stage_ranks = step, stage_ranks
         self.kernels: list[StageKernel] = []
-        self.starts: list[float] = []  # of each kernel, in the time of the rank's own step
         self.kernel_of_launch: list[int] = []
         self._now = self._main_end = 0.0
         self._transfers: dict[int, StageKernel] = {}  # that nothing has waited for, by number of launch
@@ -134,8 +134,8 @@ class StageStep:
             self._main_end = ends[number]
 
     def _append(self, kernel: StageKernel) -> None:
+        kernel.own_start = self._now
         self.kernels.append(kernel)
-        self.starts.append(self._now)
 
     def _end_segment(self, end: float) -> None:
         """End the segment that began at the last meeting; transfers that no launch depends on do not end it later."""
@@ -144,7 +144,7 @@ class StageStep:
 
     def moved(self) -> TimedStep:
         """Return the step with its launches moved to when their segments run beside the other stages."""
-        moves = [kernel.end - kernel.seconds - start for kernel, start in zip(self.kernels, self.starts, strict=True)]
+        moves = [kernel.end - kernel.seconds - kernel.own_start for kernel in self.kernels]
         by_launch = [moves[number] for number in self.kernel_of_launch]
         starts = [start + move for start, move in zip(self.step.starts, by_launch, strict=True)]
         ends = [end + move for end, move in zip(self.step.ends, by_launch, strict=True)]
@@ -160,7 +160,7 @@ def play_kernels(stages: Sequence[Sequence[StageKernel]]) -> float:
     connect_transfers(kernels)
     for met in zip(*([kernel for kernel in stage if kernel.is_meeting] for stage in stages), strict=True):
         for kernel in met:
-            kernel.peers = [other for other in met if other is not kernel]
+            kernel.peers.extend(met)
     last: dict[tuple[int, str], StageKernel] = {}
     before: dict[StageKernel, list[StageKernel]] = {}
     for kernel in kernels:

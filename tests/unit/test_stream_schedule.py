@@ -44,7 +44,7 @@ def gather(*after: int) -> Launch:
     return kernel("communicator", *after, work=SENDS)
 
 
-def play(launches: list[Launch], seconds: list[float], hardware: FittedHardware, rank: int = 0) -> TimedStep:
+def play(launches: list[Launch], seconds: list[float], hardware: FittedHardware = FREE, rank: int = 0) -> TimedStep:
     return Player(launches, [float(value) for value in seconds], hardware).play(rank)
 
 
@@ -143,7 +143,7 @@ def test_a_schedule_by_hand(name: str) -> None:
 
 def test_launches_that_wait_for_each_other_are_refused() -> None:
     with pytest.raises(RuntimeError, match="wait for each other for ever"):
-        play([kernel("main", 1), gather(0)], [1.0, 1.0], FREE)
+        play([kernel("main", 1), gather(0)], [1.0, 1.0])
 
 
 def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -152,12 +152,16 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 _aten = torch.ops.aten
 
+CHANGED = tensor(10)  # by an operator in place, which reads it once and writes it once, or writes it alone
+
 # An operator, its arguments, its result, and the kernel that it launches: bytes are two for each element.
 KERNELS: list[tuple[Any, tuple[Any, ...], Any, Work | None]] = [
     (_aten.mm.default, (tensor(4, 8), tensor(8, 16)), tensor(4, 16), Product(1, 4, 16, 8, "bfloat16", 2)),
     (_aten.bmm.default, (tensor(3, 4, 8), tensor(3, 8, 16)), tensor(3, 4, 16), Product(3, 4, 16, 8, "bfloat16", 2)),
     (_aten.add.Tensor, (tensor(10), tensor(10)), tensor(10), Movement(60)),
     (_aten.add.Tensor, (tensor(10, 10), tensor(1, 10).expand(10, 10)), tensor(10, 10), Movement(420)),
+    (_aten.add_.Tensor, (CHANGED, tensor(10)), CHANGED, Movement(60)),
+    (_aten.copy_.default, (CHANGED, tensor(10)), CHANGED, Movement(40)),
     (_aten.view.default, (tensor(10), [5, 2]), tensor(5, 2), None),
     (_aten.empty.memory_format, ([10],), tensor(10), None),
     (_aten.embedding.default, (tensor(1000, 4), tensor(5, dtype=torch.int64)), tensor(5, 4), Movement(40 + 40 + 40)),
@@ -182,13 +186,6 @@ def test_equally_many_bytes_take_another_time_on_the_device_to_the_host_and_on_i
     moved, copied, updated = (work_seconds(kind(10**9), hardware, 8) for kind in (Movement, HostLinkCopy, HostWork))
     assert 10 * moved < copied == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.1)
     assert 10 * moved < updated == pytest.approx(10**9 / hardware.host_bandwidth, rel=0.2)
-
-
-def test_an_operator_in_place_reads_and_writes_its_argument_once() -> None:
-    changed, other = tensor(10), tensor(10)
-    cache = WorkCache("meta")
-    assert cache.work_of(_aten.add_.Tensor, (changed, other), {}, changed) == Movement(60)
-    assert cache.work_of(_aten.copy_.default, (changed, other), {}, changed) == Movement(40)
 
 
 def test_a_trace_has_every_kernel_on_the_row_of_its_stream(tmp_path: Path) -> None:
@@ -218,25 +215,20 @@ def test_the_columns_of_a_simulated_step_add_up_to_it() -> None:
     assert simulated_time_columns(config, PIPELINE, [*ranks, RankReport(2)]) == {}  # a rank that is not timed
 
 
-def stage(rank: int, launches: list[Launch], seconds: list[float]) -> TimedStep:
-    return play(launches, seconds, FREE, rank)
-
-
 def transfer(rank: int, direction: Any, peer: int, *after: int) -> Launch:
     return Launch("transfer", Transfers(rank, ((direction, peer, 0),)), "pair 0:1", "rest", "pp", after)
 
 
 # One micro-batch through two stages: the second can begin when the first has sent, and the first goes on with backward
 # when the second has sent back.
-FIRST = stage(
-    0,
+FIRST = play(
     [kernel("stream 0"), transfer(0, "send", 1, 0), transfer(0, "receive", 1), kernel("stream 0", 2, phase="backward")],
     [2.0, 1.0, 1.0, 4.0],
 )
-SECOND = stage(
-    1,
+SECOND = play(
     [transfer(1, "receive", 0), kernel("stream 0", 0), kernel("stream 0"), transfer(1, "send", 0, 2)],
     [1.0, 3.0, 6.0, 1.0],
+    rank=1,
 )
 
 PIPELINE = resolve_layout(compose_config("strategy=pp_1f1b").strategy, 2)
@@ -255,7 +247,7 @@ def test_stages_wait_for_each_other() -> None:
 
 def test_stages_meet_in_collectives_along_the_pipeline() -> None:
     launches = [kernel("stream 0"), kernel("stream 0", work=SENDS), kernel("stream 0", phase="optimizer")]
-    meeting = [stage(rank, launches, [seconds, 1.0, 0.5]) for rank, seconds in ((0, 2.0), (1, 5.0))]
+    meeting = [play(launches, [seconds, 1.0, 0.5], rank=rank) for rank, seconds in ((0, 2.0), (1, 5.0))]
     first, second = with_stage_waits(PIPELINE, 1, meeting)
     assert (first.summary.bubble_seconds, second.summary.bubble_seconds) == (3, 0)
     assert first.starts[2] == second.starts[2] == 6
