@@ -207,12 +207,11 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
 
 
 def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionKernel:
-    """Return the attention kernel of an operator, of which backward has the gradient of the output first."""
-    is_backward = func._opname.endswith("_backward")
+    """Return the attention kernel of an operator."""
     heads_dim, positions_dim = (1, 2) if func._opname.startswith("_scaled_dot_product") else (2, 1)
-    query, key = args[1:3] if is_backward else args[:2]
-    batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
     values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    query, key = values["query"], values["key"]
+    batch, queries, keys = query.shape[0], query.shape[positions_dim], key.shape[positions_dim]
     return AttentionKernel(
         batch * queries,
         keys,
@@ -220,7 +219,7 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Att
         query.shape[-1],
         computed_share(queries, keys, values.get("is_causal"), values.get("custom_mask_type")),
         str(query.dtype).removeprefix("torch."),
-        is_backward,
+        is_backward=func._opname.endswith("_backward"),
     )
 
 

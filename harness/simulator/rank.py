@@ -94,18 +94,17 @@ def simulate_ranks_of_layout(
 
     `on_report` is called with every report as soon as it exists, when the rank's step does not wait for other stages.
     """
-    reports, timed = [], []
+    simulated: list[Simulated] = []
     for request in requests:
-        report, step = simulate_rank(request, report_progress)
-        on_report(report)
-        reports.append(report)
-        timed += [step] if step else []
+        simulated.append(simulate_rank(request, report_progress))
+        on_report(simulated[-1][0])
+    timed = [step for _, step in simulated if step is not None]
     config, layout = requests[0].config, requests[0].layout
     steps = with_stage_waits(layout, layout.grad_accumulation_steps(config.train), timed)
     if trace is not None and steps:
         write_trace(trace, steps)
     times = {step.rank: step.summary for step in steps}
-    return [dataclasses.replace(report, simulated_time=times.get(report.rank)) for report in reports]
+    return [dataclasses.replace(report, simulated_time=times.get(report.rank)) for report, _ in simulated]
 
 
 def simulate_rank(request: StepRequest, report_progress: Progress) -> Simulated:
