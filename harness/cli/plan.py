@@ -5,13 +5,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 
-from harness.cost_model.prediction import Prediction
-from harness.planner.explain import explanation
-from harness.planner.plan import LayoutPlan, Refusal, plans
+from harness.planner.plan import LayoutPlan, plans
 from harness.planner.row import csv_text, planned_row, refused_row
 from harness.planner.sentences import (
     basis_sentences,
     detail_lines,
+    explanation,
     misfit_sentence,
     run_sentences,
     search_sentences,
@@ -26,18 +25,16 @@ FORMATS = ("table", "csv", "json")
 PAGES = (".html", ".md")  # the suffixes of the pages of a search
 
 
-def rows_of(entry: LayoutPlan | Refusal) -> list[Row]:
+def rows_of(entry: LayoutPlan) -> list[Row]:
     """Return the rows of a plan's predictions, or of a combination that has none."""
-    if isinstance(entry, Refusal):
-        return [refused_row(entry.reason, entry.combination.values)]
-    return [planned_row(prediction) for prediction in entry.predictions]
+    return [refused_row(entry.refusal, entry.values)] if entry.refusal else list(map(planned_row, entry.predictions))
 
 
 def sentences(plan: LayoutPlan) -> Iterator[str]:
     """Yield what a plan's figures rest on, and what else is to say of a search or of a layout that does not fit."""
     yield from plan.notes
-    first = plan.predictions[0] if plan.predictions else plan.result and plan.result.smallest
-    if isinstance(first, Prediction):
+    smallest = plan.result.front[-1:] if plan.result is not None else []
+    for first in [*plan.predictions, *smallest][:1]:
         yield from basis_sentences(first)
     if plan.result is not None:
         yield from search_sentences(plan.result)
@@ -48,20 +45,17 @@ def sentences(plan: LayoutPlan) -> Iterator[str]:
             yield misfit_sentence(prediction)
 
 
-def text_lines(entries: Sequence[LayoutPlan | Refusal], explains: bool) -> Iterator[str]:
+def text_lines(entries: Sequence[LayoutPlan], explains: bool) -> Iterator[str]:
     """Yield plans as lines for a terminal, after their table: layouts in detail, sentences, and what was refused."""
-    made_plans = [entry for entry in entries if isinstance(entry, LayoutPlan)]
     number = 0
-    for plan in made_plans:
+    for plan in entries:
         shown = plan.predictions if plan.result is None else plan.predictions[:1]
         for line in detail_lines(shown[0]) if shown else ():
             yield f"{number + 1}: {line}"
         number += len(plan.predictions)
-    yield from dict.fromkeys(line for plan in made_plans for line in sentences(plan))
-    for entry in entries:
-        if isinstance(entry, Refusal):
-            yield f"refused: {entry.combination.swept}: {entry.reason}"
-    predictions = [prediction for plan in made_plans for prediction in plan.predictions]
+    yield from dict.fromkeys(line for plan in entries for line in sentences(plan))
+    yield from (f"refused: {plan.swept}: {plan.refusal}" for plan in entries if plan.refusal)
+    predictions = [prediction for plan in entries for prediction in plan.predictions]
     for position, prediction in enumerate(predictions, 1):
         for line in explanation(prediction) if explains else ():
             yield f"{position}: {line}"
@@ -77,22 +71,21 @@ def main(options: Namespace) -> None:
     if page is not None and page.suffix not in PAGES:
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
-    made_plans = [entry for entry in entries if isinstance(entry, LayoutPlan)]
     if page is not None:
-        searches = [(entry, entry.result) for entry in made_plans if entry.result is not None]
+        searches = [(entry, entry.result) for entry in entries if entry.result is not None]
         if not searches:
             raise UserError(f"--report={page} is the page of a search: leave out strategy, or choose strategy=search")
         from harness.report.plan_page import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
     if output == "table":
-        shown = [(entry.swept, line) for entry in made_plans for line in entry.predictions]
+        shown = [(entry.swept, line) for entry in entries for line in entry.predictions]
         if shown:
             print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
         for text in text_lines(entries, options.explain):
             print(sanitize(text))
         return
-    for note in dict.fromkeys(note for entry in made_plans for note in entry.notes):
+    for note in dict.fromkeys(note for entry in entries for note in entry.notes):
         print(sanitize(note), file=sys.stderr)
     rows = [row for entry in entries for row in rows_of(entry)]
     print(json.dumps(rows, indent=1) if output == "json" else csv_text(rows), end="\n" * (output == "json"))

@@ -8,12 +8,13 @@ from functools import cached_property
 from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
-from harness.config.strategy import DEGREES
+from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
 from harness.cost_model.nearest_decoder import predicted_memory
+from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import step_seconds_interval
@@ -113,6 +114,19 @@ class Prediction:
             "other_seconds": time.other_seconds,
         }
 
+    @cached_property
+    def parts_of_step(self) -> dict[str, float]:
+        """The seconds of a step by what they are spent on, in the order of a table's columns."""
+        time = self.time
+        exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
+        parts = {"compute": time.compute_seconds} | exposed | {"copies": self.copy_seconds}
+        return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The idle share of a pipeline by the formula of its schedule."""
+        return bubble_ratio(self.layout, self.time.micro_batches)
+
     @property
     def step_seconds(self) -> float:
         """The seconds of a step."""
@@ -172,10 +186,15 @@ class Prediction:
         return device_peak_flops(hardware, self.config.precision.compute)
 
     @property
+    def model_flops(self) -> int:
+        """The operations that the model requires in a step, whatever is recomputed."""
+        return model_flops(self.config)
+
+    @property
     def mfu(self) -> float | None:
         """The model's operations over the peak of all devices (arXiv 2204.02311, appendix B)."""
         peak = self.device_peak_flops
-        return peak and model_flops(self.config) / (self.step_seconds * peak * self.layout.world_size)
+        return peak and self.model_flops / (self.step_seconds * peak * self.layout.world_size)
 
     @property
     def cost_per_billion_tokens(self) -> float | None:

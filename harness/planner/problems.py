@@ -19,21 +19,22 @@ from harness.util.errors import UserError
 engine_module = cache(load_engine)  # a search asks for few of them often
 
 
-def plan_problems(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack: StackConfig) -> Iterator[str]:
-    """Yield every reason why a configuration cannot run as this layout on this cluster, a line each.
+def plan_problems(prediction: Prediction) -> Iterator[str]:
+    """Yield every reason why a configuration cannot run as its layout on its cluster, a line each.
 
     They are those of a run but for what depends on the machine at hand. The rules of an engine are those of the stack
     `harness` alone; another stack has its own.
     """
+    config, layout, cluster, stack = prediction.config, prediction.layout, prediction.cluster, prediction.stack
     yield from incompatibilities(config, layout)
     problem = cluster.world_size_problem(layout.world_size)
     if problem:
         yield problem
     yield from described_machine(cluster).world_size_problems(layout.world_size)
-    if stack.memory.kind != "harness":
+    if prediction.is_runnable:
+        yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
+    else:
         yield from stack_problems(config, layout, stack)
-        return
-    yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
 
 
 def predict(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack: StackConfig) -> Prediction:
@@ -44,20 +45,18 @@ def predict(config: RunConfig, layout: Layout, cluster: DescribedCluster, stack:
 def offers(prediction: Prediction) -> Iterator[str]:
     """Yield what would make a prediction that does not fit one that does, each as what to type."""
     config, layout, cluster, stack = prediction.config, prediction.layout, prediction.cluster, prediction.stack
+    axis = "dp_shard" if layout.dp_shard > 1 or layout.data_parallel != "ddp" else "dp_replicate"
 
     def plan_variant(changed: RunConfig, world_size: int | None) -> Variant | None:
         """Return the changed configuration as the cluster, or more nodes of it, would run it."""
-        ranks = world_size or layout.world_size
+        ranks = world_size or layout.world_size  # a multiple of the layout's
+        wider = dataclasses.replace(layout, **{axis: getattr(layout, axis) * ranks // layout.world_size})
         try:
-            strategy = changed.strategy
-            other = wider_layout(layout, ranks) if strategy == config.strategy else resolve_layout(strategy, ranks)
-            wider = cluster.with_ranks(ranks)
-            if other is None or any(plan_problems(changed, other, wider, stack)):
-                return None
+            other = wider if changed.strategy == config.strategy else resolve_layout(changed.strategy, ranks)
+            planned = predict(changed, other, cluster.with_ranks(ranks), stack)
+            return None if any(plan_problems(planned)) else Variant(other, planned.memory, planned.room)
         except UserError:
             return None
-        planned = predict(changed, other, wider, stack)
-        return Variant(other, planned.memory, planned.room)
 
     choices = Choices(
         plan_variant,
@@ -67,12 +66,3 @@ def offers(prediction: Prediction) -> Iterator[str]:
         offloads=cluster.device == "cuda",
     )
     yield from remedies(config, layout, choices)
-
-
-def wider_layout(layout: Layout, ranks: int) -> Layout | None:
-    """Return the same layout over more data-parallel ranks; None if they do not divide evenly."""
-    factor, rest = divmod(ranks, layout.world_size)
-    if rest:
-        return None
-    axis = "dp_shard" if layout.dp_shard > 1 or layout.data_parallel != "ddp" else "dp_replicate"
-    return dataclasses.replace(layout, **{axis: getattr(layout, axis) * factor})

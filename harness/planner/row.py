@@ -6,11 +6,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from harness.config.strategy import AXES
-from harness.cost_model.flops import model_flops
 from harness.cost_model.parts import PEAK_PARTS
-from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.prediction import Prediction
-from harness.planner.run_overrides import SEARCH, preset_of, run_overrides
+from harness.planner.run_overrides import SEARCH, run_overrides
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import csv_cell
 from harness.records.schema import Cells, Row
@@ -47,8 +45,11 @@ PLAN_COLUMNS = {
 def planned_row(prediction: Prediction) -> Row:
     """Return the row of a prediction; nothing of it was measured."""
     config = prediction.config
-    words = run_overrides(config) if prediction.is_runnable else []
-    strategy = preset_of(words) if words and config.strategy.name == SEARCH else config.strategy.name
+    of_run: dict[str, str] = {}
+    if prediction.is_runnable:
+        words = run_overrides(config)
+        is_searched = config.strategy.name == SEARCH
+        of_run = {"overrides": shlex.join(words)} | ({"strategy": words[0].partition("=")[2]} if is_searched else {})
     return {
         "status": None,
         "measured_on": None,
@@ -58,7 +59,7 @@ def planned_row(prediction: Prediction) -> Row:
         "cluster": prediction.cluster.name,
         "stack": prediction.stack.name,
         "datasheet_only": prediction.cluster.hardware.datasheet_only,
-        **({"strategy": strategy, "overrides": shlex.join(words)} if prediction.is_runnable else {}),
+        **of_run,
         **time_columns(prediction),
         **memory_columns(prediction),
         **communication_columns(prediction),
@@ -69,7 +70,6 @@ def time_columns(prediction: Prediction) -> Cells:
     """Return the predicted step time, its parts, which add up to it, and the speed that follows."""
     time, layout = prediction.time, prediction.layout
     low, high = prediction.step_interval
-    bubble = {"pipeline_bubble_theory": bubble_ratio(layout, time.micro_batches)} if layout.pp_enabled else {}
     return {
         "predicted_step_seconds": prediction.step_seconds,
         "predicted_step_low_seconds": low,
@@ -77,11 +77,11 @@ def time_columns(prediction: Prediction) -> Cells:
         **prediction.step_parts,
         **{f"exposed_{axis}_seconds": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)},
         "overlapped_communication_seconds": time.hidden_communication_seconds,
-        **bubble,
+        **({"pipeline_bubble_theory": prediction.bubble_ratio} if layout.pp_enabled else {}),
         "tokens_per_second": prediction.tokens_per_second,
         "mfu": prediction.mfu,
         "tokens_per_second_per_device": prediction.tokens_per_second / layout.world_size,
-        "model_flops": model_flops(prediction.config),
+        "model_flops": prediction.model_flops,
         "cost_per_billion_tokens": prediction.cost_per_billion_tokens,
     }
 

@@ -24,7 +24,7 @@ _CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.")
 def run_overrides(config: RunConfig) -> list[str]:
     """Return the overrides that give a run this strategy, checkpointing and micro-batch.
 
-    Of the presets in conf/strategy it is the one that needs the fewest further overrides.
+    The first is the preset: of those in conf/strategy the one that needs the fewest further overrides.
     """
     wanted = vars(config.strategy)
     same_library = [preset for preset in strategy_presets() if all(preset[key] == wanted[key] for key in _OF_LIBRARY)]
@@ -34,11 +34,6 @@ def run_overrides(config: RunConfig) -> list[str]:
     checkpointing = _changes("checkpointing", vars(defaults), vars(config.checkpointing))
     words = [*min(strategies, key=len), f"checkpointing={kind}", *checkpointing]
     return [*words, f"train.micro_batch={config.train.micro_batch}"]
-
-
-def preset_of(overrides: Sequence[str]) -> str:
-    """Return the name of the preset among these overrides."""
-    return next(word.partition("=")[2] for word in overrides if word.startswith("strategy="))
 
 
 def run_command(planned: Sequence[str], config: RunConfig) -> str:

@@ -1,24 +1,29 @@
-"""The search for the fastest layouts that fit, with a lower bound on memory that skips what cannot win. No torch.
+"""The search for the fastest layouts that fit, with lower bounds on memory that skip what cannot win. No torch.
 
 Candidates are taken from the fastest on. Each that needs less memory than all before it is on the front of memory
 against speed. Once enough of them fit, only a candidate that could still be on the front is worth an exact estimate of
 its memory, and its lower bounds say whether it could. Where state alone exceeds MOST_DEVICES devices, not even the time
 is worked out.
+
+A bound is what one rank of the pipeline has at one moment of a step, so that the highest rank's peak is never below it,
+and takes much less time than an exact estimate.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from harness.config.schema import RunConfig
-from harness.config.stack import StackConfig
+from harness.cost_model.memory import WORKSPACE_BYTES
+from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.prediction import Prediction
-from harness.hardware.described_cluster import DescribedCluster
+from harness.cost_model.rank_memory import RankStep, rank_steps
+from harness.cost_model.stack_memory import stack_steps, workspace_bytes
 from harness.layout.layout import Layout
-from harness.planner.bounds import LOWER_BOUNDS
 from harness.planner.problems import plan_problems, predict
-from harness.planner.space import Restrictions, SearchedSpace, candidates
+from harness.planner.space import SearchedSpace, candidates
 from harness.util.errors import UserError
 
 BEST = 5  # candidates that are shown
@@ -42,56 +47,64 @@ class SearchResult:
     front: list[Prediction] = field(default_factory=list)  # the fastest in its memory, fastest first, fitting or not
     problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
 
-    @property
-    def smallest(self) -> Prediction | None:
-        """The candidate that needs least memory."""
-        return self.front[-1] if self.front else None
 
+def state_lower_bound(prediction: Prediction) -> int:
+    """Return bytes of the optimizer's step, which depend on layout and micro-batch alone, whatever the checkpointing.
 
-def search(
-    config: RunConfig,
-    cluster: DescribedCluster,
-    stack: StackConfig,
-    world_size: int,
-    restrictions: Restrictions,
-    best: int = BEST,
-    bounds: Sequence[LowerBound] = LOWER_BOUNDS,
-    offloads: bool = True,
-) -> SearchResult:
-    """Return the fastest layouts of a model on a cluster, those that fit and those on the front of memory.
-
-    With `offloads`, state and activations may be on the host, if the link to it is known.
+    They are model state, and buffers that live as long. A layout that breaks a rule of the model's stages has none.
     """
+    try:
+        sizes = [step.lasting_bytes + step.outside.total for step in end_steps(prediction)]
+    except UserError:
+        return 0
+    return workspaces(prediction) + max(sizes, default=0)
+
+
+def memory_lower_bound(prediction: Prediction) -> int:
+    """Return bytes when a backward starts.
+
+    A rank keeps the activations of all passes in flight, or those of the last stage and the loss.
+    """
+    highest = 0
+    for step in end_steps(prediction):
+        own = step.sharding
+        in_flight = max_in_flight_micro_batches(own.layout, own.micro_batches, step.pp_ranks[0])
+        passes = in_flight - own.layout.splits_backward
+        sizes = [stage.before_backward - stage.received_input_bytes for stage in own.activations]
+        at_loss = (sizes[-1] + own.activations[-1].loss_bytes) * own.stages[-1].holds_head
+        highest = max(highest, step.lasting_bytes + max(passes * min(sizes), at_loss))
+    return highest + workspaces(prediction)
+
+
+LOWER_BOUNDS = (state_lower_bound, memory_lower_bound)  # the quickest first
+
+
+def search(space: SearchedSpace, best: int = BEST, bounds: Sequence[LowerBound] = LOWER_BOUNDS) -> SearchResult:
+    """Return the fastest layouts of a model on a cluster, those that fit and those on the front of memory."""
     result = SearchResult()
     valid: list[Candidate] = []
-    offloads = offloads and cluster.device == "cuda" and cluster.hardware.host_bandwidth is not None
-    space = SearchedSpace(world_size, cluster.gpus_per_node, stack, offloads, restrictions)
-    state_bytes: dict[tuple[Layout, int], int] = {}
-    for candidate, layout in candidates(config, space):
-        result.considered += 1
-        prediction = predict(candidate, layout, cluster, stack)
-        key = (layout, candidate.train.micro_batch)
-        if key not in state_bytes:
-            state_bytes = {key: state_of(prediction, bounds)}  # candidates of one layout follow each other
-        if state_bytes[key] > MOST_DEVICES * prediction.available_bytes:
-            result.beyond += 1
+    for _, group in itertools.groupby(candidates(space), _state):
+        alike = [predict(config, layout, space.cluster, space.stack) for config, layout in group]
+        state_bytes = bounds[0](alike[0]) if bounds else 0
+        result.considered += len(alike)
+        if state_bytes > MOST_DEVICES * alike[0].available_bytes:
+            result.beyond += len(alike)
             continue
-        problem = next(plan_problems(candidate, layout, cluster, stack), None)
-        if problem is None:
-            valid.append((prediction, state_bytes[key]))
-        else:
-            result.problems[problem] += 1
+        for prediction in alike:
+            problem = next(plan_problems(prediction), None)
+            if problem is None:
+                valid.append((prediction, state_bytes))
+            else:
+                result.problems[problem] += 1
     result.valid = len(valid)
     rank(valid, result, best, bounds[1:])
     return result
 
 
-def state_of(prediction: Prediction, bounds: Sequence[LowerBound]) -> int:
-    """Return the first lower bound; 0 without bounds, and for layouts that break a rule of the model's stages."""
-    try:
-        return bounds[0](prediction) if bounds else 0
-    except UserError:
-        return 0
+def _state(candidate: tuple[RunConfig, Layout]) -> tuple[Layout, int]:
+    """Return what decides the bytes of a candidate's state; those of one layout follow each other."""
+    config, layout = candidate
+    return layout, config.train.micro_batch
 
 
 def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bounds: Sequence[LowerBound]) -> None:
@@ -116,3 +129,23 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
         if peak < smallest and peak <= MOST_DEVICES * prediction.available_bytes:
             smallest = peak
             result.front.append(prediction)
+
+
+def end_steps(prediction: Prediction) -> list[RankStep]:
+    """Return the steps of the first and of the last kind of the pipeline's ranks; none for a traced model."""
+    config, layout = prediction.config, prediction.layout
+    if prediction.is_of_nearest_decoder:
+        return []
+    if prediction.is_runnable:
+        steps = rank_steps(config, layout, prediction.widths, prediction.cluster.device)
+    else:
+        steps = stack_steps(config, layout, prediction.stack.memory)
+    return steps[:: max(1, len(steps) - 1)]
+
+
+def workspaces(prediction: Prediction) -> int:
+    """Return the workspaces of matrix products."""
+    if prediction.is_of_nearest_decoder or prediction.cluster.device == "cpu":
+        return 0
+    of_stack = workspace_bytes(prediction.stack.memory, prediction.cluster.hardware.compute_capability)
+    return WORKSPACE_BYTES if prediction.is_runnable else of_stack

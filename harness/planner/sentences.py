@@ -12,6 +12,7 @@ from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
+from harness.layout.state_widths import STATE_KINDS
 from harness.planner.problems import offers
 from harness.planner.run_overrides import run_command
 from harness.planner.search import SearchResult
@@ -24,7 +25,7 @@ MOST_OFFERS = 4  # for a layout that does not fit
 SAME = 0.001  # a difference of step time that no sentence makes anything of
 
 # What sentences call the parts of a step.
-_TERMS = {
+TERMS = {
     "compute": "compute",
     **{f"exposed {axis}": f"exposed {axis} communication" for axis in reversed(AXES)},
     "bubble": "pipeline bubble",
@@ -38,35 +39,14 @@ _SELDOM = {"copies", *(f"exposed {axis}" for axis in AXES)}  # parts of a step w
 say = Sentences(
     Path(__file__).with_name("sentences.j2"),
     {"bytes": format_bytes, "g": lambda number, figures=4: f"{number:.{figures}g}"},
-    {"same": SAME, "seconds_per_hour": SECONDS_PER_HOUR, "unmeasured_range": UNMEASURED_RANGE},
+    {"same": SAME, "seconds_per_hour": SECONDS_PER_HOUR, "unmeasured_range": UNMEASURED_RANGE, "terms": TERMS},
 )
 
 
-def parts_of_step(prediction: Prediction) -> dict[str, float]:
-    """Return the seconds of a step by what they are spent on, in the order of a table's columns."""
-    time = prediction.time
-    exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
-    parts = {"compute": time.compute_seconds} | exposed | {"copies": prediction.copy_seconds}
-    return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}
-
-
-def terms(prediction: Prediction) -> dict[str, float]:
-    """Return the seconds of a step by what sentences call its parts."""
-    parts = parts_of_step(prediction)
-    return {term: parts[name] for name, term in _TERMS.items()}
-
-
-def slower(prediction: Prediction, fastest: Prediction) -> float:
-    """Return by which share a step takes longer than the fastest layout's."""
-    return prediction.step_seconds / fastest.step_seconds - 1
-
-
 def separation(prediction: Prediction, fastest: Prediction) -> str:
-    """Return in one sentence which term of the step's time separates a layout from the fastest one."""
-    own, other = terms(prediction), terms(fastest)
-    term = max(own, key=lambda name: own[name] - other[name])
-    share = slower(prediction, fastest)
-    return say("separation", entry=prediction, slower=share, term=term, own=own[term], other=other[term])
+    """Return in one sentence which part of the step's time separates a layout from the fastest one."""
+    part = max(TERMS, key=lambda name: prediction.parts_of_step[name] - fastest.parts_of_step[name])
+    return say("separation", entry=prediction, first=fastest, part=part)
 
 
 def memory_sentences(result: SearchResult) -> Iterator[str]:
@@ -74,7 +54,7 @@ def memory_sentences(result: SearchResult) -> Iterator[str]:
     for first in result.best[:1]:
         smaller = [entry for entry in result.front if entry.memory.peak_bytes < first.memory.peak_bytes]
         for entry in smaller[:MOST_SMALLER]:
-            yield say("less_memory", entry=entry, first=first, slower=slower(entry, first))
+            yield say("less_memory", entry=entry, first=first)
 
 
 def misfit_sentence(prediction: Prediction) -> str:
@@ -154,7 +134,7 @@ def _table_cells(number: int, prediction: Prediction) -> dict[str, str]:
         "peak": format_bytes(prediction.memory.peak_bytes),
         "reserved": format_bytes(prediction.peak.reserved_bytes) if is_gpu else "",
         "fits": prediction.verdict.fits,
-        **{part: f"{seconds:.3g}" for part, seconds in parts_of_step(prediction).items()},
+        **{part: f"{seconds:.3g}" for part, seconds in prediction.parts_of_step.items()},
     }
 
 
@@ -163,5 +143,28 @@ def detail_lines(prediction: Prediction) -> Iterator[str]:
     parts = {part: prediction.memory.at_peak.get(part, 0) for part in PEAK_PARTS}
     yield say("peak", entry=prediction, parts=parts)
     yield f"fits: {say('fit', entry=prediction)}"
-    yield say("step", entry=prediction, terms=terms(prediction))
-    yield say("sent", entry=prediction)
+    yield from say.of({"step": True, "sent": True}, entry=prediction)
+
+
+def explanation(prediction: Prediction) -> Iterator[str]:
+    """Yield the derivation of each figure of a prediction, a line each."""
+    entry, time, is_cuda = prediction, prediction.time, prediction.cluster.device == "cuda"
+    yield from say.of({"predicted_peak_bytes": True, "peak_reserved_bytes": is_cuda}, entry=entry)
+    yield f"fits = {say('fit', entry=entry)}"
+    for kind in STATE_KINDS if entry.is_runnable else ():
+        yield say("state_bytes", entry=entry, kinds=kind, kind=kind.removesuffix("s"))
+    yield from say.of({"activation_bytes": True, "predicted_step_seconds": True, "forward_seconds": True}, entry=entry)
+    beside = time.compute_seconds - time.micro_batches * (time.forward_seconds + time.backward_seconds)
+    yield say("backward_seconds", entry=entry, beside=beside)
+    for axis, seconds in time.exposed_communication_seconds.items():
+        yield say("exposed_seconds", axis=axis, seconds=seconds)
+    rest = {
+        "idle_seconds": entry.layout.pp_enabled,
+        "exposed_copy_seconds": entry.copy_seconds,
+        "optimizer_seconds": True,
+        "tokens_per_second": True,
+        "mfu": entry.mfu is not None,
+        "cost_per_billion_tokens": entry.cost_per_billion_tokens is not None,
+        "communication_bytes": True,
+    }
+    yield from say.of(rest, entry=entry)

@@ -3,14 +3,15 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.stack import StackConfig
 from harness.config.strategy import MODEL_AXES, StrategyConfig
+from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_strategy_preset
 
@@ -39,35 +40,38 @@ OFFLOADED = (
 
 
 @dataclass(frozen=True)
-class Restrictions:
-    """The settings of a search that its command line fixes; everything else is open."""
+class SearchedSpace:
+    """What a search may choose from: all settings of the layout that are not fixed to those of the configuration."""
 
-    strategy: Mapping[str, Any]  # by the key of the strategy
-    checkpointing: CheckpointingConfig | None = None
-    micro_batch: int | None = None
-    checkpointing_values: Mapping[str, Any] = field(default_factory=dict)  # by its key, where the kind is open
+    config: RunConfig
+    cluster: DescribedCluster
+    stack: StackConfig
+    world_size: int
+    fixed: Collection[str] = ()  # dotted keys, and groups for all of their values
+    wants_host: bool = True  # whether state and activations may be on the host
 
     @property
-    def wants_offload(self) -> bool:
-        """Whether the command line puts state or activations on the host."""
-        kind = self.checkpointing or CHECKPOINTINGS[0]
-        activations = self.checkpointing_values.get("offload_activations", kind.offload_activations)
-        return self.strategy.get("offload", "none") != "none" or bool(activations)
+    def offloads(self) -> bool:
+        """Whether the host is searched, too: if devices have one whose link is known."""
+        cluster = self.cluster
+        return self.wants_host and cluster.device == "cuda" and cluster.hardware.host_bandwidth is not None
 
-    def allows(self, strategy: StrategyConfig) -> bool:
-        """Return whether a strategy has every value that is fixed."""
-        return all(value == -1 or getattr(strategy, key) == value for key, value in self.strategy.items())
+    @property
+    def fixes_offload(self) -> bool:
+        """Whether a fixed setting puts state or activations on the host."""
+        of_activations = {"checkpointing", "checkpointing.offload_activations"}.intersection(self.fixed)
+        offloads_activations = bool(of_activations) and self.config.checkpointing.offload_activations
+        return offloads_activations or self.fixed_values("strategy").get("offload", "none") != "none"
+
+    def fixed_values(self, group: str) -> dict[str, Any]:
+        """Return the values of a group's settings that are fixed one by one."""
+        values = vars(getattr(self.config, group)).items()
+        return {key: value for key, value in values if key != "options" and f"{group}.{key}" in self.fixed}
 
 
-@dataclass(frozen=True)
-class SearchedSpace:
-    """What a search may choose from, beside the model and the batch."""
-
-    world_size: int
-    gpus_per_node: int
-    stack: StackConfig
-    offloads: bool  # whether devices have a host whose link is known
-    restrictions: Restrictions
+def has_values(settings: StrategyConfig | CheckpointingConfig, values: Mapping[str, Any]) -> bool:
+    """Return whether settings have these values; a degree of -1 stands for any."""
+    return all(value in (-1, getattr(settings, key)) for key, value in values.items())
 
 
 @cache
@@ -77,15 +81,17 @@ def divisors(number: int) -> tuple[int, ...]:
     return (*small, *(number // size for size in reversed(small) if size * size != number))
 
 
-def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
+def candidates(space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
     """Yield every candidate with its layout; the rules of a run are not applied yet."""
-    fixed, offered = space.restrictions, CHECKPOINTINGS + (OFFLOADED if space.offloads else ())
-    checkpointings = offered if fixed.checkpointing is None else (fixed.checkpointing,)
-    values = fixed.checkpointing_values.items()
-    allowed = [choice for choice in checkpointings if all(getattr(choice, key) == value for key, value in values)]
-    sizes = MICRO_BATCHES if fixed.micro_batch is None else (fixed.micro_batch,)
+    config, fixed_strategy, fixed_checkpointing = space.config, *map(space.fixed_values, ("strategy", "checkpointing"))
+    offered = CHECKPOINTINGS + (OFFLOADED if space.offloads else ())
+    checkpointings = (config.checkpointing,) if "checkpointing" in space.fixed else offered
+    allowed = [choice for choice in checkpointings if has_values(choice, fixed_checkpointing)]
+    sizes = (config.train.micro_batch,) if "train.micro_batch" in space.fixed else MICRO_BATCHES
     trains = [dataclasses.replace(config.train, micro_batch=size) for size in sizes]
-    for strategy in filter(fixed.allows, strategies(config, space)):
+    for strategy in strategies(space):
+        if not has_values(strategy, fixed_strategy):
+            continue
         layout = resolve_layout(strategy, space.world_size)
         for train, checkpointing in itertools.product(trains, allowed):
             if train.global_batch % (train.micro_batch * layout.dp) == 0:
@@ -93,32 +99,33 @@ def candidates(config: RunConfig, space: SearchedSpace) -> Iterator[tuple[RunCon
                 yield changed, layout
 
 
-def strategies(config: RunConfig, space: SearchedSpace) -> Iterator[StrategyConfig]:
+def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
     """Yield the strategies of a world: all degrees, ZeRO stages, ways of sharding, offloads and schedules.
 
     Replicas of shards are as large as whole nodes.
     """
-    layers, memory = config.model.num_hidden_layers, space.stack.memory
-    for degrees in model_degrees(config, space):
+    config, memory = space.config, space.stack.memory
+    layers = config.model.num_hidden_layers
+    for degrees in model_degrees(space):
         dp, rest = divmod(space.world_size, math.prod(degrees.values()))
         is_possible = degrees["pp"] <= layers and (memory.has_model_parallelism or dp == space.world_size)
         if rest or not is_possible or config.train.global_batch % dp:
             continue
         is_parallel = (False, True) if degrees["tp"] > 1 else (False,)
-        ways, schedules = shardings(config, space, dp, **degrees), _schedules(degrees["pp"], layers, memory.kind)
+        ways, schedules = shardings(space, dp, **degrees), _schedules(degrees["pp"], layers, memory.kind)
         for way, schedule, sequence_parallel in itertools.product(ways, schedules, is_parallel):
             yield StrategyConfig("search", sequence_parallel=sequence_parallel, **(way | schedule | degrees))
 
 
-def model_degrees(config: RunConfig, space: SearchedSpace) -> Iterator[dict[str, int]]:
+def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
     """Yield degrees of tensor, context and pipeline parallelism, whether or not they divide the world together.
 
     A context-parallel rank has enough tokens, unless the degree is fixed.
     """
-    model, tokens, world = config.model, config.train.seq_len, divisors(space.world_size)
+    model, tokens, world = space.config.model, space.config.train.seq_len, divisors(space.world_size)
     tps = [tp for tp in world if tp <= MOST_TP and not (model.num_key_value_heads % tp or model.intermediate_size % tp)]
     cps = [cp for cp in world if cp == 1 or (cp <= MOST_CP and tokens % (2 * cp) == 0 and LEAST_TOKENS * cp <= tokens)]
-    fixed = space.restrictions.strategy.get("cp", -1)
+    fixed = space.fixed_values("strategy").get("cp", -1)
     for degrees in itertools.product(tps, cps if fixed == -1 else [fixed], world):
         yield dict(zip(MODEL_AXES, degrees, strict=True))
 
@@ -131,7 +138,7 @@ def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:
     return [{"schedule": name} for name in names] + interleaved if pp > 1 else [{}]
 
 
-def shardings(config: RunConfig, space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
+def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
     """Return the ways to share model state among data-parallel ranks, as values of a strategy.
 
     They are replicas, ZeRO's stages and fully_shard's modes, with what each can keep on the host. Other stacks have a
@@ -148,7 +155,7 @@ def shardings(config: RunConfig, space: SearchedSpace, dp: int, tp: int, cp: int
         wrapper = "fsdp" if divides or memory.kind == "flat_units" else "ddp"
         ways.append({"data_parallel": wrapper, "dp_replicate": dp})
     # ZeroRedundancyOptimizer keeps masters whole.
-    if 1 in memory.zero_stages and dp > 1 and not divides and not (is_own and config.precision.is_mixed):
+    if 1 in memory.zero_stages and dp > 1 and not divides and not (is_own and space.config.precision.is_mixed):
         ways.append({"data_parallel": "ddp", "zero_stage": 1, "dp_shard": dp})
     if is_own and cp == pp == tp == 1:
         ways += deepspeed_ways(dp, space.offloads)
@@ -168,7 +175,7 @@ def deepspeed_ways(dp: int, offloads: bool) -> Iterator[dict[str, Any]]:
 
 def sharded(space: SearchedSpace, dp: int, tp: int, cp: int) -> list[dict[str, Any]]:
     """Return fully_shard's stages 2 and 3 over all data-parallel ranks, and over those of a node with replicas."""
-    node_sizes = (space.gpus_per_node // tp, space.gpus_per_node)
+    node_sizes = (space.cluster.gpus_per_node // tp, space.cluster.gpus_per_node)
     sizes = {dp, *(size for size in node_sizes if size > 1 and dp % size == 0)}
     return [
         {"data_parallel": "fsdp", "zero_stage": stage, "dp_shard": size, "dp_replicate": dp // size}

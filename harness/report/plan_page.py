@@ -10,7 +10,6 @@ from typing import Any
 
 from harness.config.byte_size import format_bytes
 from harness.cost_model.prediction import Prediction
-from harness.planner.explain import explanation
 from harness.planner.plan import LayoutPlan
 from harness.planner.row import csv_text, planned_row
 from harness.planner.run_overrides import run_overrides
@@ -18,9 +17,9 @@ from harness.planner.search import SearchResult
 from harness.planner.sentences import (
     basis_sentences,
     error_sentences,
+    explanation,
     memory_sentences,
     misfit_sentences,
-    parts_of_step,
     run_sentences,
     say,
     separation,
@@ -114,7 +113,7 @@ def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]
 
 def _fastest(best: Sequence[Prediction]) -> tuple[Table, BulletList | None]:
     """Return the fastest layouts, without parts of a step that none of them has, and what separates them."""
-    parts = [name for name in parts_of_step(best[0]) if any(parts_of_step(entry)[name] for entry in best)]
+    parts = [name for name in best[0].parts_of_step if any(entry.parts_of_step[name] for entry in best)]
     rows = [_best_row(entry, parts) for entry in best]
     table = _table(rows, "Their steps and their memory; the parts add up to the step")
     return table, bullets(separation(entry, best[0]) for entry in best[1:])
@@ -138,7 +137,7 @@ def _front_row(entry: Prediction) -> dict[str, str]:
 
 def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
     """Return the cells of one of the fastest layouts: what its step, by parts, and its memory consist of."""
-    front, seconds = _front_row(entry), parts_of_step(entry)
+    front, seconds = _front_row(entry), entry.parts_of_step
     reserved = f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
     return {
         "layout": front["layout"],

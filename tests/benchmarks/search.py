@@ -11,7 +11,7 @@ from typing import Any
 from harness.api import compose_run_config
 from harness.config.stack import load_stack
 from harness.planner.search import search
-from harness.planner.space import Restrictions
+from harness.planner.space import SearchedSpace
 from tests.support.planned import cluster_of_eight
 
 RESULT = Path(__file__).resolve().parents[2] / "results" / "planner" / "search_speed.json"
@@ -25,7 +25,7 @@ def measure(model: str, nodes: int, global_batch: int) -> dict[str, Any]:
     config, _ = compose_run_config(*overrides)
     cluster = cluster_of_eight(nodes)
     start = time.process_time()
-    result = search(config, cluster, load_stack("harness"), cluster.world_size, Restrictions({}))
+    result = search(SearchedSpace(config, cluster, load_stack("harness"), cluster.world_size))
     seconds = time.process_time() - start
     return {
         "model": model,

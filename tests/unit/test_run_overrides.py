@@ -5,7 +5,7 @@ import shlex
 import pytest
 
 from harness.planner.row import planned_row
-from harness.planner.run_overrides import preset_of, run_command, run_overrides, strategy_presets
+from harness.planner.run_overrides import run_command, run_overrides, strategy_presets
 from tests.support.planned import planned
 
 SEARCHES = (
@@ -30,7 +30,7 @@ def test_the_command_of_a_layout_plans_what_the_search_found(settings: str) -> N
         assert (same.step_seconds, same.sent_bytes, same.memory) == figures
         row, again = planned_row(entry), planned_row(same)
         assert row == again  # the strategy's name and the overrides, too
-        assert row["strategy"] == preset_of(shlex.split(str(row["overrides"]))) == same.config.strategy.name
+        assert row["strategy"] == same.config.strategy.name and f"strategy={row['strategy']}" in command
 
 
 def test_a_preset_needs_no_override_of_its_own_layout() -> None:

@@ -4,10 +4,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
-from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
+from harness.config.schema import PrecisionConfig, RunConfig
 from harness.config.stack import load_stack
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import WORKSPACE_BYTES
@@ -15,27 +16,32 @@ from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backwa
 from harness.cost_model.prediction import Prediction
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
-from harness.planner.bounds import LOWER_BOUNDS
-from harness.planner.plan import search_plan
+from harness.planner.plan import search_layouts
 from harness.planner.problems import plan_problems, predict
-from harness.planner.search import LowerBound, SearchResult, search
-from harness.planner.space import Restrictions, SearchedSpace, candidates
+from harness.planner.search import LOWER_BOUNDS, LowerBound, SearchResult, search
+from harness.planner.space import SearchedSpace, candidates
 from tests.support.models import BF16, FP32, run, shaped
 from tests.support.planned import cluster_of_eight
 from tests.support.rank_memory import estimate_rank_memory
 
 MODEL = shaped(num_hidden_layers=8, hidden_size=256, intermediate_size=1024, vocab_size=1000)
 
-CONFIG = run(MODEL, global_batch=16)
-
-ONE_KIND = Restrictions({}, CheckpointingConfig("full"))  # fewer candidates, which brute force goes through in a moment
+LONG = dataclasses.replace(MODEL, context_length=2048, vocab_size=4000)
 
 
-def searched(
-    memory: str, bounds: Sequence[LowerBound] = LOWER_BOUNDS, stack: str = "harness", config: RunConfig = CONFIG
-) -> SearchResult:
-    """Return the result of a search on eight devices of so much memory."""
-    return search(config, cluster_of_eight(memory=memory), load_stack(stack), 8, ONE_KIND, 5, bounds)
+def space(
+    config: RunConfig, *fixed: str, memory: str = "80GB", stack: str = "harness", **strategy: Any
+) -> SearchedSpace:
+    """Return what is searched on eight devices; these settings, and those of the strategy, are fixed."""
+    config = dataclasses.replace(config, strategy=StrategyConfig("single", **strategy))
+    keys = (*fixed, *(f"strategy.{key}" for key in strategy))
+    return SearchedSpace(config, cluster_of_eight(memory=memory), load_stack(stack), 8, keys)
+
+
+def searched(memory: str, bounds: Sequence[LowerBound] = LOWER_BOUNDS, stack: str = "harness") -> SearchResult:
+    """Return the result of a search of one checkpointing, whose candidates brute force goes through in a moment."""
+    config = run(MODEL, checkpointing="full", global_batch=16)
+    return search(space(config, "checkpointing", memory=memory, stack=stack), bounds=bounds)
 
 
 def figures(predictions: list[Prediction]) -> list[tuple[float, int]]:
@@ -58,20 +64,13 @@ def test_pruning_skips_nothing_that_wins(memory: str, stack: str) -> None:
     assert exhaustive.best or stack != "harness"
 
 
-LONG = dataclasses.replace(MODEL, context_length=2048, vocab_size=4000)
-
 # What is searched, and what shows in a layout that its axis was.
-AXES_OF_SEARCH: dict[str, tuple[Restrictions, Callable[[Prediction], bool]]] = {
-    "cp": (
-        Restrictions({"tp": 1, "pp": 1}, CheckpointingConfig("none"), 1),
-        lambda prediction: prediction.layout.cp == 2,
-    ),
-    "offload of state": (
-        Restrictions({"tp": 1, "cp": 1}, CheckpointingConfig("full"), 1),
-        lambda prediction: prediction.layout.offload != "none",
-    ),
+AXES_OF_SEARCH: dict[str, tuple[str, dict[str, object], Callable[[Prediction], bool]]] = {
+    "cp": ("none", {"tp": 1, "pp": 1}, lambda prediction: prediction.layout.cp == 2),
+    "offload of state": ("full", {"tp": 1, "cp": 1}, lambda prediction: prediction.layout.offload != "none"),
     "kinds of checkpointing": (
-        Restrictions({"tp": 2, "cp": 1, "schedule": "1f1b"}, None, 1),
+        "",
+        {"tp": 2, "cp": 1, "schedule": "1f1b"},
         lambda prediction: prediction.config.checkpointing.offload_activations,
     ),
 }
@@ -80,11 +79,11 @@ AXES_OF_SEARCH: dict[str, tuple[Restrictions, Callable[[Prediction], bool]]] = {
 @pytest.mark.parametrize("precision", (FP32, BF16), ids=lambda precision: precision.name)
 @pytest.mark.parametrize("axis", AXES_OF_SEARCH)
 def test_pruning_holds_along_every_axis(axis: str, precision: PrecisionConfig) -> None:
-    config, eight = run(LONG, precision, global_batch=8, seq_len=2048), cluster_of_eight(memory="1500MB")
-    restrictions, shows = AXES_OF_SEARCH[axis]
-    pruned, exhaustive = (
-        search(config, eight, load_stack("harness"), 8, restrictions, 3, bounds) for bounds in (LOWER_BOUNDS, ())
-    )
+    kind, strategy, shows = AXES_OF_SEARCH[axis]
+    config = run(LONG, precision, kind or "none", global_batch=8, seq_len=2048)
+    fixed = ("train.micro_batch", "checkpointing")[: 2 if kind else 1]
+    of_axis = space(config, *fixed, memory="1500MB", **strategy)
+    pruned, exhaustive = (search(of_axis, 3, bounds) for bounds in (LOWER_BOUNDS, ()))
     assert agree(pruned, exhaustive)
     assert any(map(shows, [*exhaustive.front, *exhaustive.best]))
 
@@ -94,9 +93,9 @@ def test_the_space_has_every_axis() -> None:
 
     def choices(stack: str, precision: PrecisionConfig, offloads: bool = True) -> set[object]:
         config = run(LONG, precision, global_batch=8, seq_len=4096)
-        space = SearchedSpace(8, 8, load_stack(stack), offloads, Restrictions({}, None, 1))
         names: set[object] = set()
-        for candidate, layout in candidates(config, space):
+        whole = dataclasses.replace(space(config, "train.micro_batch", stack=stack), wants_host=offloads)
+        for candidate, layout in candidates(whole):
             checkpointing = candidate.checkpointing
             names |= {f"cp {layout.cp}", f"{layout.offload} {layout.engine}", layout.schedule}
             names.add((layout.data_parallel, layout.zero_stage, layout.pp > 1))
@@ -114,10 +113,8 @@ def test_the_space_has_every_axis() -> None:
 
 
 def test_what_the_command_line_sets_stays() -> None:
-    values = {"offload_activations": False}
-    restrictions = Restrictions({"offload": "none", "cp": 2}, checkpointing_values=values)
-    space = SearchedSpace(8, 8, load_stack("harness"), True, restrictions)
-    found = list(candidates(run(LONG, global_batch=8), space))
+    fixed = space(run(LONG, global_batch=8), "checkpointing.offload_activations", offload="none", cp=2)
+    found = list(candidates(fixed))
     assert {(layout.cp, layout.offload) for _, layout in found} == {(2, "none")}
     kinds = {candidate.checkpointing for candidate, _ in found}
     assert len(kinds) == 5 and not any(kind.offload_activations for kind in kinds)
@@ -132,14 +129,9 @@ def test_a_bound_that_is_too_high_loses_winners(position: int) -> None:
 
 @pytest.mark.parametrize("stack", ("harness", "megatron", "modalities"))
 def test_the_bounds_are_below_every_peak(stack: str) -> None:
-    space = SearchedSpace(8, 8, load_stack(stack), True, Restrictions({}, None, 2))
-    every = itertools.islice(candidates(CONFIG, space), 0, None, 7)
-    eight = cluster_of_eight()
-    valid = [
-        predict(candidate, layout, eight, space.stack)
-        for candidate, layout in every
-        if not any(plan_problems(candidate, layout, eight, space.stack))
-    ]
+    pairs = space(run(MODEL, global_batch=16, micro_batch=2), "train.micro_batch", stack=stack)
+    every = (predict(*pair, pairs.cluster, pairs.stack) for pair in itertools.islice(candidates(pairs), 0, None, 7))
+    valid = [prediction for prediction in every if not any(plan_problems(prediction))]
     assert len(valid) > 20 or stack == "modalities"
     too_high = (each for each in valid if max(bound(each) for bound in LOWER_BOUNDS) > each.memory.peak_bytes)
     assert [prediction.label() for prediction in too_high] == []
@@ -192,15 +184,12 @@ def test_shortcuts_change_no_byte(checkpointing: str, pipeline: dict[str, object
 def test_offload_is_searched_on_request_or_where_nothing_fits_without() -> None:
     """A link's datasheet is all that is known of copies to the host: what they promise shall not win unasked."""
 
-    def offloaded(memory: str, restrictions: Restrictions) -> bool:
-        config, eight = run(LONG, BF16, global_batch=8), cluster_of_eight(memory=memory)
-        plan = search_plan(config, eight, load_stack("harness"), 8, restrictions)
-        shown = [*plan.predictions, *(plan.result.front if plan.result else ())]
+    def offloaded(memory: str, **strategy: str) -> bool:
+        config, fixed = run(LONG, BF16, "full", global_batch=8), ("checkpointing", "train.micro_batch")
+        result, _ = search_layouts(space(config, *fixed, memory=memory, tp=1, cp=1, pp=1, **strategy))
+        shown = [*result.best, *result.front]
         return any(p.layout.offload != "none" or p.config.checkpointing.offload_activations for p in shown)
 
-    def one_rank_wide(**strategy: str) -> Restrictions:
-        return Restrictions({"tp": 1, "cp": 1, "pp": 1} | strategy, CheckpointingConfig("full"), 1)
-
-    assert not offloaded("2GB", one_rank_wide())
-    assert offloaded("2GB", one_rank_wide(offload="optimizer"))
-    assert offloaded("590MB", one_rank_wide())
+    assert not offloaded("2GB")
+    assert offloaded("2GB", offload="optimizer")
+    assert offloaded("590MB")
