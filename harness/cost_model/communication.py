@@ -67,11 +67,6 @@ def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
     return sent
 
 
-def padded_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
-    """Return the bytes that this rank sends in a step exactly: the papers' with uneven shares and their padding."""
-    return expected_bytes(config, layout, widths, rank, is_padded=True)
-
-
 def tp_bytes(
     config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape, allreduces_per_layer: int
 ) -> dict[str, float]:
@@ -250,14 +245,9 @@ def gathers(
     is_recomputed = layer is not None and checkpointing.recomputes_layer(layer)
     if is_recomputed and (model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])):
         return 3
-    return 4 if name == tied_matrix(model) else 2
-
-
-def tied_matrix(model: ModelConfig) -> str | None:
-    """Return the name of the matrix that is both embedding and head; None if they are two."""
     matrix = (model.vocab_size, model.hidden_size)
-    tables = model_profile(model).embedding_shapes.items() if model.tie_word_embeddings else ()
-    return next((name for name, shape in tables if shape == matrix), None)
+    tables = (table for table, shape in profile.embedding_shapes.items() if shape == matrix)
+    return 4 if model.tie_word_embeddings and name == next(tables, None) else 2
 
 
 def _round_up(size: float, multiple: int) -> float:

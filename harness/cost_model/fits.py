@@ -9,17 +9,22 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+from harness.config.byte_size import format_bytes
 from harness.config.model import ModelConfig
 from harness.config.schema import Checkpointing, CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.config.stack import StackMemory
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
-from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory
 from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
+from harness.util.sentences import Sentences
+
+# What sentences.j2 says of a layout: its name, and why it does not fit.
+say = Sentences(Path(__file__).with_name("sentences.j2"), {"bytes": format_bytes})
 
 Fits = Literal["likely", "tight", "no"]
 Settings = Mapping[str, Any]  # by what to type: a dotted key, or a group for all of its values
@@ -137,7 +142,7 @@ def typed(settings: Settings) -> str:
 
 def remedies(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
     """Yield what keeps the model and fits: one change, or where no single one is enough, several together."""
-    single = [*more_ranks(config, layout, choices)]
+    single = [*itertools.islice(more_ranks(config, layout, choices), 1)]
     for kind, changes in less_memory(config, layout, choices).items():
         fitting = (
             offer
@@ -146,45 +151,35 @@ def remedies(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[st
         )
         # Of several kinds of checkpointing both are worth knowing, of others the mildest.
         single += itertools.islice(fitting, 2 if kind == "checkpointing" else 1)
-    yield from single or _together(config, layout, choices)
+    yield from single or itertools.islice(_together(config, layout, choices), 1)
 
 
 def _together(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
-    """Yield the first changes, each as strong as possible, with which the run fits, perhaps on more ranks."""
+    """Yield changes, each as strong as possible, with which the run fits: the fewest first, perhaps on more ranks."""
     settings: Settings = {}
     current, current_layout = config, layout
     for kind in less_memory(config, layout, choices):
         if kind == "offload":  # the last resort
-            wider = [f"{typed(settings)} {text}" for text in more_ranks(current, current_layout, choices)]
-            if wider:
-                yield from wider
-                return
+            yield from (f"{typed(settings)} {text}" for text in more_ranks(current, current_layout, choices))
         changes = [{**settings, **change} for change in reversed(less_memory(current, layout, choices)[kind])]
         variants = ((choices.variant(config, layout, change), change) for change in changes)
         variant, settings = next((variant for variant in variants if variant[0]), (None, settings))
         if variant is not None:
             current, current_layout = changed(config, settings), variant.layout
-            offers = [*choices.offers(typed(settings), variant)]
-            if offers:
-                yield from offers
-                return
+            yield from choices.offers(typed(settings), variant)
 
 
 def more_ranks(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
-    """Yield the smallest larger number of ranks that fits, by doubling, on hosts or devices like this one."""
+    """Yield larger numbers of ranks that fit, by doubling, on hosts or devices like this one."""
     if layout.world_size == 1 or (layout.axes_size(("tp", "pp")) == 1 and layout.zero_stage == 0):
         return
-    offers: list[str] = []
     for factor in (2**doublings for doublings in range(1, MOST_DOUBLINGS + 1)):
         world_size = layout.world_size * factor
         per_pass = config.train.micro_batch * layout.dp * (factor if layout.dp_enabled else 1)
         batch = -(-config.train.global_batch // per_pass) * per_pass
         is_here, other_batch = world_size <= choices.local_ranks, batch if batch != config.train.global_batch else 0
         text = say("more_ranks", world_size=world_size, batch=other_batch, is_here=is_here)
-        offers += choices.offers(text, choices.plan(changed(config, {"train.global_batch": batch}), world_size))
-        if offers:
-            break
-    yield from offers
+        yield from choices.offers(text, choices.plan(changed(config, {"train.global_batch": batch}), world_size))
 
 
 def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str, list[Settings]]:
@@ -197,9 +192,7 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
     sharded: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
     if layout.cp_enabled:
         sharded = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
-    saved: list[Settings] = []
-    if checkpointing == CheckpointingConfig("selective"):
-        saved = [{"checkpointing.saved_products": "every_second"}]
+    is_selective = checkpointing == CheckpointingConfig("selective")
     return {
         "sharding": [] if is_divided else sharded,
         "precision": [
@@ -207,7 +200,7 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
             for precision in choices.precisions
             if precision.compute_bytes < config.precision.compute_bytes
         ],
-        "checkpointing": saved
+        "checkpointing": [{"checkpointing.saved_products": "every_second"}] * is_selective
         + [
             {"checkpointing": dataclasses.replace(checkpointing, name=name, every=1, saved_products="all")}
             for name in RECOMPUTING
@@ -228,11 +221,11 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
 
 def smaller_model(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[str]:
     """Yield the smaller models of the family that fit with the same layout, batch and attention, the largest first."""
-    family = [model for model in choices.models if model.family == config.model.family]
-    smaller = [model for model in family if parameter_count(model) < parameter_count(config.model)]
-    for model in sorted(smaller, key=parameter_count, reverse=True):
-        settings = {"model": dataclasses.replace(model, attention=config.model.attention)}
-        yield from choices.offers(typed(settings), choices.variant(config, layout, settings))
+    family = (model for model in choices.models if model.family == config.model.family)
+    for model in sorted(family, key=parameter_count, reverse=True):
+        if parameter_count(model) < parameter_count(config.model):
+            settings = {"model": dataclasses.replace(model, attention=config.model.attention)}
+            yield from choices.offers(typed(settings), choices.variant(config, layout, settings))
 
 
 def memory_problem(

@@ -10,16 +10,13 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import planned_bytes
-from harness.cost_model.fits import FitVerdict, Room, fit_verdict
+from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
 from harness.cost_model.nearest_decoder import predicted_memory
 from harness.cost_model.pipeline import bubble_ratio
-from harness.cost_model.sentences import say
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
-from harness.cost_model.timing.interval import step_seconds_interval
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
-from harness.cost_model.timing.offload_time import step_copy_seconds, with_host_update
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
@@ -81,23 +78,9 @@ class Prediction:
 
     @cached_property
     def time(self) -> StepTime:
-        """The time of a step and its parts, without the copies of offload."""
-        hardware, device = self.cluster.hardware, self.cluster.device
-        time = estimate_step_time(
-            self.config,
-            self.layout,
-            hardware,
-            self.stack.timing,
-            self.widths,
-            self.cluster.gpus_per_node,
-        )
-        return with_host_update(self.layout, hardware, device, time)
-
-    @cached_property
-    def copy_seconds(self) -> float:
-        """The seconds of a step in which a device waits for copies to and from its host."""
-        hardware, device = self.cluster.hardware, self.cluster.device
-        return step_copy_seconds(self.config, self.layout, hardware, device, self.widths, self.time)
+        """The time of a step and its parts."""
+        hardware, timing, devices = self.cluster.hardware, self.stack.timing, self.cluster.gpus_per_node
+        return estimate_step_time(self.config, self.layout, hardware, timing, self.widths, devices)
 
     @cached_property
     def step_parts(self) -> dict[str, float]:
@@ -109,7 +92,7 @@ class Prediction:
             "backward_seconds": time.compute_seconds - forward,
             "optimizer_seconds": time.optimizer_seconds,
             "exposed_communication_seconds": sum(time.exposed_communication_seconds.values()),
-            "exposed_copy_seconds": self.copy_seconds,
+            "exposed_copy_seconds": time.copy_seconds,
             "idle_seconds": time.bubble_seconds,
             "other_seconds": time.other_seconds,
         }
@@ -119,7 +102,7 @@ class Prediction:
         """The seconds of a step by what they are spent on, in the order of a table's columns."""
         time = self.time
         exposed = {f"exposed {axis}": time.exposed_communication_seconds.get(axis, 0.0) for axis in reversed(AXES)}
-        parts = {"compute": time.compute_seconds} | exposed | {"copies": self.copy_seconds}
+        parts = {"compute": time.compute_seconds} | exposed | {"copies": time.copy_seconds}
         return parts | {"bubble": time.bubble_seconds, "optimizer": time.optimizer_seconds, "rest": time.other_seconds}
 
     @property
@@ -130,14 +113,12 @@ class Prediction:
     @property
     def step_seconds(self) -> float:
         """The seconds of a step."""
-        return self.time.step_seconds + self.copy_seconds
+        return self.time.step_seconds
 
     @property
     def step_interval(self) -> tuple[float, float]:
         """The seconds between which nine of ten measured steps lie, by the errors on file."""
-        nodes = -(-self.layout.world_size // self.cluster.gpus_per_node)
-        low, high = step_seconds_interval(self.time, self.stack.timing, nodes)
-        return low + self.copy_seconds, high + self.copy_seconds
+        return self.time.interval(self.stack.timing, -(-self.layout.world_size // self.cluster.gpus_per_node))
 
     @property
     def needed_bytes(self) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import padded_bytes, sent_elements
+from harness.cost_model.communication import expected_bytes, sent_elements
 from harness.cost_model.parts import PEAK_TITLES
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
@@ -140,7 +140,7 @@ def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
     """
     moved = [sent_elements(config, layout, widths, stage, rank) for stage in stages_of_rank(config.model, layout, rank)]
     group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)
-    ring, sent = Fraction(shards - 1, shards), padded_bytes(config, layout, widths, rank)
+    ring, sent = Fraction(shards - 1, shards), expected_bytes(config, layout, widths, rank, is_padded=True)
     factors = {
         f"{group} gather": (sum(gathered for gathered, _ in moved), widths.gathered),
         f"{group} reduce": (sum(reduced for _, reduced in moved), config.precision.reduce_bytes),

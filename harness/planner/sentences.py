@@ -160,7 +160,7 @@ def explanation(prediction: Prediction) -> Iterator[str]:
         yield say("exposed_seconds", axis=axis, seconds=seconds)
     rest = {
         "idle_seconds": entry.layout.pp_enabled,
-        "exposed_copy_seconds": entry.copy_seconds,
+        "exposed_copy_seconds": time.copy_seconds,
         "optimizer_seconds": True,
         "tokens_per_second": True,
         "mfu": entry.mfu is not None,

@@ -8,7 +8,7 @@ from functools import cached_property
 from harness.config.command import ProofConfig
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import expected_bytes, padded_bytes
+from harness.cost_model.communication import expected_bytes
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import mean_losses, measured_columns, step_entries, step_phases
@@ -65,7 +65,7 @@ class FinishedRun:
     @cached_property
     def padded_bytes(self) -> list[dict[str, float]]:
         """The same with uneven shares and padding, exactly."""
-        return [padded_bytes(self.config, self.layout, self.widths, rank.rank) for rank in self.ranks]
+        return [expected_bytes(self.config, self.layout, self.widths, rank.rank, is_padded=True) for rank in self.ranks]
 
 
 @dataclass(frozen=True)

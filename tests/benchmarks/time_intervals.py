@@ -13,7 +13,6 @@ from statistics import median
 
 import numpy as np
 
-from harness.cost_model.timing.interval import interval_spread, step_seconds_interval
 from harness.cost_model.timing.step_time import StepTime
 from tests.benchmarks.fit_planner import SEEDS, fitted_groups
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron, vtrain
@@ -50,7 +49,7 @@ class TimedRow:
     def interval(self, measured_over_predicted: tuple[float, float]) -> tuple[float, float]:
         """Return the interval of a stack with this range."""
         timing = replace(row_timing(self.row), measured_over_predicted=measured_over_predicted)
-        return step_seconds_interval(self.time, timing, self.row.nodes)
+        return self.time.interval(timing, self.row.nodes)
 
     def is_inside(self, measured_over_predicted: tuple[float, float]) -> bool:
         """Return whether the measured time lies in the interval."""
@@ -69,7 +68,7 @@ def fit_range(rows: Sequence[TimedRow]) -> tuple[float, float]:
 
     Ratios are taken to the power that makes them those of a step without exposed communication.
     """
-    scaled = [math.log(entry.ratio) / interval_spread(entry.time, entry.row.nodes) for entry in rows]
+    scaled = [math.log(entry.ratio) / entry.time.spread(entry.row.nodes) for entry in rows]
     low, high = np.quantile(scaled, (OUTSIDE, 1 - OUTSIDE))
     return math.exp(min(0.0, low)), math.exp(max(0.0, high))
 

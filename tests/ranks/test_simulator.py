@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import expected_bytes, padded_bytes
+from harness.cost_model.communication import expected_bytes
 from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import WORKSPACE_BYTES, activation_bytes, estimate_memory
@@ -94,7 +94,9 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     if is_fused != {takes_fused_kernel(config, "cuda")}:
         result.append(f"attention ran as {ranks[0].profiled.attention_kernels}")
     for rank in ranks:
-        expected, padded = (f(config, layout, widths, rank.rank) for f in (expected_bytes, padded_bytes))
+        expected, padded = (
+            expected_bytes(config, layout, widths, rank.rank, is_padded=is_padded) for is_padded in (False, True)
+        )
         if config.strategy.literature:  # else the library sends more than the papers count
             result += volume_problems(layout, rank, expected, padded)
         result += checkpointing_problems(config, layout, rank) + schedule_problems(config, layout, rank)

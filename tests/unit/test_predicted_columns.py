@@ -73,7 +73,7 @@ def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]
     assert entry is not None
     assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(planned.step_seconds)
     assert (entry["low_seconds"], entry["high_seconds"]) == pytest.approx(planned.step_interval)
-    assert entry["copy_seconds"] == pytest.approx(planned.copy_seconds)
+    assert entry["copy_seconds"] == pytest.approx(planned.time.copy_seconds)
     assert (entry["copy_seconds"] > 0) == (overrides != ("strategy=ddp",))
     ends = ("step_seconds", "low_seconds", "high_seconds")
     parts = sum(value for name, value in entry.items() if isinstance(value, float) and name not in ends)

@@ -65,7 +65,7 @@ def test_pruning_skips_nothing_that_wins(memory: str, stack: str) -> None:
 
 
 # What is searched, and what shows in a layout that its axis was.
-AXES_OF_SEARCH: dict[str, tuple[str, dict[str, object], Callable[[Prediction], bool]]] = {
+AXES_OF_SEARCH: dict[str, tuple[str, dict[str, Any], Callable[[Prediction], bool]]] = {
     "cp": ("none", {"tp": 1, "pp": 1}, lambda prediction: prediction.layout.cp == 2),
     "offload of state": ("full", {"tp": 1, "cp": 1}, lambda prediction: prediction.layout.offload != "none"),
     "kinds of checkpointing": (

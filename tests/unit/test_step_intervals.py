@@ -8,8 +8,7 @@ import pytest
 from harness.config.from_dict import from_dict
 from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
-from harness.cost_model.timing.interval import UNMEASURED_RANGE, interval_spread, step_seconds_interval
-from harness.cost_model.timing.step_time import StepTime
+from harness.cost_model.timing.step_time import UNMEASURED_RANGE, StepTime
 from harness.planner.row import planned_row
 from harness.util.errors import UserError
 from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows
@@ -53,13 +52,13 @@ def step(exposed: float) -> StepTime:
 
 def test_intervals_grow_with_exposed_communication_and_nodes() -> None:
     timing = StackTiming(measured_over_predicted=(0.9, 1.2))
-    assert step_seconds_interval(step(0.0), timing, 64) == pytest.approx((0.9, 1.2))
+    assert step(0.0).interval(timing, 64) == pytest.approx((0.9, 1.2))
     steps = ((0.0, 1), (0.2, 1), (0.2, 8), (0.5, 8))
-    intervals = (step_seconds_interval(step(exposed), timing, nodes) for exposed, nodes in steps)
+    intervals = (step(exposed).interval(timing, nodes) for exposed, nodes in steps)
     widths = [high - low for low, high in intervals]
     assert widths == sorted(widths) and widths[0] < widths[-1]
-    assert interval_spread(step(0.4), 1) == pytest.approx(2.0)
-    assert step_seconds_interval(step(0.0), StackTiming(), 1) == pytest.approx(UNMEASURED_RANGE)
+    assert step(0.4).spread(1) == pytest.approx(2.0)
+    assert step(0.0).interval(StackTiming(), 1) == pytest.approx(UNMEASURED_RANGE)
 
 
 def test_a_stack_without_measurements_has_the_range_of_the_least_predictable_one() -> None:
@@ -77,4 +76,4 @@ def test_a_plan_has_its_interval() -> None:
     cells = planned_row(prediction)
     low, seconds, high = (float(str(cells[f"predicted_step_{name}seconds"])) for name in ("low_", "", "high_"))
     assert 0 < low < seconds < high
-    assert (low, high) == pytest.approx(step_seconds_interval(prediction.time, prediction.stack.timing, 2))
+    assert (low, high) == pytest.approx(prediction.time.interval(prediction.stack.timing, 2))

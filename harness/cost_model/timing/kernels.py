@@ -18,6 +18,10 @@ from harness.util.errors import UserError
 # FlashAttention-2 (arXiv 2307.08691, figures 4 to 6) is some 15 % slower with heads of 64 than with heads of 128.
 SOFTMAX_ELEMENTS = 24
 
+# The share of a PCIe link's bytes that are data: packets of 256 bytes with up to 24 of headers, sequence number and
+# checksums (PCI Express Base Specification, transaction and data link layers).
+PAYLOAD = 256 / 280
+
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of a score by attention without a kernel
 
 
@@ -50,6 +54,15 @@ def fused_attention_flops(tokens: float, seq_len: float, heads: float, head_dim:
     `computed_share` is that of the scores which are computed, half of them where a causal mask's are skipped.
     """
     return computed_share * 4 * tokens * seq_len * heads * head_dim * (1 + SOFTMAX_ELEMENTS / head_dim)
+
+
+def host_update_seconds(update_seconds: float, memory_bandwidth: float, host_bandwidth: float) -> float:
+    """Return the seconds of an update on the host whose bytes take so long in a device's memory.
+
+    A rank's part of the host's memory bandwidth is taken to be that of its link: a node's memory channels over its
+    devices are about as fast as these.
+    """
+    return update_seconds * memory_bandwidth / host_bandwidth
 
 
 @lru_cache(maxsize=64)

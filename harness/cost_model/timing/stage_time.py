@@ -1,15 +1,15 @@
 """The seconds of a pipeline stage for one micro-batch: compute, and what tensor and context parallelism expose."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from harness.config.hardware import HardwareConfig
-from harness.config.schema import CheckpointingConfig
+from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
-from harness.cost_model.micro_batch_shape import MicroBatchShape
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds
+from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, group_of
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,
     SCORE_BYTES_FORWARD,
@@ -18,7 +18,9 @@ from harness.cost_model.timing.kernels import (
     kernel_rates,
 )
 from harness.layout.layer_spec import layer_branches, projection_flops
+from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.state_widths import StateWidths
 
 # Tensors of tokens x hidden_size that elementwise operators of the residual stream read and write in a layer's forward:
 # two norms, and two sums.
@@ -27,6 +29,27 @@ BACKWARD_TENSORS = 2  # times as many in backward
 DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
 
 EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
+
+
+@dataclass(frozen=True)
+class StepSetting:
+    """What the time of a step follows from: a configuration as a layout of so many devices of each node."""
+
+    config: RunConfig
+    layout: Layout
+    hardware: HardwareConfig
+    timing: StackTiming
+    widths: StateWidths
+    gpus_per_node: int
+
+    @cached_property
+    def shape(self) -> MicroBatchShape:
+        """The sizes of a micro-batch on one rank."""
+        return micro_batch_shape(self.config, self.layout, "cpu" if self.hardware.is_cpu else "cuda")
+
+    def group(self, *axes: str) -> RankGroup:
+        """Return the ranks along these axes."""
+        return group_of(self.layout, axes, self.gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -121,18 +144,6 @@ def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> PassS
     return PassSeconds(rows, rows + rates.elementwise_seconds(table * accumulated_bytes(shape)))
 
 
-class StageContext(NamedTuple):
-    """What decides a stage's seconds for a micro-batch, beside the number of its layers."""
-
-    shape: MicroBatchShape
-    checkpointing: CheckpointingConfig
-    tp_group: RankGroup
-    cp_group: RankGroup
-    is_pipelined: bool
-    is_compiled: bool
-    layer_launches: float  # of the host in a layer, beside its kernels, on a CPU
-
-
 class RankStages(NamedTuple):
     """The stages of the ranks at one place of the pipeline."""
 
@@ -156,21 +167,21 @@ class MicroBatchTime:
         return self.forward + self.backward
 
 
-@lru_cache(maxsize=16384)
-def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTiming) -> MicroBatchTime:
+def layer_time(step: StepSetting) -> MicroBatchTime:
     """Return the seconds of a decoder layer.
 
     Where the host launches kernels more slowly than the device runs them, the host's time counts, and a stack may let
-    the device wait for a while in every layer. On a CPU the host runs kernels itself, so that both times count.
+    the device wait for a while in every layer. On a CPU the host runs kernels itself, so that both times count, and
+    what it does beside them counts as launches that take as long.
     """
-    passes = layer_seconds(context.shape, hardware, timing)
-    recomputed = recomputed_share(context, passes)
+    hardware, timing, passes = step.hardware, step.timing, layer_seconds(step.shape, step.hardware, step.timing)
+    recomputed = recomputed_share(step, passes)
     forward, backward = passes.forward, passes.backward + recomputed * passes.forward
-    tp, collectives = _tp_seconds(context, hardware, timing, passes, recomputed)
-    cp = _cp_seconds(context, hardware, recomputed)
-    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (context.layer_launches if hardware.is_cpu else 0)
-    per_rank = timing.pipelined_collective_seconds_per_rank if context.is_pipelined else 0.0
-    per_rank = context.tp_group.ranks * max(per_rank, timing.collective_seconds_per_rank)
+    tp, collectives = _tp_seconds(step, passes, recomputed)
+    cp = _cp_seconds(step, recomputed)
+    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (_further_launches(step) if hardware.is_cpu else 0)
+    per_rank = timing.pipelined_collective_seconds_per_rank if step.layout.pp_enabled else 0.0
+    per_rank = step.layout.tp * max(per_rank, timing.collective_seconds_per_rank)
     host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + per_rank)
     device = forward + backward + tp + cp
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
@@ -178,41 +189,48 @@ def layer_time(context: StageContext, hardware: HardwareConfig, timing: StackTim
     return MicroBatchTime(forward, backward, tp, cp)
 
 
-def recomputed_share(context: StageContext, passes: PassSeconds) -> float:
+def _further_launches(step: StepSetting) -> float:
+    """Return as how many launches counts what the host does in a layer beside its kernels."""
+    timing, launches = step.timing, float(step.timing.divided_layer_launches if step.layout.tp_enabled else 0)
+    if step.layout.zero_stage == 3 and step.layout.shard_count("parameters") > 1:
+        of_parameters = len(model_profile(step.config.model).layer_shapes) * timing.parameter_gather_launches
+        each = of_parameters if step.widths.gathers_for_each_use else timing.layer_gather_launches
+        launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
+    return launches
+
+
+def recomputed_share(step: StepSetting, passes: PassSeconds) -> float:
     """Return the share of a layer's forward that backward runs again, on average over the layers.
 
     torch stops a second forward before the last product, unless dropout follows it or the layer is compiled.
     """
-    name, forward = context.checkpointing.name, passes.forward
-    if name == "none":
+    model, checkpointing, is_compiled = step.config.model, step.config.checkpointing, step.config.train.compile
+    forward, attention = passes.forward, passes.attention / passes.forward
+    if checkpointing.name == "none":
         return 0.0
-    if name == "attention":
-        return passes.attention / forward
-    if name == "selective":  # keeps the results of attention and of all matrix products, or of some of them
-        model = context.shape.model
-        again = recomputed_product_flops(model, context.checkpointing, 1, context.is_compiled)
+    if checkpointing.name == "attention":
+        return attention
+    if checkpointing.name == "selective":  # keeps the results of attention and of all or some matrix products
+        again = recomputed_product_flops(model, checkpointing, 1, is_compiled)
         saved_share = 1.0 - again / sum(projection_flops(model, 1).values())
         product_share = min(1.0, passes.weight_gradient / forward) * 0.95  # of forward, as many as half of backward's
-        return 1.0 - passes.attention / forward - saved_share * product_share
-    stops_early = not context.is_compiled and context.shape.model.dropout == 0
-    share = 1.0 - (passes.last_projection / forward if stops_early else 0.0)
-    return share / context.checkpointing.every
+        return 1.0 - attention - saved_share * product_share
+    stops_early = not is_compiled and model.dropout == 0
+    return (1.0 - (passes.last_projection / forward if stops_early else 0.0)) / checkpointing.every
 
 
-def _tp_seconds(
-    context: StageContext, hardware: HardwareConfig, timing: StackTiming, passes: PassSeconds, recomputed: float
-) -> tuple[float, float]:
+def _tp_seconds(step: StepSetting, passes: PassSeconds, recomputed: float) -> tuple[float, float]:
     """Return the exposed seconds of a layer's tensor-parallel collectives, and how many of them there are.
 
     Forward has two all-reduces, or with sequence parallelism an all-gather and a reduce-scatter for each, and backward
     as many (arXiv 2205.05198, section 4.2.2). A second forward repeats its own. Backward may gather inputs again, and
     may sum an input's gradient while it computes that of the weight.
     """
-    shape, group = context.shape, context.tp_group
-    if group.ranks == 1:
+    shape, timing = step.shape, step.timing
+    if shape.tp == 1:
         return 0.0, 0
     branches = len(layer_branches(shape.model))  # of a layer, before or after each of which there is a collective
-    one_way = gather_seconds(shape.whole_hidden_bytes, group, hardware)
+    one_way = gather_seconds(shape.whole_hidden_bytes, step.group("tp"), step.hardware)
     collective_seconds, forward_count = (one_way, 2 * branches) if shape.sequence_parallel else (2 * one_way, branches)
     gathered_again = branches * (shape.sequence_parallel and timing.gathers_inputs_again)
     backward_count = forward_count + gathered_again + recomputed * forward_count
@@ -222,25 +240,21 @@ def _tp_seconds(
     return forward_count * collective_seconds + exposed_backward, forward_count + backward_count
 
 
-def _cp_seconds(context: StageContext, hardware: HardwareConfig, recomputed: float) -> float:
+def _cp_seconds(step: StepSetting, recomputed: float) -> float:
     """Return the seconds of gathering keys and values, and of scattering their gradients."""
-    shape, model = context.shape, context.shape.model
+    shape, model = step.shape, step.config.model
     elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.sequences * shape.seq_len
-    return (2 + recomputed) * gather_seconds(elements * shape.width, context.cp_group, hardware)
+    return (2 + recomputed) * gather_seconds(elements * shape.width, step.group("cp"), step.hardware)
 
 
-@lru_cache(maxsize=16384)
-def stage_time(
-    context: StageContext, hardware: HardwareConfig, timing: StackTiming, stages: RankStages
-) -> MicroBatchTime:
-    """Return the seconds of a rank's stages."""
-    shape, layer, layers = context.shape, layer_time(context, hardware, timing), stages.layers
+def stage_time(step: StepSetting, layer: MicroBatchTime, stages: RankStages) -> MicroBatchTime:
+    """Return the seconds of a rank's stages of such layers."""
+    shape, layers, beside = step.shape, stages.layers, step.timing.micro_batch_seconds
     forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
-    vocabulary_group = context.tp_group if shape.vocabulary_tp > 1 else RankGroup(1, 1)
-    ends = [embedding_seconds(shape, hardware)] if stages.holds_embedding else []
-    ends += [head_seconds(shape, hardware, timing)] if stages.holds_head else []
+    vocabulary_group = step.group("tp") if shape.vocabulary_tp > 1 else RankGroup(1, 1)
+    ends = [embedding_seconds(shape, step.hardware)] if stages.holds_embedding else []
+    ends += [head_seconds(shape, step.hardware, step.timing)] if stages.holds_head else []
     for passes in ends:
         forward, backward = forward + passes.forward, backward + passes.backward
-        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, hardware)
-    forward, backward = forward + timing.micro_batch_seconds / 3, backward + timing.micro_batch_seconds * 2 / 3
-    return MicroBatchTime(forward, backward, tp, layers * layer.cp)
+        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
+    return MicroBatchTime(forward + beside / 3, backward + beside * 2 / 3, tp, layers * layer.cp)

@@ -1,6 +1,7 @@
-"""The seconds of one training step: compute, exposed communication by axis, bubble and optimizer."""
+"""The seconds of one training step: compute, exposed communication by axis, bubble, optimizer and copies of offload."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,18 +12,26 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
-from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
-from harness.cost_model.timing.collectives import group_of, send_seconds
+from harness.cost_model.rank_memory import alike_ranks
+from harness.cost_model.sharding import local_parameter_count
+from harness.cost_model.stage_activations import stage_activations
+from harness.cost_model.timing.collectives import send_seconds
 from harness.cost_model.timing.data_parallel_time import DataParallelTime
-from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
-from harness.cost_model.timing.stage_time import RankStages, StageContext, stage_time
+from harness.cost_model.timing.kernels import PAYLOAD, host_update_seconds, kernel_rates, rank_hardware
+from harness.cost_model.timing.stage_time import MicroBatchTime, RankStages, StepSetting, layer_time, stage_time
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 
 GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
+
+# How much wider an interval is, as a power of its stack's range, for exposed communication and each doubling of nodes.
+SPREAD_GROWTH = 2.5
+
+# The range of measured over predicted time of a stack without measurements of its own. It contains the ranges of all
+# stacks that have one, and is no single stack's.
+UNMEASURED_RANGE = (0.83, 1.26)
 
 
 @dataclass(frozen=True)
@@ -38,12 +47,33 @@ class StepTime:
     forward_seconds: float  # of the slowest stage, for one micro-batch
     backward_seconds: float
     hidden_communication_seconds: float  # data-parallel communication that runs beside compute
+    copy_seconds: float = 0.0  # in which a device waits for copies to and from its host
+
+    @property
+    def seconds_without_copies(self) -> float:
+        """The seconds of the step but for the copies of offload."""
+        parts = self.compute_seconds + sum(self.exposed_communication_seconds.values()) + self.bubble_seconds
+        return parts + self.optimizer_seconds + self.other_seconds
 
     @property
     def step_seconds(self) -> float:
         """The seconds of the step."""
-        parts = self.compute_seconds + sum(self.exposed_communication_seconds.values()) + self.bubble_seconds
-        return parts + self.optimizer_seconds + self.other_seconds
+        return self.seconds_without_copies + self.copy_seconds
+
+    def spread(self, nodes: int) -> float:
+        """Return the power to which a stack's range holds for the step: 1 where no communication is exposed.
+
+        What runs beside or between nodes is predicted less well than what a device computes, so that an interval is the
+        wider the more of a step is exposed communication, and the more nodes it goes over.
+        """
+        exposed = sum(self.exposed_communication_seconds.values()) / self.seconds_without_copies
+        return 1 + SPREAD_GROWTH * exposed * math.log2(1 + nodes)
+
+    def interval(self, timing: StackTiming, nodes: int) -> tuple[float, float]:
+        """Return the seconds between which nine of ten measured steps lie, by the errors of predictions on file."""
+        low, high = timing.measured_over_predicted or UNMEASURED_RANGE
+        seconds, spread = self.seconds_without_copies, self.spread(nodes)
+        return float(seconds * low**spread) + self.copy_seconds, float(seconds * high**spread) + self.copy_seconds
 
 
 @lru_cache(maxsize=4096)
@@ -78,12 +108,10 @@ def estimate_step_time(
     compute_bytes = config.precision.compute_bytes
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
-    context = _stage_context(config, layout, hardware, timing, widths, gpus_per_node)
-    kinds = pipeline_stages(config.model, layout)
-    synchronized = {
-        kind: DataParallelTime(config, layout, widths, hardware, timing, gpus_per_node, kind) for kind in kinds
-    }
-    times = {kind: stage_time(context, hardware, timing, kind) for kind in kinds}
+    step = StepSetting(config, layout, hardware, timing, widths, gpus_per_node)
+    kinds, layer = pipeline_stages(config.model, layout), layer_time(step)
+    times = {kind: stage_time(step, layer, kind) for kind in kinds}
+    synchronized = {kind: DataParallelTime(step, kind) for kind in kinds}
     exposures = {kind: synchronized[kind].expose(time.forward, time.backward) for kind, time in times.items()}
     slowdown = hardware.fitted.overlap_slowdown
     per_micro = {
@@ -93,7 +121,6 @@ def estimate_step_time(
     slowest = max(per_micro, key=per_micro.__getitem__)
     time, exposed = times[slowest], exposures[slowest]
     hidden_per_step = max(each.hidden_per_step for each in exposures.values())
-    compute = micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step
     data = micro_batches * exposed.per_micro_batch + max(each.per_step for each in exposures.values())
     communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * time.tp, "cp": micro_batches * time.cp}
     communication[_first_axis(layout, layout.replica_axes)] += data * exposed.replica_share
@@ -104,20 +131,18 @@ def estimate_step_time(
         # it pass in shorter parts, and zero bubble fills a part of the wait.
         others = sum(per_micro[kind] * number for kind, number in kinds.items()) - per_micro[slowest]
         bubble = others * bubble_ratio(layout, micro_batches) / ((layout.pp - 1) / micro_batches)
-        transfer = _transfer_seconds(config, layout, hardware, timing, gpus_per_node)
-        communication["pp"] = transfer * (micro_batches * timing.blocking_transfers + layout.pp - 1)
+        communication["pp"] = _transfer_seconds(step) * (micro_batches * timing.blocking_transfers + layout.pp - 1)
     return StepTime(
-        compute_seconds=compute,
-        exposed_communication_seconds={axis: seconds for axis, seconds in communication.items() if seconds},
-        bubble_seconds=bubble,
-        optimizer_seconds=_optimizer_seconds(
-            config, layout, hardware, timing, max(each.parameters for each in synchronized.values())
-        ),
-        other_seconds=_other_seconds(hardware, timing, micro_batches, layout.world_size / gpus_per_node),
+        micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step,
+        {axis: seconds for axis, seconds in communication.items() if seconds},
+        bubble,
+        optimizer_seconds=_optimizer_seconds(step, max(each.parameters for each in synchronized.values())),
+        other_seconds=_other_seconds(step, micro_batches),
         micro_batches=micro_batches,
         forward_seconds=time.forward,
         backward_seconds=time.backward,
         hidden_communication_seconds=hidden_per_step + micro_batches * exposed.hidden_per_micro_batch,
+        copy_seconds=_copy_seconds(step, time, micro_batches),
     )
 
 
@@ -140,65 +165,76 @@ def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
     return next((axis for axis in axes if layout.axis_sizes[axis] > 1), axes[0])
 
 
-def _stage_context(
-    config: RunConfig,
-    layout: Layout,
-    hardware: HardwareConfig,
-    timing: StackTiming,
-    widths: StateWidths,
-    gpus_per_node: int,
-) -> StageContext:
-    """Return what decides a stage's seconds.
-
-    What the host does in a layer for one micro-batch beside its kernels counts as launches that take as long.
-    """
-    launches = float(timing.divided_layer_launches if layout.tp_enabled else 0)
-    if layout.zero_stage == 3 and layout.shard_count("parameters") > 1:
-        of_parameters = len(model_profile(config.model).layer_shapes) * timing.parameter_gather_launches
-        each = of_parameters if widths.gathers_for_each_use else timing.layer_gather_launches
-        launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
-    return StageContext(
-        micro_batch_shape(config, layout, "cpu" if hardware.is_cpu else "cuda"),
-        config.checkpointing,
-        group_of(layout, ("tp",), gpus_per_node),
-        group_of(layout, ("cp",), gpus_per_node),
-        layout.pp_enabled,
-        config.train.compile,
-        launches,
-    )
-
-
-def _transfer_seconds(
-    config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, gpus_per_node: int
-) -> float:
+def _transfer_seconds(step: StepSetting) -> float:
     """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
-    train, parts = config.train, layout.tp if layout.sequence_parallel else 1
-    hidden = train.micro_batch * train.seq_len / layout.cp * config.model.hidden_size
-    stride = layout.world_size // layout.pp
-    sending_seconds = send_seconds(hidden * config.precision.compute_bytes / parts, stride, gpus_per_node, hardware)
+    config, layout, timing, gpus_per_node = step.config, step.layout, step.timing, step.gpus_per_node
+    parts = layout.tp if layout.sequence_parallel else 1
+    hidden = config.train.micro_batch * config.train.seq_len / layout.cp * config.model.hidden_size
+    sent, stride = hidden * config.precision.compute_bytes / parts, layout.world_size // layout.pp
     growth: float = max(1.0, layout.world_size / gpus_per_node / 2) ** timing.transfer_growth
-    return 2 * (sending_seconds + timing.transfer_seconds * growth)
+    return 2 * (send_seconds(sent, stride, gpus_per_node, step.hardware) + timing.transfer_seconds * growth)
 
 
-def _other_seconds(hardware: HardwareConfig, timing: StackTiming, micro_batches: int, nodes: float) -> float:
+def _other_seconds(step: StepSetting, micro_batches: int) -> float:
     """Return the seconds of a step beside its parts.
 
     They are what a host that runs kernels itself takes for micro-batches outside their layers, and what a stack adds to
     each micro-batch on several nodes.
     """
-    seconds = timing.step_seconds
-    if hardware.is_cpu:
-        seconds += micro_batches * timing.micro_batch_launches * hardware.fitted.launch_seconds
+    timing, nodes, seconds = step.timing, step.layout.world_size / step.gpus_per_node, step.timing.step_seconds
+    if step.hardware.is_cpu:
+        seconds += micro_batches * timing.micro_batch_launches * step.hardware.fitted.launch_seconds
     if nodes > 1:
         growth: float = (nodes / 64) ** timing.inter_node_micro_batch_growth
         seconds += micro_batches * timing.inter_node_micro_batch_seconds * growth
     return seconds
 
 
-def _optimizer_seconds(
-    config: RunConfig, layout: Layout, hardware: HardwareConfig, timing: StackTiming, parameters: float
-) -> float:
-    """Return the seconds of gradient norm and update, by the bytes of a rank's part of the optimizer state."""
+def _optimizer_seconds(step: StepSetting, parameters: float) -> float:
+    """Return the seconds of gradient norm and update, by the bytes of a rank's part of the optimizer state.
+
+    The update runs on the host if that is where the state is, whose cores and memory channels are not counted.
+    """
+    hardware, layout = step.hardware, step.layout
     norm = GRADIENT_NORM_BYTES * parameters / layout.shard_count("gradients")
-    update = timing.optimizer_bytes * parameters / layout.shard_count("optimizer")
-    return kernel_rates(hardware, config.precision.compute).elementwise_seconds(norm + update)
+    update = step.timing.optimizer_bytes * parameters / layout.shard_count("optimizer")
+    seconds = kernel_rates(hardware, step.config.precision.compute).elementwise_seconds(norm + update)
+    if layout.offload == "none" or hardware.is_cpu or hardware.host_bandwidth is None:
+        return seconds
+    return host_update_seconds(seconds, hardware.memory_bandwidth, hardware.host_bandwidth)
+
+
+def _copy_seconds(step: StepSetting, time: MicroBatchTime, micro_batches: int) -> float:
+    """Return the seconds of a step in which a device waits for copies to and from its host, as far as these are known.
+
+    Under offload of the optimizer (ZeRO-Offload, arXiv 2101.06840), a rank sends its share of gradients to the host
+    once a step and takes its share of parameters back. Under offload of parameters it takes its shard for each
+    gather, in forward and in backward, and sends its shard of gradients, in every micro-batch. These copies are counted
+    whole, as none of them is certain to have other work beside it; those of activations run beside the passes that make
+    and use them, so that only what exceeds these is left.
+    """
+    config, layout, hardware, seconds = step.config, step.layout, step.hardware, 0.0
+    model, checkpointing, precision = config.model, config.checkpointing, config.precision
+    offloads = layout.offload != "none" or checkpointing.offload_activations
+    if not offloads or hardware.is_cpu or hardware.host_bandwidth is None:
+        return seconds
+    bandwidth = hardware.host_bandwidth * PAYLOAD
+    ranks = alike_ranks(model, layout, checkpointing.every)
+    if layout.offload != "none":
+        parameters = max(
+            sum(local_parameter_count(model, stage, layout.tp, layout.vocabulary_tp) for stage in stages)
+            for stages, _ in ranks
+        )
+        times, width = {
+            "optimizer": (1, precision.compute_bytes),
+            "parameters": (micro_batches, 2 * step.widths.gathered),
+        }[layout.offload]
+        shard = parameters / layout.shard_count(layout.offload)
+        seconds += times * (shard * (width + precision.reduce_bytes)) / bandwidth
+    if checkpointing.offload_activations:
+        moved = max(
+            sum(stage_activations(step.shape, stage, checkpointing).offloaded_bytes for stage in stages)
+            for stages, _ in ranks
+        )
+        seconds += micro_batches * sum(max(0.0, moved / bandwidth - beside) for beside in (time.forward, time.backward))
+    return seconds
