@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,9 +18,10 @@ from harness.report.view import View
 from tests.support import packages
 
 # Chromium's own network requests are switched off, so that every request that a test sees is the page's.
-QUIET = ("--disable-background-networking", "--disable-component-update", "--disable-sync", "--no-first-run")
-
-ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", *QUIET)
+ARGUMENTS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync", "--no-first-run"),
+)
 
 STRATEGIES = ("single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "tp")
 
@@ -43,20 +45,7 @@ NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3
 ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
 
 DESCENDING = (
-    "1,234.5",
-    "100",
-    "99",
-    "12 (3)",
-    "12 %",
-    "0.83~",
-    "0.83",
-    "0.01",
-    "<0.01",
-    "1.2e-7",
-    "0",
-    "-3",
-    "n/a",
-    "",
+    *("1,234.5", "100", "99", "12 (3)", "12 %", "0.83~", "0.83", "0.01", "<0.01", "1.2e-7", "0", "-3", "n/a", ""),
 )
 
 
@@ -65,7 +54,7 @@ def library() -> str:
     return vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
 
 
-def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) -> dict[str, Any]:
+def chart(rows: Sequence[dict[str, Any]], mark: str = "point") -> dict[str, Any]:
     """Return a chart like those of the report, with the parameter `hidden` by which the page hides strategies."""
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
@@ -80,20 +69,13 @@ def chart(rows: Sequence[dict[str, Any]], mark: str = "point", **beside: Any) ->
             "y": {"field": "speed" if mark == "point" else "strategy", "title": "tokens a second"},
             "color": {"field": "strategy", "type": "nominal", "title": "strategy"},
         },
-        **beside,
     }
 
 
 def measured(strategies: Sequence[str] = STRATEGIES) -> list[dict[str, Any]]:
     return [
-        {
-            "label": f"{strategy} {kind}",
-            "strategy": strategy,
-            "checkpointing": kind,
-            "peak": 90.0 - i,
-            "speed": 10.0 * i,
-        }
-        for i, (strategy, kind) in enumerate((s, k) for s in strategies for k in ("none", "full"))
+        {"label": f"{name} {kind}", "strategy": name, "checkpointing": kind, "peak": 90.0 - i, "speed": 10.0 * i}
+        for i, (name, kind) in enumerate(product(strategies, ("none", "full")))
     ]
 
 
