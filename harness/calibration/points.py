@@ -9,7 +9,6 @@ from typing import Literal
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import Device
-from harness.cost_model.timing.kernels import fused_attention_flops
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
 from harness.util.errors import UserError
@@ -18,76 +17,27 @@ from harness.util.files import atomic_write_json
 # The files in a calibration's folder by which the parent and the ranks talk.
 SPEC_FILE, RESULT_FILE = "calibration.json", "measurements.json"
 
+TIME_LIMIT_SECONDS = 900.0
+
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "send"]
 
 
 @dataclass(frozen=True)
-class MatmulPoint:
-    """The product of an (m, k) with a (k, n) matrix."""
+class Point:
+    """One kernel, collective or chain of operators of one size."""
 
-    m: int
-    n: int
-    k: int
+    # product; forward and backward of causal attention by torch's fused kernel; memory and memory in caches, which is
+    # only read and written; launch, to_host, or a Collective.
+    curve: str
+    # Of a product m, n, k; of attention batch, heads, seq_len, head_dim; of a collective the ranks.
+    sizes: tuple[int, ...]
+    work: float  # operations; bytes read and written, or sent, or of all ranks together; or the number of launches
     seconds: float
 
     @property
-    def operations(self) -> float:
-        """The floating-point operations of the product."""
-        return 2.0 * self.m * self.n * self.k
-
-
-@dataclass(frozen=True)
-class AttentionPoint:
-    """Causal attention by torch's fused kernel."""
-
-    batch: int
-    heads: int
-    seq_len: int
-    head_dim: int
-    forward_seconds: float
-    backward_seconds: float
-
-    @property
-    def operations(self) -> float:
-        """The floating-point operations of the forward pass."""
-        return fused_attention_flops(self.batch * self.seq_len, self.seq_len, self.heads, self.head_dim, 0.5)
-
-
-@dataclass(frozen=True)
-class MemoryPoint:
-    """A kernel that does nothing but read and write device memory."""
-
-    operation: Literal["copy", "add", "to_host"]
-    in_cache: bool  # whether its tensors may lie in the device's caches
-    bytes_moved: int  # read and written; to the host, sent
-    seconds: float
-
-
-@dataclass(frozen=True)
-class LaunchPoint:
-    """A chain of operators on tensors of a few bytes, in forward and backward."""
-
-    kernels: int
-    seconds: float  # of the host
-
-
-@dataclass(frozen=True)
-class CollectivePoint:
-    """A collective of so many bytes, all ranks' together; `send` is one transfer between two ranks."""
-
-    operation: Collective
-    ranks: int
-    total_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class OverlapPoint:
-    """Matrix products beside an all-reduce, and each of both alone."""
-
-    kernel_seconds: float
-    collective_seconds: float
-    both_seconds: float
+    def rate(self) -> float:
+        """The work of a second."""
+        return self.work / self.seconds
 
 
 @dataclass(frozen=True)
@@ -97,21 +47,18 @@ class Measurements:
     ranks: int
     dtype: str  # of matrix products and attention, by torch's name
     width: int  # bytes per element of it
-    matmuls: tuple[MatmulPoint, ...] = ()
-    attentions: tuple[AttentionPoint, ...] = ()
-    memories: tuple[MemoryPoint, ...] = ()
-    launches: tuple[LaunchPoint, ...] = ()
-    collectives: tuple[CollectivePoint, ...] = ()
-    overlaps: tuple[OverlapPoint, ...] = ()
-    host_copies: tuple[MemoryPoint, ...] = ()  # none on a CPU
+    points: tuple[Point, ...] = ()
+    # The time of products beside an all-reduce beyond that of the products alone, over that of the all-reduce alone.
+    overlap_slowdown: float | None = None  # None with a single rank
 
-
-TIME_LIMIT_SECONDS = 900.0
+    def of(self, *curves: str) -> list[Point]:
+        """Return the points of some curves."""
+        return [point for point in self.points if point.curve in curves]
 
 
 def rank_entry(run_dir: str) -> None:
     """Measure as one rank. The parent does not import what measures."""
-    importlib.import_module("harness.calibration.rank").main(run_dir)
+    importlib.import_module("harness.calibration.kernels").main(run_dir)
 
 
 def measure_machine(device: Device, ranks: int, dtype: str, quick: bool) -> Measurements:

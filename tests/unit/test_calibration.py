@@ -19,18 +19,9 @@ from harness.calibration.cluster import (
     default_name,
     write_cluster,
 )
-from harness.calibration.fit import collective_seconds, curve_errors, fit_links, fit_rates, fit_terms
+from harness.calibration.fit import curve_errors, fit_links, fit_rates, fit_terms, predicted_seconds
 from harness.calibration.kernels import _growing_messages
-from harness.calibration.points import (
-    AttentionPoint,
-    Collective,
-    CollectivePoint,
-    LaunchPoint,
-    MatmulPoint,
-    Measurements,
-    MemoryPoint,
-    OverlapPoint,
-)
+from harness.calibration.points import Collective, Measurements, Point
 from harness.config.from_dict import from_dict
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.config.schema import ClusterConfig
@@ -67,44 +58,36 @@ MACHINE = CalibratedMachine("cpu", 2**34, "A processor", 2, "2026-01-02", "2.0")
 def measured_on(hardware: HardwareConfig, longest: int = 2**26, disturbed: float = 0.0) -> Measurements:
     """Return the points that a machine with these parameters would measure, a share of them disturbed."""
     rates, draw = kernel_rates(rank_hardware(hardware, RANKS), "float32"), random.Random(0)
-
-    def seen(seconds: float) -> float:
-        return seconds * (5.0 if draw.random() < disturbed else 1.0)
-
-    matmuls = [
-        MatmulPoint(m, n, m, seen(rates.product_seconds(m, n, m, 4)))
-        for m in (64, 128, 256, 512, 1024, 2048)
-        for n in (m, 4 * m)
-    ]
-    attentions = []
-    for tokens in (128, 256, 512, 1024, 2048):
-        work = fused_attention_flops(tokens, tokens, 8, 64, 0.5)
-        forward = work / rates.attention_flops + rates.kernel_seconds
-        backward = 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
-        attentions.append(AttentionPoint(1, 8, tokens, 64, seen(forward), seen(backward)))
-    memories = [
-        MemoryPoint("copy", in_cache, size, seen(rates.elementwise_seconds(size) / (4 if in_cache else 1)))
-        for in_cache, sizes in ((True, (2**18, 2**20)), (False, (2**25, 2**26, 2**27, 2**28)))
-        for size in sizes
-    ]
     blank = [
-        CollectivePoint(operation, RANKS, 2**power, 1.0)
-        for operation in get_args(Collective)
-        for power in range(12, 27, 2)
-        if 2**power <= longest
+        *(Point("product", (m, n, m), 2.0 * m * n * m, 1.0) for m in (2**p for p in range(6, 12)) for n in (m, 4 * m)),
+        *(
+            Point(curve, (1, 8, tokens, 64), factor * fused_attention_flops(tokens, tokens, 8, 64, 0.5), 1.0)
+            for tokens in (128, 256, 512, 1024, 2048)
+            for curve, factor in (("forward", 1.0), ("backward", 2.5))
+        ),
+        *(Point("memory in caches", (), size, 1.0) for size in (2**18, 2**20)),
+        *(Point("memory", (), size, 1.0) for size in (2**25, 2**26, 2**27, 2**28)),
+        *(
+            Point(operation, (RANKS,), 2**power, 1.0)
+            for operation in get_args(Collective)
+            for power in range(12, 27, 2)
+            if 2**power <= longest
+        ),
     ]
-    collectives = [dataclasses.replace(p, seconds=seen(collective_seconds(p, hardware))) for p in blank]
-    return Measurements(
-        RANKS,
-        "float32",
-        4,
-        tuple(matmuls),
-        tuple(attentions),
-        tuple(memories),
-        (LaunchPoint(40, 40 * hardware.fitted.launch_seconds),),
-        tuple(collectives),
-        (OverlapPoint(0.02, 0.01, 0.02 + 0.01 * hardware.fitted.overlap_slowdown),),
-    )
+    measured = Measurements(RANKS, "float32", 4, tuple(blank), hardware.fitted.overlap_slowdown)
+
+    def timed(point: Point) -> Point:
+        seconds = predicted_seconds(point, measured, hardware)
+        if point.curve == "forward":
+            seconds = point.work / rates.attention_flops + rates.kernel_seconds
+        elif point.curve == "backward":
+            seconds = point.work / rates.attention_backward_flops + 2 * rates.kernel_seconds
+        elif point.curve == "memory in caches":
+            seconds /= 4
+        return dataclasses.replace(point, seconds=seconds * (5.0 if draw.random() < disturbed else 1.0))
+
+    launch = Point("launch", (), 40, 40 * hardware.fitted.launch_seconds)
+    return dataclasses.replace(measured, points=(*map(timed, blank), launch))
 
 
 def rates_of(hardware: HardwareConfig) -> dict[str, float]:
@@ -137,7 +120,7 @@ def test_messages_too_short_for_a_bandwidth_are_refused() -> None:
         fit_rates(measured_on(TRUTH, longest=2**16))
 
 
-def growing_messages(seconds: Callable[[int], float], most_seconds: float) -> list[CollectivePoint]:
+def growing_messages(seconds: Callable[[int], float], most_seconds: float) -> list[Point]:
     """Return what is measured of messages that take so many seconds by their bytes, which none of them sends."""
     sizes = iter(2**12 * 4**index for index in range(30))
     watch: Any = SimpleNamespace(device=torch.device("cpu"), median_seconds=lambda *_: seconds(next(sizes)))
@@ -148,8 +131,8 @@ def growing_messages(seconds: Callable[[int], float], most_seconds: float) -> li
 @pytest.mark.parametrize(("latency", "bandwidth"), [(1e-5, 1e9), (1e-3, 1e9), (1e-4, 2e10)])
 def test_messages_grow_until_bytes_decide_their_time(latency: float, bandwidth: float) -> None:
     points = growing_messages(lambda size: latency + size / bandwidth, most_seconds=0.1)
-    assert points[-1].total_bytes / bandwidth > 0.5 * points[-1].seconds
-    assert [p.total_bytes for p in points] == [2**12 * 4**index for index in range(len(points))]
+    assert points[-1].work / bandwidth > 0.5 * points[-1].seconds
+    assert [p.work for p in points] == [2**12 * 4**index for index in range(len(points))]
 
 
 def test_disturbed_short_messages_do_not_end_the_measurement() -> None:
@@ -157,12 +140,13 @@ def test_disturbed_short_messages_do_not_end_the_measurement() -> None:
     points = growing_messages(
         lambda size: 1e-4 + size / 1e9 + (size / 2**12 if size < 2**19 else 0.0), most_seconds=0.02
     )
-    assert points[-1].total_bytes >= 2**22
+    assert points[-1].work >= 2**22
 
 
 def test_no_coefficient_is_negative() -> None:
     """Points that fall with their size have no rate; the start alone is fitted."""
-    assert fit_terms([(1.0, 1.0), (1.0, 2.0), (1.0, 3.0)], [3.0, 2.0, 1.0])[1] == 0.0
+    points = [Point("memory", (), size, 4.0 - size) for size in (1, 2, 3)]
+    assert fit_terms([(1.0, point.work) for point in points], points)[1] == 0.0
 
 
 def test_the_file_has_the_format_of_clusters_and_its_sources(tmp_path: Path) -> None:
@@ -197,7 +181,8 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     assert others == (datasheet.inter_node_bandwidth, datasheet.fitted.node_contention, None, None)
     assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bandwidth, rel=1e-3)
     assert "the file that describes this device" in assumptions(rates, datasheet)
-    single = dataclasses.replace(measured, collectives=(), overlaps=())
+    kernels = tuple(point for point in measured.points if point.curve not in get_args(Collective))
+    single = dataclasses.replace(measured, points=kernels, overlap_slowdown=None)
     alone = fit_rates(single)
     assert alone.link_bandwidth is None and "intra_node_* and overlap_slowdown are assumed" in assumptions(alone, None)
     unknown = calibrated_hardware(dataclasses.replace(machine, device_name="X1"), single, alone, None)
@@ -205,26 +190,21 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     assert unknown.peak_flops_dtype == "bfloat16"
 
 
-FAULTS: dict[str, Callable[[Measurements], dict[str, Any]]] = {
-    "an all-reduce timed as one pass": lambda measured: {
-        "collectives": tuple(
-            dataclasses.replace(p, seconds=p.seconds / 2) if p.operation == "all_reduce" else p
-            for p in measured.collectives
-        )
-    },
-    "a copy counted once": lambda measured: {
-        "memories": tuple(dataclasses.replace(p, bytes_moved=p.bytes_moved // 2) for p in measured.memories)
-    },
-    "operations counted once": lambda measured: {
-        "matmuls": tuple(dataclasses.replace(p, seconds=p.seconds * 2) for p in measured.matmuls)
-    },
+FAULTS = {  # the curve, and by what its work and its seconds are multiplied
+    "an all-reduce timed as one pass": ("all_reduce", 1.0, 0.5),
+    "a copy counted once": ("memory", 0.5, 1.0),
+    "operations counted once": ("product", 1.0, 2.0),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_a_measurement_moves_the_parameters(fault: str) -> None:
+@pytest.mark.parametrize(("curve", "work", "seconds"), FAULTS.values(), ids=FAULTS)
+def test_a_fault_in_a_measurement_moves_the_parameters(curve: str, work: float, seconds: float) -> None:
     measured = measured_on(TRUTH)
-    broken = dataclasses.replace(measured, **FAULTS[fault](measured))
+    points = tuple(
+        dataclasses.replace(p, work=work * p.work, seconds=seconds * p.seconds) if p.curve == curve else p
+        for p in measured.points
+    )
+    broken = dataclasses.replace(measured, points=points)
     hardware = calibrated_hardware(MACHINE, broken, fit_rates(broken), None)
     off = [
         abs(value / wanted - 1)
