@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from harness.config.schema import CheckpointingConfig
 from harness.models.decoder import Decoder
@@ -47,10 +47,9 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
     """
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        modes = create_selective_checkpoint_contexts(save_policy(checkpointing))  # type: ignore[no-untyped-call]
-        first, second = (SavedOperatorsMode(mode) for mode in modes)
-        announced = nested(first, SavedOutputsMode(probe, checkpointing)) if probe.listener else first
-        return announced, nested(probe.recompute(), second)
+        caching, cached = create_selective_checkpoint_contexts(list(SAVED_OPS))  # type: ignore[no-untyped-call]
+        first = SavedOperatorsMode(caching, checkpointing, probe if probe.listener else None)
+        return first, nested(probe.recompute(), SavedOperatorsMode(cached, checkpointing))
 
     contexts = selective if checkpointing.name == "selective" else full_contexts(probe)
     for index, block in model.layers_by_index().items():
@@ -76,66 +75,32 @@ def full_contexts(probe: Probe) -> ContextFn:
     return lambda: (nullcontext(), probe.recompute())
 
 
-class SavedOperators:
-    """The choice of the operators of one forward of a layer whose results are saved; `products` are those so far."""
+class SavedOperatorsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode of one forward that passes to one of torch's only the operators whose results are saved.
 
-    def __init__(self, checkpointing: CheckpointingConfig) -> None:
-        self.checkpointing = checkpointing
-        self.products = 0
+    torch 2.13 counts every operator of a layer's two forwards and fails if the second one has more of a kind. Under
+    DeepSpeed's stage 3 it has: which parameters are gathered ahead, and how, differs between the two. A probe is told
+    what is saved, which autograd does not see.
+    """
+
+    def __init__(self, mode: Any, checkpointing: CheckpointingConfig, probe: Probe | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode, self.checkpointing, self.probe = mode, checkpointing, probe
+        self.products = 0  # so far
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.saves(func):
+            return func(*args, **(kwargs or {}))
+        result = self.mode.__torch_dispatch__(func, types, args, kwargs)
+        if self.probe is not None:
+            tree_map_only(Tensor, self.probe.saved_for_recompute, result)
+        return result
 
     def saves(self, operator: Any) -> bool:
         """Return whether the result of the forward's next operator is saved."""
-        if operator in PROJECTION_OPS:
-            self.products += 1
-            if not self.checkpointing.saves_product(self.products):
-                return False
-        return operator in SAVED_OPS
-
-
-def save_policy(checkpointing: CheckpointingConfig) -> Callable[..., CheckpointPolicy]:
-    """Return torch's policy for the operators of both forwards of a layer under selective checkpointing.
-
-    torch 2.13 asks it in the first forward alone, an older one in both.
-    """
-    choices = {is_recompute: SavedOperators(checkpointing) for is_recompute in (False, True)}
-
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        is_saved = choices[context.is_recompute].saves(operator)
-        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy
-
-
-class SavedOperatorsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that passes to one of torch's selective checkpointing only the operators that may be saved.
-
-    torch 2.13 counts every operator of a layer's two forwards and fails if the second one has more of a kind. Under
-    DeepSpeed's stage 3 it has: which parameters are gathered ahead, and how, differs between the two.
-    """
-
-    def __init__(self, mode: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.mode = mode
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in SAVED_OPS:
-            return self.mode.__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-class SavedOutputsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that announces what a selectively checkpointed forward saves, which autograd does not see."""
-
-    def __init__(self, probe: Probe, checkpointing: CheckpointingConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.probe = probe
-        self.operators = SavedOperators(checkpointing)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if self.operators.saves(func):
-            tree_map_only(Tensor, self.probe.saved_for_recompute, result)
-        return result
+        self.products += operator in PROJECTION_OPS
+        recomputes = operator in PROJECTION_OPS and not self.checkpointing.saves_product(self.products)
+        return operator in SAVED_OPS and not recomputes
 
 
 @contextmanager

@@ -1,15 +1,13 @@
 """Every kind of checkpointing: what it runs again, keeps and fills, compared with torch and on real ranks."""
 
 import dataclasses
-import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfig
@@ -157,14 +155,11 @@ def test_saved_and_peak_bytes_are_as_predicted(
     assert transient - tokens == pytest.approx(alive, rel=0.05)
 
 
-def test_both_forwards_of_a_layer_save_the_same_products() -> None:
-    """An older torch asks the policy in the second forward, too. Attention's own products are not counted."""
-    aten, policy = torch.ops.aten, activation_checkpoint.save_policy(KINDS[EVERY_SECOND])
+def test_a_forward_of_a_layer_saves_every_second_product() -> None:
+    """Attention's own products are not counted."""
+    aten, mode = torch.ops.aten, activation_checkpoint.SavedOperatorsMode(None, KINDS[EVERY_SECOND])
     operators = (aten.mm.default, aten.bmm.default, aten.addmm.default, aten.add.Tensor, aten.mm.default)
-    for is_recompute in (False, True):
-        context = SimpleNamespace(is_recompute=is_recompute)
-        saved = [policy(context, operator) == CheckpointPolicy.MUST_SAVE for operator in operators]
-        assert saved == [True, True, False, False, True]
+    assert [mode.saves(operator) for operator in operators] == [True, True, False, False, True]
 
 
 def test_products_that_are_not_counted_anew_in_every_layer_save_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +168,14 @@ def test_products_that_are_not_counted_anew_in_every_layer_save_other_bytes(monk
     config = dataclasses.replace(config, checkpointing=KINDS[EVERY_SECOND])
     expected = activation_bytes(config, layout_of(config, 0, 1), "cpu", 0)
     assert trained(config)[0] == pytest.approx(expected, rel=0.01)
-    monkeypatch.setattr(activation_checkpoint, "save_policy", functools.cache(activation_checkpoint.save_policy))
+    constructed = itertools.count()  # two for each layer
+
+    class Continued(activation_checkpoint.SavedOperatorsMode):
+        def __init__(self, *values: Any) -> None:
+            super().__init__(*values)
+            self.products = 7 * (next(constructed) // 2)
+
+    monkeypatch.setattr(activation_checkpoint, "SavedOperatorsMode", Continued)
     assert trained(config)[0] < 0.95 * expected
 
 
