@@ -8,7 +8,7 @@ from pathlib import Path
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.records.store import read_all
-from harness.tracking.sync import sync_comparison
+from harness.tracking.client import sync_comparison
 from harness.util.errors import UserError
 from harness.util.text import count_text, sanitize
 

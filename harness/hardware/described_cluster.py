@@ -1,7 +1,8 @@
 """A cluster that the configuration describes, no part of which need be at hand."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -96,42 +97,31 @@ def machine_hardware(machine: Machine) -> HardwareConfig | None:
 
     A file that `harness calibrate` wrote counts before the others, and that of a CPU on its own processor alone.
     """
-    for hardware in calibrated_devices():
+    for hardware in hardware_in_files():
         is_same_host = (hardware.processor, hardware.cores) == (processor_name(), machine.cores)
-        if hardware.device_name == machine.device_name and (is_same_host or machine.device != "cpu"):
+        is_same = hardware.device_name == machine.device_name and (is_same_host or machine.device != "cpu")
+        if hardware.calibrated and is_same:
             return hardware
     return described_devices().get(machine.device_name)
 
 
-@cache
 def described_devices() -> Mapping[str, HardwareConfig]:
     """Return the hardware in the files of conf/cluster by the name of its device; of several files the first counts.
 
     Calibrated ones are left out: they are of one machine.
     """
-    described: dict[str, HardwareConfig] = {}
-    for hardware in _hardware_in_files():
-        if not hardware.calibrated:
-            described.setdefault(hardware.device_name, hardware)
-    return described
+    return {hardware.device_name: hardware for hardware in reversed(hardware_in_files()) if not hardware.calibrated}
 
 
 @cache
-def calibrated_devices() -> Sequence[HardwareConfig]:
-    """Return the hardware in the files of conf/cluster that `harness calibrate` wrote, in the order of their names."""
-    return [hardware for hardware in _hardware_in_files() if hardware.calibrated]
-
-
-def _hardware_in_files() -> Iterator[HardwareConfig]:
-    """Yield the hardware of every file in conf/cluster.
+def hardware_in_files() -> Sequence[HardwareConfig]:
+    """Return the hardware of every file in conf/cluster, in the order of their names.
 
     A file with a mistake is left out, because it need not be that of the run.
     """
+    described: list[HardwareConfig] = []
     for path in files_in("cluster").values():
-        try:
+        with suppress(yaml.YAMLError, AttributeError, UserError):
             values = (yaml.safe_load(path.read_text()) or {}).get("hardware")
-            hardware: HardwareConfig | None = from_dict(HardwareConfig, values, "cluster.hardware") if values else None
-        except (yaml.YAMLError, AttributeError, UserError):
-            continue
-        if hardware is not None:
-            yield hardware
+            described += [from_dict(HardwareConfig, values, "cluster.hardware")] if values else []
+    return described

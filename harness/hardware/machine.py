@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import os
 import platform
+import re
 import runpy
 import subprocess
 from collections.abc import Iterator
@@ -97,10 +98,9 @@ def processor_name() -> str | None:
             return subprocess.check_output(command, text=True, timeout=5).strip() or None
         return None
     if CPUINFO.exists():
-        with CPUINFO.open(errors="replace") as lines:
-            for line in lines:
-                if line.startswith("model name"):
-                    return line.partition(":")[2].strip()
+        name = re.search("^model name.*?:(.*)$", CPUINFO.read_text(errors="replace"), re.MULTILINE)
+        if name:
+            return name[1].strip()
     return platform.processor() or None
 
 

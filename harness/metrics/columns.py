@@ -71,11 +71,8 @@ def step_phases(config: RunConfig) -> list[str]:
 
 def mean_losses(ranks: Sequence[RankReport]) -> list[float | None]:
     """Return the mean loss of every step over the ranks; None where a rank's loss is not finite."""
-    mean_by_step: list[float | None] = []
-    for losses in zip(*(rank.losses for rank in ranks), strict=True):
-        finite = [loss for loss in losses if loss is not None]
-        mean_by_step.append(sum(finite) / len(finite) if len(finite) == len(losses) else None)
-    return mean_by_step
+    steps = zip(*(rank.losses for rank in ranks), strict=True)
+    return [None if None in losses else sum(loss or 0.0 for loss in losses) / len(losses) for losses in steps]
 
 
 def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:

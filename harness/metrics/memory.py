@@ -29,8 +29,13 @@ def memory_columns(ranks: Sequence[RankReport]) -> Cells:
         "gradient_bytes": max_known(rank.profiled.gradient_bytes for rank in ranks),
         "optimizer_bytes": max_known(rank.optimizer_bytes for rank in ranks),
         "activation_bytes": max_known(rank.profiled.activation_bytes for rank in ranks) if is_observed else None,
-        "offloaded_activation_bytes": max_known(offloaded_activation_bytes(rank) for rank in ranks),
-        "offloaded_bytes": max_known(offloaded_state_bytes(rank) for rank in ranks),
+        # On a CPU activation offload has its copies in the same memory; state is then on the device.
+        "offloaded_activation_bytes": max_known(rank.profiled.offloaded_activation_bytes or None for rank in ranks),
+        "offloaded_bytes": max_known(
+            sum(sizes.get("cpu", 0) for sizes in rank.state_bytes_by_device.values())
+            for rank in ranks
+            if rank.device_name != "cpu"
+        ),
         "fragmentation_bytes": max_known(fragmentation_bytes(rank) for rank in ranks),
         "non_torch_bytes": max_known(rank.non_torch_bytes for rank in ranks),
         "num_alloc_retries": sum_known(rank.num_alloc_retries for rank in ranks),
@@ -42,18 +47,6 @@ def memory_columns(ranks: Sequence[RankReport]) -> Cells:
 def peak_rank(ranks: Sequence[RankReport]) -> RankReport:
     """Return the rank with the highest peak, which in a pipeline is often not the last."""
     return max(ranks, key=lambda rank: rank.peak_allocated_bytes or 0)
-
-
-def offloaded_state_bytes(rank: RankReport) -> int | None:
-    """Return the bytes of model state on the host; None where the host's memory is the device's."""
-    if rank.device_name == "cpu":
-        return None
-    return sum(sizes.get("cpu", 0) for sizes in rank.state_bytes_by_device.values())
-
-
-def offloaded_activation_bytes(rank: RankReport) -> int | None:
-    """Return the most that activation offload had on the host (on a CPU, in the same memory); None without it."""
-    return rank.profiled.offloaded_activation_bytes or None
 
 
 def fragmentation_bytes(rank: RankReport) -> int | None:
@@ -89,8 +82,7 @@ def at_peak_columns(rank: RankReport) -> Cells:
 
 def max_known(values: Iterable[int | None]) -> int | None:
     """Return the largest of the known values; None if none is known."""
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    return max((value for value in values if value is not None), default=None)
 
 
 def sum_known(values: Iterable[int | None]) -> int | None:

@@ -1,15 +1,14 @@
 """Whether the predicted winner of a sweep won: a file of the sweep's folder, and its sentence in a report."""
 
 import dataclasses
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import ComparisonFolder
 from harness.util.errors import UserError
-from harness.util.files import atomic_write_json
+from harness.util.files import atomic_write_json, read_json_object
 from harness.util.text import count_text
 
 
@@ -88,10 +87,9 @@ def write_plan_validation(comparison: ComparisonFolder, validation: PlanValidati
 
 def read_plan_validation(comparison: ComparisonFolder) -> PlanValidation | None:
     """Return the validation in a sweep's folder; None if there is none, or none that can be read."""
-    with suppress(OSError, ValueError, UserError):
-        values = json.loads(comparison.plan_validation.read_text())
-        if isinstance(values, Mapping):
-            names = [entry.name for entry in dataclasses.fields(PlanValidation)]
-            validation = from_dict(PlanValidation, {name: values.get(name) for name in names})
-            return validation if validation.configurations else None
+    values = read_json_object(comparison.plan_validation)
+    with suppress(UserError):
+        known = {entry.name: values.get(entry.name) for entry in dataclasses.fields(PlanValidation)}
+        validation = from_dict(PlanValidation, known)
+        return validation if validation.configurations else None
     return None

@@ -25,7 +25,7 @@ results/NAME/                      ComparisonFolder: the runs of one comparison
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,6 +54,16 @@ class Entry:
         return folder.path / self.name
 
 
+class NumberedEntry:
+    """A file of each rank, or of each run, within the folder that has it as an attribute: a function of the key."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: "RunFolder | ComparisonFolder", _: type) -> Callable[[int | str], Path]:
+        return lambda key: folder.path / self.name.format(key)
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """The folder of one run."""
@@ -68,6 +78,11 @@ class RunFolder:
     launcher_log = Entry("logs/launcher.log")
     trace = Entry("trace.json")
     export = Entry("export")
+    rank_report = NumberedEntry("ranks/rank_{:05d}.json")
+    heartbeat = NumberedEntry("ranks/rank_{:05d}.pulse")
+    log = NumberedEntry("logs/rank_{}.log")
+    stacks = NumberedEntry("logs/stacks_{}.txt")
+    memory_snapshot = NumberedEntry("memory/rank_{:05d}.pickle")
 
     @property
     def comparison(self) -> "ComparisonFolder":
@@ -84,29 +99,9 @@ class RunFolder:
         """The file that a command locks while it works on this run."""
         return self.comparison.lock(self.path.name)
 
-    def rank_report(self, rank: int) -> Path:
-        """Return the file that a rank writes when it ends."""
-        return self.ranks / f"rank_{rank:05d}.json"
-
-    def heartbeat(self, rank: int) -> Path:
-        """Return the file that a rank overwrites as it makes progress."""
-        return self.ranks / f"rank_{rank:05d}.pulse"
-
     def heartbeats(self) -> list[Path]:
         """Return the heartbeat files that exist."""
         return list(self.ranks.glob("*.pulse"))
-
-    def log(self, rank: int) -> Path:
-        """Return the file of a rank's standard output and standard error."""
-        return self.logs / f"rank_{rank}.log"
-
-    def stacks(self, rank: int) -> Path:
-        """Return the file of a rank's stack traces."""
-        return self.logs / f"stacks_{rank}.txt"
-
-    def memory_snapshot(self, rank: int) -> Path:
-        """Return the file of a rank's memory snapshot, in the format of torch's memory viewer."""
-        return self.path / "memory" / f"rank_{rank:05d}.pickle"
 
     def read_rank_reports(self, world_size: int) -> list[RankReport]:
         """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""
@@ -127,18 +122,12 @@ class ComparisonFolder:
     jobs = Entry(".jobs")
     reserve = Entry(".reserve")
     locks = Entry(".locks")
+    lock = NumberedEntry(".locks/{}.lock")  # locked by the command that works on the run, or has the queue
+    command = NumberedEntry(".locks/{}.json")
 
     def run(self, run_id: str) -> RunFolder:
         """Return the folder of one run."""
         return RunFolder(self.path / run_id)
-
-    def lock(self, run_id: str) -> Path:
-        """Return the file that a command locks while it works on a run."""
-        return self.locks / f"{run_id}.lock"
-
-    def command(self, name: str) -> Path:
-        """Return the file that lists the queue of a running command, beside the command's lock."""
-        return self.locks / f"{name}.json"
 
     def commands(self) -> list[str]:
         """Return the names of the commands that have a queue listed."""

@@ -113,7 +113,9 @@ def read_record(run_dir: Path) -> Record:
     """
     path = RunFolder(Path(run_dir)).record
     try:
-        values = _upgraded(_parsed(path.read_bytes()))
+        values = _parsed(path.read_bytes())
+        if isinstance(values, dict) and values.get("schema_version") == 1 and isinstance(values.get("row"), dict):
+            values |= {"schema_version": SCHEMA_VERSION, "row": with_current_names(values["row"])}
         _check(values)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
@@ -123,13 +125,6 @@ def read_record(run_dir: Path) -> Record:
     if record.row.get("launch") == "planned":
         raise UserError(f"{path} is a plan and no measurement, so that runs are not compared with it: remove it")
     return record
-
-
-def _upgraded(record: Any) -> Any:
-    """Return a record of schema version 1 as one of the current version; anything else as it is."""
-    if not isinstance(record, dict) or record.get("schema_version") != 1 or not isinstance(record.get("row"), dict):
-        return record
-    return record | {"schema_version": SCHEMA_VERSION, "row": with_current_names(record["row"])}
 
 
 def _parsed(content: bytes) -> Any:

@@ -1,10 +1,15 @@
-"""The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs."""
+"""The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs.
 
+The synchronization of a comparison sends a tracker the records that it does not have.
+"""
+
+import dataclasses
 import queue
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -15,6 +20,8 @@ import psutil
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
+from harness.records.store import read_all
+from harness.tracking import payload
 from harness.tracking.base import Answer, Message, Task
 from harness.util.errors import UserError
 
@@ -23,6 +30,8 @@ CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed ove
 QUIET_SECONDS = 10.0  # after a run's start the tracking process is idle: it would disturb short runs
 
 POLL_SECONDS = 0.01
+
+LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run of a synchronization
 
 
 class TrackingClient:
@@ -67,21 +76,18 @@ class TrackingClient:
         """Wait at most `seconds` for all answers, end the process, and log how to send what is not tracked by then."""
         if self.process is None:
             return
-        ends_at = time.monotonic() + seconds
         self.unsent.put({"do": "close"})
-        while self.channel is not None and time.monotonic() < ends_at:
-            with self.lock:
-                self._exchange(ends_at)
+        self.wait(seconds, until_gone=True)
         self._kill()
-        for comparison in sorted({str(path) for path in self.pending.values()} if not self.is_sync_hint_logged else ()):
-            count = sum(str(path) == comparison for path in self.pending.values())
+        missing = Counter(str(comparison) for comparison in self.pending.values() if not self.is_sync_hint_logged)
+        for comparison, count in sorted(missing.items()):
             runs = f"{count} run{'s were' if count > 1 else ' was'}"
             self.log(f"tracking: {runs} not tracked within {seconds:g} s; {sync_hint(comparison)}")
 
-    def wait(self, seconds: float) -> None:
-        """Wait until everything is answered or the process is gone, at most `seconds`."""
+    def wait(self, seconds: float, until_gone: bool = False) -> None:
+        """Wait at most `seconds` until everything is answered or the process is gone, or for the latter alone."""
         ends_at = time.monotonic() + seconds
-        while self.pending and self.channel is not None and time.monotonic() < ends_at:
+        while (self.pending or until_gone) and self.channel is not None and time.monotonic() < ends_at:
             with self.lock:
                 self._exchange(ends_at)
 
@@ -91,7 +97,7 @@ class TrackingClient:
         tracking: GroupValues,
         folder: Path,
         comparison: Path,
-        config_values: ConfigValues | None = None,
+        values: ConfigValues | None = None,
     ) -> None:
         try:
             config = from_dict(TrackingConfig, tracking, "tracking")
@@ -105,16 +111,16 @@ class TrackingClient:
                 return
             if task != "start_run":
                 self.pending[str(folder)] = comparison
-            message: Message = {
-                "do": task,
-                "tracking": tracking,
-                "folder": str(folder),
-                "upload": self.upload_seconds,
-                "hint": sync_hint(comparison),
-            }
-            if config_values is not None:
-                message["config"] = config_values
-            self.unsent.put(message)
+            self.unsent.put(
+                {
+                    "do": task,
+                    "tracking": tracking,
+                    "folder": str(folder),
+                    "upload": self.upload_seconds,
+                    "hint": sync_hint(comparison),
+                    "config": values or {},
+                }
+            )
             self._exchange(0.0)
 
     def _start(self) -> bool:
@@ -142,18 +148,15 @@ class TrackingClient:
         """Read what has arrived; if nothing has, wait for it POLL_SECONDS, unless the time `ends_at` is past."""
         try:
             while self.channel is not None and self.channel.poll(POLL_SECONDS if time.monotonic() < ends_at else 0):
-                self._receive(self.channel.recv())
-                ends_at = 0.0
+                message, ends_at = self.channel.recv(), 0.0
+                if "done" in message:
+                    self.pending.pop(message["done"], None)
+                    self.results[message["done"]] = message["problem"]
+                else:
+                    self.is_sync_hint_logged |= message.get("has_hint", False)
+                    self.log(message["log"])
         except (OSError, EOFError):  # the process is gone
             self.channel = None
-
-    def _receive(self, message: Answer) -> None:
-        if "done" in message:
-            self.pending.pop(message["done"], None)
-            self.results[message["done"]] = message["problem"]
-        else:
-            self.is_sync_hint_logged = self.is_sync_hint_logged or bool(message.get("has_hint"))
-            self.log(message["log"])
 
     def _kill(self) -> None:
         """Kill the process and everything that the tracker has started, whatever they are doing."""
@@ -178,3 +181,59 @@ def send_all(channel: "Connection[Message, Answer]", unsent: "queue.SimpleQueue[
 def sync_hint(comparison: Path | str) -> str:
     """Return the end of a message: the command that sends to the tracker what it does not have."""
     return f"`harness sync {comparison}` sends all of it"
+
+
+@dataclasses.dataclass(frozen=True)
+class SyncResult:
+    """The outcome of one synchronization."""
+
+    runs: int  # sent now
+    sent_before: int  # runs that the tracker already had
+    table: bool  # whether the summary had to be sent
+    problem: str  # why not everything was sent; '' if everything was
+
+
+def sync_comparison(
+    folder: Path,
+    tracking: TrackingConfig,
+    log: Callable[[str], None],
+    again: bool,
+    timeout_seconds: float,
+) -> SyncResult:
+    """Send every record that the tracker does not have, and the comparison's table; with `again` send all of them.
+
+    Stop at the first run that the tracker does not accept. Raises UserError for a folder without a record.
+    """
+    loaded = read_all(folder)
+    if not loaded.records:
+        raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
+    for problem in loaded.problems:
+        log(f"skipped: {problem}")
+    online = dataclasses.asdict(dataclasses.replace(tracking, mode="online"))
+
+    def is_sent(sent: Path, content_key: str) -> bool:
+        state = payload.read_sync_state(sent, tracking.name)
+        return state is not None and state.has(content_key, is_online=True)
+
+    missing = [
+        record for record in loaded.records if again or not is_sent(folder / record.run_id, payload.record_key(record))
+    ]
+    is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
+    folders = [folder / record.run_id for record in missing] + ([folder] if is_table_missing else [])
+    client = TrackingClient(log, upload_seconds=timeout_seconds)
+    patience_seconds = 2 * timeout_seconds + LOCAL_SECONDS
+    problem, delivered = "", 0
+    try:
+        for sent in folders:
+            hand_over = client.log_table if sent == folder else client.finish_run
+            hand_over(online, sent)
+            client.wait(patience_seconds)
+            problem = client.results.get(str(sent.resolve()), f"no answer within {patience_seconds:g} s") or ""
+            if problem:
+                break
+            delivered += 1
+    finally:
+        client.pending.clear()  # the result has the problem, which close() must not log too
+        client.close(1.0)
+    runs = min(delivered, len(missing))
+    return SyncResult(runs, len(loaded.records) - len(missing), is_table_missing, problem)

@@ -12,9 +12,9 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -37,18 +37,13 @@ ORPHAN_SECONDS = 3.0  # the trackers' time to complete their files after the par
 NICENESS = 19  # the lowest priority: measured runs come first
 
 
-class StartedRun(NamedTuple):
+@dataclass
+class StartedRun:
     """A run that the parent has announced and that has no record yet."""
 
     message: Message
     received_at: float  # time.monotonic()
-
-
-class LiveRun(NamedTuple):
-    """A started run that its tracker knows."""
-
-    run: TrackedRun
-    config: TrackingConfig
+    live: tuple[TrackedRun, TrackingConfig] | None = None  # once its tracker knows it
 
 
 class TrackingProcess:
@@ -61,7 +56,6 @@ class TrackingProcess:
         self.trackers: dict[TrackingConfig, Tracker] = {}
         self.failures: dict[TrackingConfig, str] = {}  # why a configuration with mode=online is offline from then on
         self.started: dict[str, StartedRun] = {}  # by the run's folder
-        self.live: dict[str, LiveRun] = {}  # by the run's folder
 
     def serve(self, inbox: "queue.SimpleQueue[Message]") -> None:
         """Handle messages until the parent closes or is gone, and everything handed over before that is tracked."""
@@ -124,14 +118,13 @@ class TrackingProcess:
             self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[config]
         if message["do"] != "start_run":
-            self.live.pop(message["folder"], None)
             self.deliver(tracker, used, message)
             return
         state = payload.SyncState(tracked_id(folder.name, str(time.time_ns())))
         payload.write_sync_state(folder, used.name, state)
         run = payload.started_run(folder, state.id, message["config"], used)
         tracker.start_run(run)
-        self.live[message["folder"]] = LiveRun(run, config)
+        self.started[message["folder"]].live = run, config
 
     def deliver(self, tracker: Tracker, used: TrackingConfig, message: Message) -> None:
         """Give a run's record or a comparison's table to the tracker, unless it has that and is not to get it again."""
@@ -154,16 +147,16 @@ class TrackingProcess:
 
     def update_live_runs(self) -> None:
         """Log the heartbeats of running runs; the tracker learns of short runs only when they have ended."""
-        for folder, (message, received_at) in list(self.started.items()):
-            seconds = time.monotonic() - received_at
+        for folder, started in list(self.started.items()):
+            seconds = time.monotonic() - started.received_at
             if seconds < self.quiet_seconds:
                 continue
-            if folder not in self.live:
-                self.handle(message)
-            if folder not in self.live:
+            if started.live is None:
+                self.handle(started.message)
+            if started.live is None:
                 del self.started[folder]
                 continue
-            run, config = self.live[folder]
+            run, config = started.live
             with suppress(Exception):  # a tracker that has failed is reported when the run has ended
                 if figures := payload.live_figures(Path(folder)):
                     self.trackers[config].log_live(run, {"seconds": seconds} | figures)

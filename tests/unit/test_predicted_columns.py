@@ -10,9 +10,9 @@ from harness.calibration.cluster import write_cluster
 from harness.config.stack import load_stack
 from harness.cost_model import prediction
 from harness.hardware.described_cluster import (
-    calibrated_devices,
     described_cluster,
     described_devices,
+    hardware_in_files,
     machine_hardware,
 )
 from harness.hardware.machine import Machine, processor_name
@@ -107,11 +107,9 @@ def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     folder = tmp_path / "conf" / "cluster"
     folder.mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for cached in (described_devices, calibrated_devices):
-        cached.cache_clear()
+    hardware_in_files.cache_clear()
     yield folder
-    for cached in (described_devices, calibrated_devices):
-        cached.cache_clear()
+    hardware_in_files.cache_clear()
 
 
 def test_a_calibrated_file_counts_before_a_datasheet_s(clusters: Path) -> None:

@@ -98,30 +98,11 @@ class WandB:
                 wandb_run.finish(exit_code=1)
 
     def init_run(self, run: TrackedRun, job_type: str) -> Any:
-        """Open a W&B run with its axes defined, and return it."""
-        wandb_run = self.library.init(
-            mode=self.config.mode,
-            entity=self.config.entity,
-            project=self.config.project,
-            id=run.id,
-            group=run.group,
-            name=run.name,
-            job_type=job_type,
-            tags=_tags(run),
-            dir=str(run.folder),
-            config=dict(run.config),
-            reinit="create_new",  # several runs may be open at a time
-            settings=self.settings(),
-        )
-        for values, axis in AXES.items():
-            if axis is not None:
-                wandb_run.define_metric(axis, summary="none", hidden=True)
-            wandb_run.define_metric(values, step_metric=axis, summary="none")
-        return wandb_run
+        """Open a W&B run with its axes defined, and return it.
 
-    def settings(self) -> Any:
-        """Return W&B settings: bounded times, no output, and nothing collected of machine, user, code or command."""
-        return self.library.Settings(
+        Its times are bounded, it prints nothing, and nothing is collected of machine, user, code or command.
+        """
+        settings = self.library.Settings(
             init_timeout=self.timeout_seconds,
             finish_timeout=self.timeout_seconds,
             finish_timeout_raises=True,
@@ -139,6 +120,25 @@ class WandB:
             x_save_requirements=False,
             x_transaction_log_flush_interval=FLUSH_SECONDS,
         )
+        wandb_run = self.library.init(
+            mode=self.config.mode,
+            entity=self.config.entity,
+            project=self.config.project,
+            id=run.id,
+            group=run.group,
+            name=run.name,
+            job_type=job_type,
+            tags=_tags(run),
+            dir=str(run.folder),
+            config=dict(run.config),
+            reinit="create_new",  # several runs may be open at a time
+            settings=settings,
+        )
+        for values, axis in AXES.items():
+            if axis is not None:
+                wandb_run.define_metric(axis, summary="none", hidden=True)
+            wandb_run.define_metric(values, step_metric=axis, summary="none")
+        return wandb_run
 
     def finish(self, wandb_run: Any, complete: Callable[[], None], exit_code: int) -> None:
         """Log the rest of a run by calling `complete`, and finish it.
