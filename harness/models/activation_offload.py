@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.models.decoder import Decoder
 from harness.probe import Probe
-from harness.tensors.storage import storages
+from harness.tensors.storage import storage_identities
 
 RebuildFn = Callable[[Tensor], Tensor]  # wraps a plain tensor in the subclass that it came from
 
@@ -65,7 +65,7 @@ class HostCopy:
 
     @torch.no_grad()
     def __init__(self, tensor: Tensor, streams: CopyStreams | None = None, layer: "LayerCopies | None" = None) -> None:
-        self.device, self.streams, self.layer = tensor.device, streams, layer
+        self.device, self.streams, self.layer = tensor.device, streams, layer or LayerCopies(None)
         self.leaving: tuple[Tensor, Any] | None = None  # the source, and the event of its copy to the host
         self.arriving: tuple[Tensor, Any] | None = None  # the copy on the device, and the event of its arrival
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -166,7 +166,7 @@ class OffloadHooks:
         self.probe = probe
         self.copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
         self.streams = streams  # created with the first copy from a CUDA device
-        self.layer: LayerCopies | None = None
+        self.layer = LayerCopies(None)
 
     def wrap_forward(self, block: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run a layer's forward so that what it saves goes to the host."""
@@ -174,15 +174,13 @@ class OffloadHooks:
         before, self.layer = self.layer, LayerCopies(self.layer)
         with saved_tensors_hooks(functools.partial(self.pack, block, outer[0]), functools.partial(unpack, outer[1])):
             output = forward(*arguments)
-        if before is not None:
-            before.release()
+        before.release()
         return output
 
     def pack(self, block: nn.Module, outer_pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
         """Copy a tensor that is saved for backward to the host, unless it is a weight of the layer."""
         weights = (*block.parameters(), *block.buffers())  # looked up each time: sharded engines gather and swap them
-        weight_storages = {storage.identity for weight in weights for storage in storages(weight)}
-        if {storage.identity for storage in storages(tensor)} <= weight_storages:
+        if {*storage_identities(tensor)} <= {identity for weight in weights for identity in storage_identities(weight)}:
             return outer_pack(tensor)
         local, rebuild = to_plain_tensor(tensor)
         copy = self.copy_once(local)
@@ -197,8 +195,7 @@ class OffloadHooks:
             if tensor.is_cuda and self.streams is None:
                 self.streams = CopyStreams(tensor.device)
             copy = self.copies[key] = HostCopy(tensor, self.streams, self.layer)
-            if self.layer is not None:
-                self.layer.copies.add(copy)
+            self.layer.copies.add(copy)
             self.probe.offloaded(copy.host)
         return copy
 
@@ -207,11 +204,9 @@ def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
     """Return a saved tensor, copied back to the device."""
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
-    if saved.copy.layer is not None:
-        saved.copy.layer.release()
+    saved.copy.layer.release()
     storage = saved.copy.restore(outer_unpack(saved.packed))
-    if saved.copy.layer is not None:
-        saved.copy.layer.fetch_before()
+    saved.copy.layer.fetch_before()
     local = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
     local.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload]
     return saved.rebuild(local)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
-from harness.metrics.simulation import simulated_columns
+from harness.metrics.columns import simulated_columns
 from harness.proof.shares import share_problems
 from harness.proof.verify import FinishedRun, Verdict, evidence, not_proven, proof_entry, prove_layout, prove_steps
 from harness.records.rank_report import RankReport

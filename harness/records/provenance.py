@@ -4,6 +4,7 @@ import functools
 import hashlib
 import os
 import subprocess
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -20,12 +21,10 @@ NON_MEASURING = ("cli", "sweep", "export", "tracking", "report", "selftest", "ap
 @functools.cache
 def versions() -> dict[str, str | None]:
     """Return the versions of packages that affect a measurement, None if not installed, without importing them."""
-    packages: dict[str, str | None] = {}
-    for package in ("torch", "deepspeed", "accelerate", "transformers"):
-        try:
+    packages: dict[str, str | None] = dict.fromkeys(("torch", "deepspeed", "accelerate", "transformers"))
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
             packages[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            packages[package] = None
     return {"python": python_version(), **packages, "harness": harness.__version__, "code": _code()}
 
 

@@ -7,8 +7,8 @@ from operator import attrgetter, itemgetter
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.stack import load_stack
+from harness.metrics.columns import slowest_simulated_time
 from harness.metrics.memory import peak_rank
-from harness.metrics.simulation import slowest_simulated_time
 from harness.metrics.step_time import PHASE_COLUMNS
 from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import Record

@@ -24,9 +24,9 @@ from harness.launcher.outcome import LaunchOutcome
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.measure.environment import collect_environment
+from harness.metrics.columns import virtual_columns
 from harness.metrics.derivations import derivation_entries
 from harness.metrics.memory import max_known
-from harness.metrics.simulation import virtual_columns
 from harness.proof.simulation import verify_simulation
 from harness.proof.verify import Verdict, verify_run
 from harness.records import heartbeat

@@ -10,18 +10,13 @@ may be slow, hang or die there: everything that it received can be sent again fr
 """
 
 import hashlib
-import importlib
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import Any, Literal, Protocol, TypedDict
 
 from harness.config.from_dict import ConfigValues, GroupValues
-
-if TYPE_CHECKING:
-    from harness.config.command import TrackingConfig
-
 
 Scalar = str | int | float | bool
 
@@ -77,16 +72,6 @@ def tracker_names() -> list[str]:
     from harness.tracking import trackers
 
     return sorted(module.name for module in pkgutil.iter_modules(trackers.__path__))
-
-
-def connect(config: "TrackingConfig", timeout_seconds: float) -> Tracker:
-    """Import the configured tracker's module and library, and return the tracker.
-
-    The server has `timeout_seconds` for each answer. Raises TrackerUnavailableError if the tracker cannot be used.
-    """
-    module = importlib.import_module(f"harness.tracking.trackers.{config.name}")
-    tracker: Tracker = module.connect(config, timeout_seconds)
-    return tracker
 
 
 def tracked_id(run_id: str, moment: str) -> str:

@@ -6,6 +6,7 @@ nothing.
 """
 
 import dataclasses
+import importlib
 import os
 import queue
 import sys
@@ -22,7 +23,7 @@ from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.records.store import read_all, read_record
 from harness.tracking import payload
-from harness.tracking.base import Answer, Message, TrackedRun, Tracker, TrackerUnavailableError, connect, tracked_id
+from harness.tracking.base import Answer, Message, TrackedRun, Tracker, TrackerUnavailableError, tracked_id
 from harness.util.redact import redacted
 from harness.util.text import one_line
 
@@ -115,7 +116,8 @@ class TrackingProcess:
         """Pass one message to its tracker, which the first message connects, offline if it has failed before."""
         used = dataclasses.replace(config, mode="offline") if config in self.failures else config
         if config not in self.trackers:
-            self.trackers[config] = connect(used, message["upload"] or ANSWER_SECONDS)
+            module = importlib.import_module(f"harness.tracking.trackers.{config.name}")
+            self.trackers[config] = module.connect(used, message["upload"] or ANSWER_SECONDS)
         folder, tracker = Path(message["folder"]), self.trackers[config]
         if message["do"] != "start_run":
             self.deliver(tracker, used, message)

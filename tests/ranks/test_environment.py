@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from harness.config.schema import ClusterConfig
 from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, relevant_variables
 from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
-from harness.metrics.disturbance import disturbance_text, trend_text
+from harness.metrics.step_time import disturbance_text, trend_text
 from harness.records.rank_report import HostUsage
 from harness.runner.local_machine import detect_machine
 from tests.support.commands import ROOT

@@ -76,26 +76,17 @@ REFUSALS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-def test_cuda_is_asked_where_nvml_refuses(
+def test_cuda_is_asked_where_nvml_refuses_and_nobody_by_a_run_on_the_cpu(
     refusal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cuda_answers: Callable[..., list[list[str]]]
 ) -> None:
     options = dict(refusal)
     install(monkeypatch, [Board(**options.pop("board", {}))], **options)
     commands = cuda_answers(CUDA_ANSWER)
+    assert machine("cpu").device == "cpu" and not commands
     detected = machine()
     assert (detected.device, detected.devices, detected.device_name) == ("cuda", 1, "NVIDIA GB10")
     assert detected.free_bytes == (100 * GIB,) and detected.compute_capability == (12, 1)
     assert [command[1:] for command in commands] == [["-m", "harness.measure.cuda_query"]]
-
-
-@pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
-def test_a_run_on_the_cpu_asks_nobody(
-    refusal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cuda_answers: Callable[..., list[list[str]]]
-) -> None:
-    options = dict(refusal)
-    install(monkeypatch, [Board(**options.pop("board", {}))], **options)
-    commands = cuda_answers(None)
-    assert machine("cpu").device == "cpu" and not commands
 
 
 def test_devices_that_nobody_describes_are_one_sentence(

@@ -16,6 +16,9 @@ from tests.support.commands import compose_config
 PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "norm": 0.05, "optimizer": 0.1}  # shares of a step
 
 
+SIZES = "train.global_batch=8 train.seq_len=32"
+
+
 def rank(number: int, seconds: list[float], peak: int, device: str = "NVIDIA H200", **profiled: Any) -> dict[str, Any]:
     blocks = [("parameter", 100), ("optimizer", 200), ("gradient", 50), ("activation", 300), ("temporary", peak - 650)]
     parts = [{"role": role, "what": "", "bytes": size} for role, size in blocks]
@@ -74,10 +77,15 @@ def reports(*ranks: dict[str, Any]) -> list[RankReport]:
     return [RankReport.from_json(values) for values in ranks]
 
 
+def measured_on(*ranks: dict[str, Any], overrides: str = "") -> dict[str, Any]:
+    """Return the columns of a run of these ranks, which train as many steps as the first one timed."""
+    config = compose_config(f"train.steps={len(ranks[0]['step_seconds'])}", *overrides.split())
+    return measured_columns(config, resolve_layout(config.strategy, len(ranks)), reports(*ranks))
+
+
 def test_figures_are_the_whole_worlds() -> None:
-    config = compose_config("train.global_batch=8", "train.seq_len=32", "train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000), rank(1, [3.0, 1.0, 1.0], 1500)]
-    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    measured = measured_on(*ranks, overrides=SIZES)
     assert measured["step_seconds"] == 3.0  # the slowest rank of each step: 3, 2 and 9; their median
     assert measured["step_seconds_p95"] == pytest.approx(3 + 0.9 * 6) and measured["step_seconds_iqr_ratio"] is None
     assert measured["tokens_per_second"] == pytest.approx(8 * 32 / 3.0)
@@ -96,30 +104,27 @@ def test_figures_are_the_whole_worlds() -> None:
     assert measured["mfu"] == pytest.approx(measured["model_flops"] / 3.0 / peak)
     assert measured["hfu"] == pytest.approx(2e9 / 3.0 / peak)
     ranks[1]["device_name"] = "NVIDIA H201"
-    unknown = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    unknown = measured_on(*ranks, overrides=SIZES)
     assert unknown["mfu"] is None and unknown["model_flops_per_second_per_device"] is not None
 
 
 def test_figures_that_the_profiler_missed_are_unknown_and_not_zero() -> None:
-    config = compose_config("train.steps=3")
-    ranks = [rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)]
-    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
-    unknown = ("exposed_communication_seconds", "exposed_copy_seconds", "idle_seconds")
-    unknown += ("overlapped_communication_seconds",)
+    measured = measured_on(*(rank(number, [1.0, 2.0, 9.0], 1000) | {"traced": None} for number in range(2)))
+    names = ("exposed_communication", "exposed_copy", "idle", "overlapped_communication")
+    unknown = [f"{name}_seconds" for name in names]
     assert [measured[name] for name in unknown] == [None] * 4
     assert sum(measured[name] for name in STEP_PARTS if name not in unknown) == pytest.approx(measured["step_seconds"])
 
 
 def test_a_gpu_waits_as_long_as_it_is_not_busy() -> None:
     """The profiler delays the host, so that a GPU waits longer in traced steps, but is busy for as long."""
-    config = compose_config("train.steps=1")
     for delay in (0.0, 3.0):
         values = rank(0, [1.0], 1000)
         for share in values["traced"]["phases"].values():  # two steps are traced
             share["seconds"], share["exposed_seconds"] = 1.4 * share["seconds"] + delay, 1.4 * share["exposed_seconds"]
             share["waiting_seconds"] = delay
         values["traced"] |= {"seconds": 1.4 + 6 * delay, "overlapped_seconds": 0.28}
-        measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+        measured = measured_on(values)
         assert measured["idle_seconds"] == pytest.approx(0.3)
         assert measured["exposed_communication_seconds"] == pytest.approx(0.07)
         assert measured["overlapped_communication_seconds"] == pytest.approx(0.14)
@@ -127,28 +132,24 @@ def test_a_gpu_waits_as_long_as_it_is_not_busy() -> None:
 
 
 def test_a_cpu_that_waits_inside_its_phases_prepares_messages() -> None:
-    config = compose_config("train.steps=1")
     values = rank(0, [1.0], 1000, "cpu")
     forward = values["traced"]["phases"]["forward"]
     forward["waiting_seconds"] = 0.5 * forward["seconds"]
-    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    measured = measured_on(values)
     assert measured["forward_seconds"] == pytest.approx(0.3)
 
 
 def test_the_kernels_of_several_devices_divide_no_step() -> None:
     """A device waits while others compute, and a trace does not tell whose kernels are whose."""
-    values = rank(0, [1.0], 1000) | {"devices": 4}
-    config = compose_config("train.steps=1")
-    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    measured = measured_on(rank(0, [1.0], 1000) | {"devices": 4})
     assert measured["idle_seconds"] is measured["exposed_communication_seconds"] is None
     assert measured["overlapped_communication_seconds"] is None and measured["forward_seconds"] == pytest.approx(0.3)
 
 
 def test_a_gpu_that_was_busy_for_longer_never_waits() -> None:
-    config = compose_config("train.steps=1")
     values = rank(0, [0.25], 1000)
     values["traced"]["phases"]["rest"]["waiting_seconds"] = 0.0
-    measured = measured_columns(config, resolve_layout(config.strategy, 1), reports(values))
+    measured = measured_on(values)
     assert measured["idle_seconds"] == pytest.approx(0.0, abs=1e-9)
     assert measured["exposed_communication_seconds"] == pytest.approx(0.25 * 0.1)
     assert sum(measured[name] for name in STEP_PARTS) == pytest.approx(0.25)
@@ -168,28 +169,24 @@ def test_memory_is_the_fullest_ranks_wherever_it_is(fullest: int) -> None:
 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     """Phases are by the clock, of the slowest rank in the median step, each divided as the traced phases were."""
-    config = compose_config("train.steps=3")
     ranks = [rank(0, [1.0, 2.0, 9.0], 1000, "cpu"), rank(1, [3.0, 1.0, 1.0], 1500, "cpu")]
     ranks[1]["phase_seconds"]["forward"][0] = 1.2  # 0.4 of the step
-    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(*ranks))
+    measured = measured_on(*ranks)
     expected = {"data": 0.15, "forward": 1.2, "backward": 0.9, "optimizer": 0.45, "exposed_communication": 0.3}
     assert {name: measured[f"{name}_seconds"] for name in expected} == pytest.approx(expected)
     assert measured["idle_seconds"] == pytest.approx(0.8 * 0.0, abs=1e-9)  # all but the phases is 0 here
     assert measured["overlapped_communication_seconds"] == pytest.approx(0.6)
     assert sum(measured[name] for name in STEP_PARTS) == pytest.approx(measured["step_seconds"])
-    even = measured_columns(
-        config, resolve_layout(config.strategy, 2), reports(rank(0, [1.0, 2.0, 4.0, 8.0], 1000, "cpu"))
-    )
+    even = measured_on(rank(0, [1.0, 2.0, 4.0, 8.0], 1000, "cpu"))
     assert sum(even[name] for name in STEP_PARTS) == pytest.approx(even["step_seconds"]) and even["step_seconds"] == 3.0
     assert even["idle_seconds"] == pytest.approx(0.08 * 3) and even["other_seconds"] == pytest.approx(0.02 * 3)
     assert even["step_seconds_iqr_ratio"] == pytest.approx((5 - 1.75) / 3)
 
 
 def test_waiting_of_a_pipeline_is_idle() -> None:
-    config = compose_config("strategy=pp_1f1b", "train.steps=1")
     values = rank(0, [10.0], 1000, "cpu")
     values["traced"]["phases"]["norm"]["exposed_seconds"] = 0.05  # all of it: there the stages meet
-    measured = measured_columns(config, resolve_layout(config.strategy, 2), reports(values, rank(1, [5.0], 900)))
+    measured = measured_on(values, rank(1, [5.0], 900), overrides="strategy=pp_1f1b")
     assert measured["idle_seconds"] == pytest.approx(0.5 + 0.8) and measured["other_seconds"] == pytest.approx(0.2)
     assert measured["exposed_communication_seconds"] == pytest.approx(1.0)
 

@@ -11,7 +11,7 @@ import torch
 from harness.config.hardware import FittedHardware
 from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import resolve_layout
-from harness.metrics.simulation import simulated_time_columns
+from harness.metrics.columns import simulated_time_columns
 from harness.records.rank_report import RankReport, SimulatedTime
 from harness.simulator.kernel_work import (
     AttentionKernel,

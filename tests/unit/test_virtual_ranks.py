@@ -10,7 +10,7 @@ from torch import Tensor
 
 from harness.cost_model.timing.step_time import StepTime
 from harness.layout.layout import resolve_layout
-from harness.metrics.simulation import virtual_columns
+from harness.metrics.columns import virtual_columns
 from harness.records.rank_report import PhaseShare, RankReport, TimeBreakdown
 from harness.simulator.deepspeed_process import fill_padding
 from harness.simulator.process_group import fake_process_group
