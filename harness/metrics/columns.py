@@ -45,7 +45,7 @@ def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
         "cpu_seconds": sum(usage.cpu_seconds for usage in usages) / config.train.steps,
         "peak_rss_bytes": max_known(usage.peak_rss_bytes for usage in usages),
         "joules_per_token": sum(energies) / tokens if len(energies) == len(usages) else None,
-        **kernel_columns(config, ranks),
+        "attention_kernel": "+".join(attention_kernels(config, ranks)) or None,
         "noise_warning": disturbance_text(step_seconds(ranks), usages),
         "communication_bytes": communication_bytes(ranks),
         "loss_first": losses[0],
@@ -88,11 +88,6 @@ def mean_losses(ranks: Sequence[RankReport]) -> list[float | None]:
     """Return the mean loss of every step over the ranks; None where a rank's loss is not finite."""
     steps = zip(*(rank.losses for rank in ranks), strict=True)
     return [None if None in losses else sum(loss or 0.0 for loss in losses) / len(losses) for losses in steps]
-
-
-def kernel_columns(config: RunConfig, ranks: Sequence[RankReport]) -> Cells:
-    """Return the attention kernel that ran; several are joined by +, and no kernel is None."""
-    return {"attention_kernel": "+".join(attention_kernels(config, ranks)) or None}
 
 
 def attention_kernels(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
@@ -145,7 +140,7 @@ def simulated_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRep
     executed = executed_flops(ranks) if len(ranks) == layout.pp else None
     return {
         **memory_columns(ranks),
-        **kernel_columns(config, ranks),
+        "attention_kernel": "+".join(attention_kernels(config, ranks)) or None,
         "communication_bytes": communication_bytes(ranks),
         "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
         "model_flops": model_flops(config),

@@ -277,31 +277,39 @@ def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, override
     assert any(problem.startswith(reason) and "choose" in problem for problem in problems), problems
 
 
-def complaint(model: dict[str, Any]) -> str:
+def complaint(path: Path, content: str, **values: Any) -> str:
+    """Return what is said of a model with this config.json."""
+    (path / "config.json").write_text(content)
     with pytest.raises(UserError) as raised:
-        hf.fill_model_config({"family": "hf", "attention": "flash"} | model, 32)
+        hf.fill_model_config({"family": "hf", "attention": "flash", "path": str(path)} | values, 32)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
 
-def test_an_invalid_model_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "model.path is missing" in complaint({"path": None})
-    assert "does not exist" in complaint({"path": str(tmp_path / "nowhere")})
-    (tmp_path / "config.json").write_text("{")
-    assert "no readable config.json" in complaint({"path": str(tmp_path)})
-    (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
-    assert "is not a configuration that transformers" in complaint({"path": str(tmp_path)})
-    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
-    assert "not a causal language model" in complaint({"path": str(tmp_path)})
-    assert "has no dropout of its own" in complaint({"path": str(folder(tmp_path, "llama")), "dropout": 0.1})
-    assert "model.rope_theta=7.0 cannot be set" in complaint(
-        {"path": str(folder(tmp_path, "llama")), "rope_theta": 7.0}
-    )
-    sizes = {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bloom"} | sizes))  # whose scores have slopes
-    assert "choose model.attention=eager" in complaint({"path": str(tmp_path)})
+LLAMA = json.dumps({"model_type": "llama"} | MODELS["llama"])
+BLOOM = json.dumps({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320})
+
+
+@pytest.mark.parametrize(
+    ("content", "values", "reason"),
+    [
+        (LLAMA, {"path": None}, "model.path is missing"),
+        (LLAMA, {"path": "nowhere"}, "does not exist"),
+        ("{", {}, "no readable config.json"),
+        ('{"model_type": "unheard-of"}', {}, "is not a configuration that transformers"),
+        ('{"model_type": "t5"}', {}, "not a causal language model"),
+        (LLAMA, {"dropout": 0.1}, "has no dropout of its own"),
+        (LLAMA, {"rope_theta": 7.0}, "model.rope_theta=7.0 cannot be set"),
+        (BLOOM, {}, "choose model.attention=eager"),  # whose scores have slopes
+    ],
+)
+def test_an_invalid_model_is_a_one_line_error(tmp_path: Path, content: str, values: Any, reason: str) -> None:
+    assert reason in complaint(tmp_path, content, **values)
+
+
+def test_a_model_without_its_library_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install 'training-harness[hf]'" in complaint({"path": str(folder(tmp_path, "llama"))})
+    assert "pip install 'training-harness[hf]'" in complaint(tmp_path, LLAMA)
 
 
 def test_an_invalid_path_leaves_no_files(tmp_path: Path, harness: Harness) -> None:

@@ -205,17 +205,16 @@ def test_corrupt_records_are_named_and_not_fatal(tmp_path: Path) -> None:
         "deep": "[" * 100_000,
         "ranks": whole.replace('"rank": 0', '"rank": 0}, 7, {"a": 1'),
     }
-    for name, text in broken.items():
+    contents = {name: text.encode() for name, text in broken.items()} | {"bytes": b"\xff\xfe"}
+    for name, content in contents.items():
         (tmp_path / name).mkdir()
-        (tmp_path / name / "record.json").write_text(text)
-    (tmp_path / "bytes").mkdir()
-    (tmp_path / "bytes" / "record.json").write_bytes(b"\xff\xfe")
+        (tmp_path / name / "record.json").write_bytes(content)
     (tmp_path / "folder" / "record.json").mkdir(parents=True)
     (tmp_path / "running").mkdir()
     loaded = read_all(tmp_path)
     assert [entry.row["run_id"] for entry in loaded.records] == ["good"]
     named = {Path(problem.split(" ")[0]).parent.name for problem in loaded.problems}
-    assert named == {*broken, "bytes", "folder"} and not any("\n" in problem for problem in loaded.problems)
+    assert named == {*contents, "folder"} and not any("\n" in problem for problem in loaded.problems)
     assert "schema_version=3 is not 2" in next(problem for problem in loaded.problems if "newer" in problem)
     with pytest.raises(UserError, match=r"cut/record\.json is not a whole record"):
         read_record(tmp_path / "cut")
