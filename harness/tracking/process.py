@@ -69,7 +69,9 @@ class TrackingProcess:
                     message = inbox.get(timeout=0 if waiting and not self.is_quiet() else WAIT_SECONDS)
                     is_closing = message["do"] == "close"
                     if message["do"] == "start_run":
-                        self.started[message["folder"]] = StartedRun(message, time.monotonic())
+                        before = self.started.get(message["folder"])
+                        live = before.live if before else None  # a run that starts once more stays the tracker's
+                        self.started[message["folder"]] = StartedRun(message, time.monotonic(), live)
                     elif not is_closing:
                         self.started.pop(message["folder"], None)
                         waiting.append(message)
