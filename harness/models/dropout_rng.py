@@ -4,7 +4,6 @@ Ranks that hold the same activations (the residual stream of tensor-parallel ran
 hold different data, heads, parts of the sequence or layers draw different ones.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,14 +12,15 @@ import torch
 from torch import nn
 
 from harness.layout.layout import Layout
+from harness.models.init_weights import generator
 
 
 def dropout_seed(seed: int, layout: Layout, rank: int) -> int:
     """Return the seed of a rank's default generators: the same on tensor-parallel ranks that share whole sequences."""
     coordinates = layout.coordinates(rank)
     sequence = coordinates["tp"] if layout.sequence_parallel else 0
-    purpose = f"{seed}/masks/{layout.data_rank(rank)}/{coordinates['pp']}/{coordinates['cp']}/{sequence}"
-    return int.from_bytes(hashlib.sha256(purpose.encode()).digest()[:8], "big") >> 1
+    purpose = f"masks/{layout.data_rank(rank)}/{coordinates['pp']}/{coordinates['cp']}/{sequence}"
+    return generator(seed, purpose, torch.device("cpu")).initial_seed()
 
 
 def dropout_rng_ranks(model: nn.Module) -> list[int | None]:
