@@ -107,12 +107,13 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 def dropout_fields(config: Any) -> dict[str, float]:
     """Return every dropout probability above 0 in the library's configuration, by its key."""
-    items = ((key, value) for key, value in config.to_dict().items() if re.search(r"dropout|pdrop|layerdrop", key))
     other_heads = ("classifier", "summary")  # a causal language model has none of these heads
-    numbers = {
-        key: value for key, value in items if not key.startswith(other_heads) and isinstance(value, (int, float))
+    return {
+        key: float(value)
+        for key, value in config.to_dict().items()
+        if re.search(r"dropout|pdrop|layerdrop", key) and not key.startswith(other_heads)
+        if isinstance(value, (int, float)) and value > 0
     }
-    return {key: float(value) for key, value in numbers.items() if value > 0}
 
 
 def set_dropout(config: Any, probability: float, path: object) -> None:
