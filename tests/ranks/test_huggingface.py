@@ -277,11 +277,11 @@ def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, override
     assert any(problem.startswith(reason) and "choose" in problem for problem in problems), problems
 
 
-def complaint(path: Path, content: str, **values: Any) -> str:
+def complaint(root: Path, content: str, **values: Any) -> str:
     """Return what is said of a model with this config.json."""
-    (path / "config.json").write_text(content)
+    (root / "config.json").write_text(content)
     with pytest.raises(UserError) as raised:
-        hf.fill_model_config({"family": "hf", "attention": "flash", "path": str(path)} | values, 32)
+        hf.fill_model_config({"family": "hf", "attention": "flash", "path": str(root)} | values, 32)
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
