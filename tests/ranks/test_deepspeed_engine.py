@@ -29,7 +29,7 @@ from tests.support import faults, row_invariants
 from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with
 
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
-SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1"
+SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"
 
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
@@ -59,9 +59,7 @@ def train(run_dir: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        f"strategy=zero1 model.tie_word_embeddings=true {SMALL_BUCKETS}",
-        f"strategy=zero2 {SMALL_BUCKETS}",
-        f"strategy=zero3 model.tie_word_embeddings=true {SMALL_BUCKETS}",
+        *(f"strategy={strategy} {SMALL_BUCKETS}" for strategy in ("zero1", "zero2", "zero3")),
         "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=1000",
         "strategy=zero1_defaults precision=bf16_mixed",
         f"strategy=zero1_tp {FOUR_RANKS}",
