@@ -28,18 +28,18 @@ class RunProgress:
     steps: int
     started_at: float  # time.monotonic()
     folder: Path | None = None  # that its ranks write to: first the reference's, then its own
-    first: tuple[Path, int, float] | None = None  # folder, step and time.monotonic()
+    first: tuple[int, float] | None = None  # step and time.monotonic(), since the folder is this one
     note: str = ""  # shown until its ranks report a phase
 
     def text(self, now: float) -> str:
         """Return the line that shows the run at this time.monotonic()."""
         beat = heartbeat.read_heartbeat(self.folder, 0) if self.folder else None
         phase, step = (beat.phase, beat.step) if beat else (self.note or "starting", 0)
-        if self.folder and (self.first is None or self.first[0] != self.folder):
-            self.first = (self.folder, step, now) if step else None
+        if self.first is None and step:
+            self.first = (step, now)
         rate = ""
-        if self.first is not None and step > self.first[1]:
-            rate = f", {(step - self.first[1]) / (now - self.first[2]):.1f} steps/s"
+        if self.first is not None and step > self.first[0]:
+            rate = f", {(step - self.first[0]) / (now - self.first[1]):.1f} steps/s"
         reference = "reference, " if self.folder and RunFolder(self.folder).is_reference else ""
         return f"{self.label}: {reference}{phase}, step {step} of {self.steps}{rate}, {now - self.started_at:.0f} s"
 
@@ -91,7 +91,7 @@ class ProgressDisplay:
         progress = self.running.get(run)
         if progress is None or progress.folder == folder:
             return
-        progress.folder = folder
+        progress.folder, progress.first = folder, None
         if not RunFolder(folder).is_reference:
             self.ranks_starting(run, folder)
 

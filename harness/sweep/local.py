@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 
+from harness.config.command import read_command_config
 from harness.config.from_dict import ConfigValues
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
@@ -12,10 +13,20 @@ from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
 from harness.runner.launch_run import RunContext
 from harness.runner.local_machine import detect_machine
+from harness.runner.plan import RunPlan, fits_now, make_plan
+from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
+from harness.runner.simulation import machine_of_run
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.queued_run import Ended, QueuedRun, plan_run
+from harness.sweep.queued_run import (
+    Ended,
+    MicroBatchSearch,
+    QueuedRun,
+    feasible_plans,
+    queue_plan,
+    wants_max_micro_batch,
+)
 from harness.util.errors import UserError
 
 
@@ -34,8 +45,17 @@ class LocalExecutor:
         return detect_machine(cluster)
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
-        """Return the planned run of composed values."""
-        return plan_run(values, repeat_index, self.machine)
+        """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
+        machine = machine_of_run(values, self.machine)
+        values = resolve_auto(values, machine.device, machine.compute_capability)
+
+        def plan(candidate: ConfigValues) -> RunPlan:
+            return make_plan(resolve_run_config(candidate), machine, read_command_config(candidate))
+
+        if not wants_max_micro_batch(values):
+            return queue_plan(plan(values), repeat_index)
+        search = MicroBatchSearch(feasible_plans(values, plan), fits_now)
+        return queue_plan(search.first, repeat_index, search)
 
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the run's stored record if it can be reused."""

@@ -5,19 +5,15 @@ Behind train.micro_batch=max is a search for the largest micro-batch that fits, 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from harness.config.command import CommandConfig, read_command_config
+from harness.config.command import CommandConfig
 from harness.config.from_dict import ConfigValues
-from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
-from harness.hardware.machine import Machine
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.schema import Record
-from harness.runner.plan import RunPlan, fits_now, make_plan
-from harness.runner.resolve import resolve_auto, resolve_run_config
-from harness.runner.simulation import machine_of_run
+from harness.runner.plan import RunPlan
 from harness.util.errors import UserError
 
 
@@ -60,20 +56,6 @@ def deduplicate_and_sort(runs: Iterable[QueuedRun]) -> list[QueuedRun]:
     for run in runs:
         unique.setdefault((run.comparison.path, run.name), run)
     return sorted(unique.values(), key=lambda run: (run.repeat_index, run.cost))
-
-
-def plan_run(values: ConfigValues, repeat_index: int, machine_of: Callable[[ClusterConfig], Machine]) -> QueuedRun:
-    """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
-    machine = machine_of_run(values, machine_of)
-    values = resolve_auto(values, machine.device, machine.compute_capability)
-    if not wants_max_micro_batch(values):
-        return queue_plan(_plan(machine, values), repeat_index)
-    search = MicroBatchSearch(feasible_plans(values, partial(_plan, machine)), fits_now)
-    return queue_plan(search.first, repeat_index, search)
-
-
-def _plan(machine: Machine, values: ConfigValues) -> RunPlan:
-    return make_plan(resolve_run_config(values), machine, read_command_config(values))
 
 
 def queue_plan(plan: RunPlan, repeat_index: int = 0, search: "MicroBatchSearch | None" = None) -> QueuedRun:
