@@ -10,7 +10,7 @@ import pytest
 from harness.calibration.cluster import write_cluster
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.hardware.machine import processor_name, usable_cores
-from tests.system.test_calibrate import harness
+from tests.support.processes import run_python
 
 SWEEP = ("-m", "strategy=ddp,tp,fsdp_full_shard,pp_1f1b", "world_size=2", "model=tiny", "data=synthetic")
 QUICK = ("train.steps=2", "train.warmup_steps=1", "tracking=none", "proof.reference=false", "name=planned")
@@ -38,14 +38,14 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.long
 def test_a_sweep_measures_the_best_predictions_and_says_whether_the_winner_won(described: Path) -> None:
-    done = harness(described, *SWEEP, *QUICK, "plan.top=2")
+    done = run_python(described, "-m", "harness", *SWEEP, *QUICK, "plan.top=2")
     assert done.returncode == 0, done.stderr
     measured = rows(described)
     predicted = [float(row["predicted_step_seconds"]) for row in measured]
     assert len(measured) == 2 and predicted == sorted(predicted)
     assert "plan.top=2: 2 of 4 configurations are not run: 2 predicted to be slower than the best 2" in done.stderr
 
-    again = harness(described, *SWEEP, *QUICK, "plan.top=3", "plan.validate=true")
+    again = run_python(described, "-m", "harness", *SWEEP, *QUICK, "plan.top=3", "plan.validate=true")
     assert again.returncode == 0, again.stderr
     validated = rows(described)
     assert [row["run_id"] for row in validated[:2]] == [row["run_id"] for row in measured]
@@ -59,7 +59,7 @@ def test_a_sweep_measures_the_best_predictions_and_says_whether_the_winner_won(d
 
 
 def test_a_sweep_on_a_machine_that_no_file_describes_says_what_to_do(tmp_path: Path) -> None:
-    done = harness(tmp_path, *SWEEP, *QUICK, "plan.top=2")
+    done = run_python(tmp_path, "-m", "harness", *SWEEP, *QUICK, "plan.top=2")
     assert done.returncode == 2
     assert done.stderr.rstrip().splitlines()[-1].endswith("describes this machine (cpu): run harness calibrate first")
     assert not list((tmp_path / "results").glob("planned/*/record.json"))
