@@ -11,7 +11,7 @@ import pytest
 
 from harness.records.schema import Record
 from harness.report.speeds import Speed, leads
-from harness.report.view import View
+from harness.report.view import View, truncate
 from tests.support.example_records import FAILED, MIB, record_of, row
 
 # The speeds of 27 runs over the medians of their nine configurations, as a comparison on two busy cores recorded them.
@@ -136,3 +136,13 @@ def test_identical_programs_are_no_rivals() -> None:
     assert places(view_of(tp, stage, ddp), "fastest") == [0, 1]
     assert places(view_of(tp, stage), "fastest") == []  # nothing to beat
     assert len({line.program for line in view_of(tp, program(1, "pp_1f1b", CLEAR, steps=20), ddp).lines}) == 3
+
+
+def test_places_are_those_among_all_runs_where_few_are_drawn() -> None:
+    """The front of a part is the front of the whole: a line that an undrawn one beats is not on it."""
+    best = configuration(1, "pp", CLEAR, peak_allocated_bytes=MIB, micro_batch=1)
+    worse = configuration(2, "fsdp", SLOWER, peak_allocated_bytes=2 * MIB, micro_batch=2)
+    view = view_of(configuration(3, "ddp", [2e3, 2001.0, 2002.0], peak_allocated_bytes=3 * MIB), worse, best)
+    assert places(view, "front") == [0, 2]
+    shown = {line.row["strategy"]: line.is_on_front for line in truncate(view, 6).lines}
+    assert shown == {"ddp": True, "fsdp": False}
