@@ -64,19 +64,32 @@ def executed_flops_with(
 ) -> int:
     """Return the operations of a step that run over all ranks, which HFU counts.
 
-    `fused` is whether a fused kernel computes attention, as a run's ranks have observed it. Such a kernel keeps no
-    scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Where the head goes through the
-    tokens in parts, it keeps no part's logits, and runs again in backward. Tensor-parallel ranks repeat a head that is
-    not cut.
+    `fused` is whether a fused kernel computes attention, as a run's ranks have observed it.
+    """
+    return sum(executed_flops_parts(config, layout, fused, recomputes_last_projection).values())
+
+
+def executed_flops_parts(
+    config: RunConfig, layout: Layout, fused: bool, recomputes_last_projection: bool
+) -> dict[str, int]:
+    """Return the operations of executed_flops_with() by what they are of.
+
+    Where the head goes through the tokens in parts, it keeps no part's logits, and runs again in backward. A fused
+    kernel keeps no scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Tensor-parallel
+    ranks repeat a head that is not cut.
     """
     model, train = config.model, config.train
     head, skipped = head_flops(config), model.num_hidden_layers * causal_skipped_flops(config, layout)
     logits = head if train.loss_chunks > 1 else 0
     scores = model_profile(model).recomputed_score_flops(train.global_batch, train.seq_len) - skipped
-    repeated_heads = (layout.tp // layout.vocabulary_tp - 1) * ((1 + BACKWARD) * head + logits)
-    checkpointed = recomputed_flops(config, layout, recomputes_last_projection, fused)
-    once = model_flops(config) - (1 + BACKWARD) * 2 * skipped
-    return once + logits + scores * fused + checkpointed + repeated_heads
+    return {
+        "the model": model_flops(config) - (1 + BACKWARD) * 2 * skipped,
+        "logits computed again": logits,
+        "attention scores computed again": scores if fused else 0,
+        "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
+        "a head that every tensor-parallel rank computes": (layout.tp // layout.vocabulary_tp - 1)
+        * ((1 + BACKWARD) * head + logits),
+    }
 
 
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
