@@ -23,25 +23,26 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 
 TRACE_SECONDS = 600  # the limit of a trace
 
-# The keys of a config.json for the values of a model of the family llama; Mistral's sliding window is left out.
-_LLAMA = {
-    "hidden_size": "hidden_size",
-    "num_hidden_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-    "intermediate_size": "intermediate_size",
-    "context_length": "max_position_embeddings",
+# The keys of a config.json for the values of a model, by its family; Mistral's sliding window is left out.
+_KEYS = {
+    "llama": {
+        "hidden_size": "hidden_size",
+        "num_hidden_layers": "num_hidden_layers",
+        "num_attention_heads": "num_attention_heads",
+        "vocab_size": "vocab_size",
+        "intermediate_size": "intermediate_size",
+        "context_length": "max_position_embeddings",
+    },
+    "gpt": {
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "vocab_size": "vocab_size",
+        "context_length": "n_positions",
+    },
 }
 
-_GPT = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "vocab_size": "vocab_size",
-    "context_length": "n_positions",
-}
-
-_DECODERS = {"llama": ("llama", _LLAMA), "mistral": ("llama", _LLAMA), "gpt2": ("gpt", _GPT)}  # by model_type
+_FAMILIES = {"llama": "llama", "mistral": "llama", "gpt2": "gpt"}  # by model_type
 
 # The settings of model=hf that count before its config.json.
 _CHANGED = ("context_length", "dropout", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
@@ -57,7 +58,9 @@ def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValu
     try:
         config: dict[str, Any] = json.loads(path.read_text())
         experts = next((key for key in EXPERTS if (config.get(key) or 0) > 1), None)
-        name = str(model.get("name") or model_name(path, str(model["path"])))
+        # Of a model of the hub it is the last part of its name there.
+        of_path = str(model["path"]).rpartition("/")[2] if "snapshots" in path.parts else path.resolve().parent.name
+        name = str(model.get("name") or of_path)
         decoder = decoder_values(config, model, name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
@@ -100,17 +103,12 @@ def hub_folder() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
 
 
-def model_name(path: Path, text: str) -> str:
-    """Return the name of a model: its folder's, or for one of the hub the last part of its name there."""
-    return text.rpartition("/")[2] if "snapshots" in path.parts else path.resolve().parent.name
-
-
 def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
     """Return a model as the project's own decoder; None where its architecture is another one."""
-    family, keys = _DECODERS.get(str(config.get("model_type")), ("", {}))
-    if not family or (family == "llama" and has_other_layers(config)):
+    family = _FAMILIES.get(str(config.get("model_type")))
+    if family is None or (family == "llama" and has_other_layers(config)):
         return None
-    values: GroupValues = {value: config[key] for value, key in keys.items()}
+    values: GroupValues = {value: config[key] for value, key in _KEYS[family].items()}
     width, heads, is_gpt = values["hidden_size"], values["num_attention_heads"], family == "gpt"
     values |= {
         "intermediate_size": values.get("intermediate_size") or config.get("n_inner") or 4 * width,
@@ -128,10 +126,9 @@ def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> Gro
 
 def has_other_layers(config: dict[str, Any]) -> bool:
     """Return whether layers of the type llama have biases, heads or an activation that the family's have not."""
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    heads, width = config["num_attention_heads"], config["hidden_size"]
     has_biases = config.get("attention_bias") or config.get("mlp_bias")
-    is_other_head = head_dim * heads != config["hidden_size"]
+    is_other_head = (config.get("head_dim") or width // heads) * heads != width
     return bool(has_biases or is_other_head or config.get("hidden_act", "silu") != "silu")
 
 

@@ -19,7 +19,7 @@ from harness.hardware.described_cluster import described_cluster
 from harness.layout.layout import resolve_layout
 from harness.planner.hf_config import hf_values
 from harness.planner.problems import plan_problems, predict
-from harness.planner.run_overrides import SEARCH
+from harness.planner.row import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.sentences import say
 from harness.planner.space import SearchedSpace

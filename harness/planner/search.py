@@ -136,10 +136,11 @@ def end_steps(prediction: Prediction) -> list[RankStep]:
     config, layout = prediction.config, prediction.layout
     if prediction.is_of_nearest_decoder:
         return []
-    if prediction.is_runnable:
-        steps = rank_steps(config, layout, prediction.widths, prediction.cluster.device)
-    else:
-        steps = stack_steps(config, layout, prediction.stack.memory)
+    steps = (
+        rank_steps(config, layout, prediction.widths, prediction.cluster.device)
+        if prediction.is_runnable
+        else stack_steps(config, layout, prediction.stack.memory)
+    )
     return steps[:: max(1, len(steps) - 1)]
 
 

@@ -14,7 +14,7 @@ from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.layout.state_widths import STATE_KINDS
 from harness.planner.problems import offers
-from harness.planner.run_overrides import run_command
+from harness.planner.row import run_command
 from harness.planner.search import SearchResult
 from harness.util.sentences import Sentences
 

@@ -77,8 +77,7 @@ def has_values(settings: StrategyConfig | CheckpointingConfig, values: Mapping[s
 @cache
 def divisors(number: int) -> tuple[int, ...]:
     """Return the divisors of a number, smallest first."""
-    small = [size for size in range(1, int(number**0.5) + 1) if number % size == 0]
-    return (*small, *(number // size for size in reversed(small) if size * size != number))
+    return tuple(size for size in range(1, number + 1) if number % size == 0)
 
 
 def candidates(space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:

@@ -11,8 +11,7 @@ from typing import Any
 from harness.config.byte_size import format_bytes
 from harness.cost_model.prediction import Prediction
 from harness.planner.plan import LayoutPlan
-from harness.planner.row import csv_text, planned_row
-from harness.planner.run_overrides import run_overrides
+from harness.planner.row import csv_text, planned_row, run_overrides
 from harness.planner.search import SearchResult
 from harness.planner.sentences import (
     basis_sentences,

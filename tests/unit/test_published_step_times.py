@@ -89,20 +89,14 @@ def test_published_step_times_are_predicted(source: str) -> None:
 
 
 def times(key: str, factor: float = 2) -> Change:
-    """Return a change that multiplies a figure of the hardware, or one that is fitted of it."""
+    """Return a change that multiplies a figure of the hardware, one that is fitted of it, or one of the stack."""
 
     def changed(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) -> Case:
-        owner: Any = hardware if hasattr(hardware, key) else hardware.fitted
+        owner: Any = next(owner for owner in (hardware, hardware.fitted, timing) if hasattr(owner, key))
         other = dataclasses.replace(owner, **{key: factor * getattr(owner, key)})
+        if owner is timing:
+            return row, hardware, other
         return row, other if owner is hardware else dataclasses.replace(hardware, fitted=other), timing
-
-    return changed
-
-
-def without(key: str) -> Change:
-    def changed(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) -> Case:
-        values: dict[str, Any] = {key: 0}
-        return row, hardware, dataclasses.replace(timing, **values)
 
     return changed
 
@@ -135,17 +129,17 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "axes misplaced": ("nodes", place_one_device_a_node),
     "axes misplaced, FSDP": ("Modalities", place_one_device_a_node),
     "axes misplaced, tensor parallelism": ("nanotron", place_one_device_a_node),
-    "no launches": ("one node", without("kernels_per_layer")),
-    "no overlap of FSDP": ("Modalities", without("prefetches_parameters")),
+    "no launches": ("one node", times("kernels_per_layer", 0)),
+    "no overlap of FSDP": ("Modalities", times("prefetches_parameters", 0)),
     "products twice as fast": ("nanotron", times("matmul_efficiency")),
     "memory twice as fast, nanotron": ("nanotron", times("memory_efficiency")),
     "links in a node ten times slower": ("nanotron", times("intra_node_efficiency", 0.1)),
     "steps between nodes a hundred times slower": ("nanotron", times("inter_node_latency", 100)),
-    "no launches of collectives": ("nanotron", without("collective_launch_seconds")),
-    "no waiting of ranks in pipelines": ("nanotron", without("pipelined_collective_seconds_per_rank")),
-    "no steps between nodes": ("nanotron", without("inter_node_step_seconds")),
+    "no launches of collectives": ("nanotron", times("collective_launch_seconds", 0)),
+    "no waiting of ranks in pipelines": ("nanotron", times("pipelined_collective_seconds_per_rank", 0)),
+    "no steps between nodes": ("nanotron", times("inter_node_step_seconds", 0)),
     # Without the copies of slices ZeRO's stage 1 is chosen where stage 0 is faster.
-    "no copies of slices": ("nanotron on up to 256", without("shard_slice_seconds")),
+    "no copies of slices": ("nanotron on up to 256", times("shard_slice_seconds", 0)),
 }
 
 
@@ -169,25 +163,29 @@ def test_a_step_s_parts_add_up_and_slower_hardware_takes_longer() -> None:
 # --- Single kernels and collectives
 
 
+def measured(file: str, *columns: str) -> list[list[float]]:
+    """Return the cells of columns of a published table."""
+    return [[float(values[column]) for column in columns] for _, values in numbered_rows(DATA / file)]
+
+
 def product_error(hardware: HardwareConfig) -> float:
     """Return the median error of the rates of matrix products on A100 PCIe, which has 1,935 GB/s."""
     rates = kernel_rates(dataclasses.replace(hardware, memory_bandwidth=1.935e12), "bfloat16")
-    errors = []
-    for _, values in numbered_rows(DATA / "simumax_products_a100.csv"):
-        m, n, k = (int(values[side]) for side in "mnk")
-        efficiency = 2 * m * n * k / rates.product_seconds(m, n, k, 2) / 312e12
-        errors.append(abs(efficiency / float(values["efficiency"]) - 1))
-    return median(errors)
+    rows = measured("simumax_products_a100.csv", "m", "n", "k", "efficiency")
+    return median(
+        abs(2 * m * n * k / rates.product_seconds(m, n, k, 2) / 312e12 / efficiency - 1) for m, n, k, efficiency in rows
+    )
 
 
 def all_reduce_error(hardware: HardwareConfig) -> float:
     """Return the median error of the bus bandwidths of all-reduces in a node of A100."""
-    errors = []
-    for _, values in numbered_rows(DATA / "nccl_all_reduce_a100.csv"):
-        ranks, sent = int(values["gpus"]), int(values["bytes"])
-        bandwidth = 2 * (ranks - 1) / ranks * sent / all_reduce_seconds(sent, RankGroup(ranks, 1), hardware)
-        errors.append(abs(bandwidth / 1e9 / float(values["bus_gigabytes_per_second"]) - 1))
-    return median(errors)
+    return median(
+        abs(
+            2 * (ranks - 1) / ranks * sent / all_reduce_seconds(sent, RankGroup(int(ranks), 1), hardware) / 1e9 / rate
+            - 1
+        )
+        for ranks, sent, rate in measured("nccl_all_reduce_a100.csv", "gpus", "bytes", "bus_gigabytes_per_second")
+    )
 
 
 def test_products_and_collectives_of_a100_are_predicted() -> None:

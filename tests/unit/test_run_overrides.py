@@ -4,8 +4,7 @@ import shlex
 
 import pytest
 
-from harness.planner.row import planned_row
-from harness.planner.run_overrides import run_command, run_overrides, strategy_presets
+from harness.planner.row import planned_row, run_command, run_overrides, strategy_presets
 from tests.support.planned import planned
 
 SEARCHES = (
