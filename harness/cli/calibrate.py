@@ -80,9 +80,9 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
 
 def table(errors: "Sequence[CurveError]") -> list[str]:
     """Return what was measured and how well the fitted curves reproduce it, as a table."""
-    lines: list[tuple[str, ...]] = [("measured", "points", "sizes", "best rate", "median error", "largest error")]
-    lines += [
-        (e.name, str(e.points), e.sizes, e.best, f"{e.median_error:.0%}", f"{e.largest_error:.0%}") for e in errors
+    lines = [
+        ("measured", "points", "sizes", "best rate", "median error", "largest error"),
+        *((e.name, str(e.points), e.sizes, e.best, f"{e.median_error:.0%}", f"{e.largest_error:.0%}") for e in errors),
     ]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]

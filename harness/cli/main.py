@@ -59,10 +59,12 @@ def unknown_command_text(words: Sequence[str]) -> str:
         name = rest[0] if word == group and rest else word
         if group in group_names() and name in choices_of(group):
             return f"{problem}: type harness {group}={name}"
-    if word in group_names() and rest and similar_choices(word, rest[0]):
-        return f"{problem}: type harness {similar_choices(word, rest[0])[0]}"
     if word in group_names():
-        return f"{problem}: type harness {word}=NAME with one of {', '.join(choices_of(word))}"
+        instead = [
+            *(similar_choices(word, rest[0]) if rest else ()),
+            f"{word}=NAME with one of {', '.join(choices_of(word))}",
+        ]
+        return f"{problem}: type harness {instead[0]}"
     if word in RUN_WORDS:
         names = [f"sweeps={name}" if name in choices_of("sweeps") else name for name in rest]
         return f"{problem}, because settings alone make runs: type harness {' '.join(names) or 'strategy=zero3'}"

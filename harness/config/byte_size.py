@@ -23,16 +23,13 @@ def parse_bytes(text: str | int | float, key: str = "") -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip(), re.ASCII)
     unit = UNITS.get(match[2], 0) if match else 0
     size = Decimal(match[1]) * unit if match else Decimal(0)
-    is_whole = size == int(size) or unit > 1
-    if not (1 <= size <= _MAX_BYTES and is_whole):
-        setting = f"{key}={text}" if key else str(text)
-        units = ", ".join((*BINARY, *DECIMAL, "B"))
-        choice = f"choose a number with {units}, or of bytes alone"
-        letter = match[2][:1].upper() if match else ""
-        if match and not unit and letter in ("G", "M", "K"):
-            choice = f"did you mean {match[1]}{letter}iB or {match[1]}{letter}B?"
-        raise UserError(f"{setting} is not a size of 1 byte or more: {choice}")
-    return int(size)
+    if 1 <= size <= _MAX_BYTES and (size == int(size) or unit > 1):
+        return int(size)
+    choice = f"choose a number with {', '.join((*BINARY, *DECIMAL, 'B'))}, or of bytes alone"
+    if match and not unit and (letter := match[2][:1].upper()) in ("G", "M", "K"):
+        choice = f"did you mean {match[1]}{letter}iB or {match[1]}{letter}B?"
+    setting = f"{key}={text}" if key else str(text)
+    raise UserError(f"{setting} is not a size of 1 byte or more: {choice}")
 
 
 Size = Annotated[str | int | float, parse_bytes]

@@ -113,10 +113,6 @@ class CommandConfig:
     stop_after: tuple[str | int | float, ...] = _between_attempts(())
     force: bool = _between_attempts(False)  # Whether runs that are already recorded are run again.
 
-    def to_dict(self) -> ConfigValues:
-        """Return the configuration in plain values."""
-        return dataclasses.asdict(self)
-
 
 RUN_KEYS = tuple(entry.name for entry in dataclasses.fields(RunConfig))
 
@@ -155,4 +151,4 @@ def read_command_config(values: Mapping[str, Any]) -> CommandConfig:
 
 def merge_values(config: RunConfig, command: CommandConfig) -> ConfigValues:
     """Return both halves as one configuration in plain values, as a record and a tracker store it."""
-    return command.to_dict() | config.to_dict()
+    return dataclasses.asdict(command) | config.to_dict()

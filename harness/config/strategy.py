@@ -64,5 +64,4 @@ class StrategyConfig:
 
         The models' buffers are constants, such as tables of positions, which DDP would broadcast in every forward.
         """
-        own = {"gradient_as_bucket_view": self.gradient_as_bucket_view, "broadcast_buffers": False}
-        return self.options | own
+        return self.options | {"gradient_as_bucket_view": self.gradient_as_bucket_view, "broadcast_buffers": False}

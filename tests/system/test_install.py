@@ -43,29 +43,27 @@ def test_the_install_command_keeps_deepspeed_from_asking_for_a_cuda_toolkit() ->
     assert install_command() == "DS_ACCELERATOR=cpu .venv/bin/pip install -q -e ."
 
 
-def run(folder: Path, command: str) -> "subprocess.CompletedProcess[str]":
-    """Run a shell command beside `.venv` without a CUDA toolkit, and without wheels that were built before."""
+def run(folder: Path, command: str, succeeds: bool = True) -> str:
+    """Return what a shell command prints beside `.venv` without a CUDA toolkit and without wheels of earlier builds."""
     hidden = ("CUDA_HOME", "CUDA_PATH", "PYTHONPATH", "VIRTUAL_ENV")
     environment = {key: value for key, value in os.environ.items() if key not in hidden} | {"PIP_NO_CACHE_DIR": "1"}
-    return subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) == succeeds, done.stderr
+    return done.stdout + done.stderr
 
 
 def environment_with_cuda_torch(folder: Path, pip: str) -> None:
     """Make `.venv` with this version of pip and a torch that sees a GPU."""
     subprocess.run([sys.executable, "-m", "venv", str(folder / ".venv")], check=True)
-    done = run(
-        folder,
-        f".venv/bin/python -m pip install -q {' '.join(BESIDE_TORCH)} && .venv/bin/python -m pip install -qU {pip}",
-    )
-    assert done.returncode == 0, done.stderr
+    install = ".venv/bin/python -m pip install -q"
+    run(folder, f"{install} {' '.join(BESIDE_TORCH)} && {install} -U {pip}")
     (site,) = (folder / ".venv" / "lib").glob("python*/site-packages")
     for pattern in ("torch", "torchgen", "functorch", "torch-*.dist-info"):
         for path in SITE.glob(pattern):
             (site / path.name).symlink_to(path)
     shutil.copy(ROOT / "tests" / "support" / "cuda_torch.py", site / "sitecustomize.py")
     check = "import torch, torch.utils.cpp_extension as c; assert torch.cuda.is_available() and c.CUDA_HOME is None"
-    done = run(folder, f'.venv/bin/python -c "{check}"')
-    assert done.returncode == 0, done.stderr
+    run(folder, f'.venv/bin/python -c "{check}"')
 
 
 @pytest.mark.long
@@ -78,14 +76,9 @@ def test_the_harness_installs_beside_a_cuda_torch_without_a_toolkit(pip: str, op
         (tmp_path / name).symlink_to(ROOT / name)
     environment_with_cuda_torch(tmp_path, pip)
     requirement = next(line.strip(' ",') for line in (ROOT / "pyproject.toml").open() if "deepspeed" in line)
-    bare = run(tmp_path, f".venv/bin/pip install -q --no-deps {option} '{requirement.split(chr(34))[0]}'")
-    assert bare.returncode != 0 and "MissingCUDAException" in bare.stderr
-    with_variable = run(
-        tmp_path, f"DS_ACCELERATOR=cpu .venv/bin/pip install -q --no-deps {option} '{requirement.split(chr(34))[0]}'"
-    )
-    assert with_variable.returncode == 0, with_variable.stderr
-    assert run(tmp_path, ".venv/bin/pip uninstall -q -y deepspeed").returncode == 0
-    done = run(tmp_path, install_command())
-    assert done.returncode == 0, done.stderr
-    done = run(tmp_path, ".venv/bin/python -c 'import deepspeed' && .venv/bin/harness --help && .venv/bin/pip check")
-    assert done.returncode == 0 and "quickstart" in done.stdout, done.stderr
+    install = f".venv/bin/pip install -q --no-deps {option} '{requirement.split(chr(34))[0]}'"
+    assert "MissingCUDAException" in run(tmp_path, install, succeeds=False)
+    for command in (f"DS_ACCELERATOR=cpu {install}", ".venv/bin/pip uninstall -q -y deepspeed", install_command()):
+        run(tmp_path, command)
+    check = ".venv/bin/python -c 'import deepspeed' && .venv/bin/harness --help && .venv/bin/pip check"
+    assert "quickstart" in run(tmp_path, check)

@@ -66,7 +66,7 @@ def test_a_run_has_one_folder_whatever_its_names(strategy: str, model: str) -> N
 
 def test_nothing_that_a_command_decides_is_part_of_the_identity() -> None:
     config, command = compose("strategy=ddp")
-    assert result_affecting_keys(command.to_dict()) == {}
+    assert result_affecting_keys(dataclasses.asdict(command)) == {}
     both = result_affecting_keys(merge_values(config, command))
     assert "launch" not in both and both == result_affecting_keys(config.to_dict())
 
