@@ -6,13 +6,13 @@
                   |
         memory ---+--- memory.py <- rank_memory.py                      the fullest rank, its worst moment
                   |        |            |
-                  |        |            +-- step.py <- stage_activations.py <- activations.py,
-                  |        |            |       attention_activations.py, layer_backward.py    a pass as a tape.py
+                  |        |            +-- step.py <- stage_activations.py <- activations.py, layer_backward.py
+                  |        |            |                                                      a pass as a tape.py
                   |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
                   |        |                deepspeed_zero.py, _2, _3                          what a library allocates
-                  |        +-- stack_memory.py <- stack_sharding.py, stack_activations.py, stack_stages.py
-                  |        |                         other implementations: policies and activations as data
-                  |    nearest_decoder.py, fits.py               models without formulas; whether a plan fits
+                  |        +-- stack_memory.py <- stack_sharding.py    other implementations: policies and activations as data
+                  |        |
+                  |    fits.py                                           whether a plan fits
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them
         work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight

@@ -7,23 +7,16 @@ that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are
 
 import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 
+from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.rank_memory import (
-    RankPeak,
-    RankStep,
-    highest_peak,
-    rank_backward_starts,
-    rank_stages,
-    rank_steps,
-    sharding_of,
-)
+from harness.cost_model.rank_memory import RankPeak, RankStep, highest_peak, rank_stages, rank_steps
 from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import whole_model
-from harness.layout.state_widths import StateWidths
+from harness.layout.state_widths import STATE_KINDS, StateWidths
 
 # The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
 # (parseChosenWorkspaceSize): ":4096:2:16:8" on devices before compute capability 9, where the plan of the stack harness
@@ -33,6 +26,8 @@ from harness.layout.state_widths import StateWidths
 # default stream alone.
 CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
 WORKSPACE_BYTES = 2 * CUBLAS_WORKSPACE_BYTES[1]  # allocated from a rank's first products to its end
+
+GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
 # (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries,
@@ -75,24 +70,22 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     an end), or it is the optimizer's. For a model whose activations are not known it is the optimizer's alone. Raises
     UserError if the global batch leaves a remainder.
     """
-    if not model_profile(config.model).is_project_decoder:
-        step = RankStep(sharding_of(config, layout, widths, device, [whole_model(config.model)]))
-        return rank_estimate(step.peak(0, ()))
     highest = rank_estimate(highest_peak(rank_steps(config, layout, widths, device)))
-    workspaces = {"workspaces": WORKSPACE_BYTES} if device == "cuda" else {}
-    return dataclasses.replace(highest, at_peak=highest.at_peak | workspaces)
+    if device == "cpu" or not model_profile(config.model).is_project_decoder:
+        return highest
+    return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
 
 
 def rank_estimate(peak: RankPeak) -> MemoryEstimate:
     """Return the memory of a rank whose worst moment is known."""
     own, step = peak.step.sharding, peak.step
     buffers = [moment.parts["buffers"] for tape in step.tapes.values() for moment in tape.moments]
-    offloaded = 0 if own.is_cpu else step.most_offloaded(peak.starts)
+    offloaded = 0 if own.is_cpu else step.most_offloaded(peak.pp_rank)
     return MemoryEstimate(
         own.parameter_bytes,
         own.gradient_bytes,
         own.optimizer_bytes,
-        activation_bytes=step.most_saved(peak.starts),
+        activation_bytes=step.most_saved(peak.pp_rank),
         loss_bytes=sum(stage.loss_bytes for stage in own.activations),
         communication_buffer_bytes=own.buffer_bytes + max(buffers, default=0),
         host_bytes=step.host_bytes + offloaded,
@@ -105,15 +98,53 @@ def rank_estimate(peak: RankPeak) -> MemoryEstimate:
 
 def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
-    return stateless_step(config, layout, device, pp_rank).most_saved(rank_backward_starts(config, layout, pp_rank))
+    return stateless_step(config, layout, device, pp_rank).most_saved(pp_rank)
 
 
 def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
     """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
-    return stateless_step(config, layout, device, pp_rank).most_offloaded(rank_backward_starts(config, layout, pp_rank))
+    return stateless_step(config, layout, device, pp_rank).most_offloaded(pp_rank)
 
 
 def stateless_step(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> RankStep:
     """Return the step of a rank of the pipeline as far as the widths of its state do not matter."""
     stages = rank_stages(config.model, layout, pp_rank)
     return RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
+
+
+def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
+    """Return the memory of a model; of a traced one its state as it is, all else as in the nearest decoder."""
+    own = estimate_memory(config, layout, widths, device)
+    if model_profile(config.model).is_project_decoder:
+        return own
+    near = estimate_memory(dataclasses.replace(config, model=nearest_decoder(config.model)), layout, widths, device)
+    ratio = own.parameter_bytes / near.parameter_bytes
+    return dataclasses.replace(
+        near,
+        parameter_bytes=own.parameter_bytes,
+        gradient_bytes=own.gradient_bytes,
+        optimizer_bytes=own.optimizer_bytes,
+        host_bytes=round(near.host_bytes * ratio),
+        at_peak={part: round(size * ratio) if part in STATE_KINDS else size for part, size in near.at_peak.items()},
+    )
+
+
+@lru_cache(maxsize=64)
+def nearest_decoder(model: ModelConfig) -> ModelConfig:
+    """Return the decoder of this project whose layers are nearest to a traced model's."""
+    profile = model_profile(model)
+    of_mlp = [each for each in profile.layer_matrices if model.intermediate_size in (each.outputs, each.inputs)]
+    has_gate = len(of_mlp) >= GATED_MATRICES
+    # Heads divide the hidden size, and where they are rotated into halves.
+    most = model.num_attention_heads
+    heads = max(number for number in range(1, most + 1) if model.hidden_size % (number * (1 + has_gate)) == 0)
+    groups = max(number for number in range(1, min(model.num_key_value_heads, heads) + 1) if heads % number == 0)
+    return dataclasses.replace(
+        model,
+        family="llama" if has_gate else "gpt",
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        dropout=0.0 if has_gate else model.dropout,
+        path=None,
+        hf_info=None,
+    )

@@ -1,8 +1,7 @@
 """The order in which a pipeline's rank runs its passes, as torch's schedules have it. Imports no torch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
-from operator import ge
 from typing import Literal, NamedTuple
 
 from harness.config.strategy import Schedule
@@ -65,18 +64,6 @@ class BackwardStart(NamedTuple):
         done, forwards = (tuple(number + micro_batches for number in counts) for counts in (self.done, self.forwards))
         return self._replace(done=done, forwards=forwards)
 
-    @property
-    def has_gradients(self) -> tuple[bool, ...]:
-        """Whether an earlier micro-batch has left gradients in each of the rank's stages."""
-        return tuple(map(bool, self.done))
-
-    @property
-    def situation(self) -> tuple[object, ...]:
-        """What decides the pass itself, beside what is kept of others."""
-        has_sent_back = tuple(map(bool, map(sum, zip(self.awaiting_weight_grad, self.done, strict=True))))
-        only_one = self.pending[self.stage] == 1
-        return self.kind, self.stage, self.has_gradients, has_sent_back, only_one, self.is_last
-
 
 def backward_starts(layout: Layout, micro_batches: int, pp_rank: int) -> list[BackwardStart]:
     """Return the starts of a rank's backwards in a step.
@@ -106,42 +93,10 @@ def _backward_starts(
             continue
         is_last = done[stage] + 1 == micro_batches
         start = BackwardStart(kind, stage, tuple(pending), tuple(awaiting), tuple(done), tuple(forwards), is_last)
-        starts[kind, stage, start.pending, start.awaiting_weight_grad, start.has_gradients, is_last] = start
+        starts[kind, stage, start.pending, start.awaiting_weight_grad, tuple(map(bool, done)), is_last] = start
         (awaiting if kind == "weights" else pending)[stage] -= 1
         (awaiting if kind == "inputs" else done)[stage] += 1
     return tuple(starts.values())
-
-
-def heaviest_starts(
-    layout: Layout, micro_batches: int, pp_ranks: tuple[int, ...]
-) -> dict[int, Sequence[BackwardStart]]:
-    """Return the starts of backwards that can be the worst of a pipeline's ranks whose stages are alike, by the rank.
-
-    Left out is a start that keeps no more of anything than another one of the same kind, stage and gradients, on the
-    same rank or on one before it, so that the first of equally bad starts remains. It holds wherever a pass that waits
-    for its backward keeps at least what its gradient that was sent back takes.
-    """
-    return dict(_heaviest_starts(layout.schedule, layout.pp, layout.virtual_stages, micro_batches, pp_ranks))
-
-
-@lru_cache(maxsize=2048)
-def _heaviest_starts(
-    schedule: Schedule, pp: int, virtual_stages: int, micro_batches: int, pp_ranks: tuple[int, ...]
-) -> tuple[tuple[int, tuple[BackwardStart, ...]], ...]:
-    kept_by_situation: dict[object, list[tuple[int, ...]]] = {}
-    heaviest = []
-    for pp_rank in pp_ranks:
-        starts = _backward_starts(schedule, pp, virtual_stages, micro_batches, 0 if schedule == "gpipe" else pp_rank)
-        remaining = []
-        for start in starts:
-            counts = (*start.pending, *start.awaiting_weight_grad, *start.forwards)
-            others = kept_by_situation.setdefault(start.situation, [])
-            if not any(all(map(ge, other, counts)) for other in others):
-                others.append(counts)
-                remaining.append(start)
-        if remaining:
-            heaviest.append((pp_rank, tuple(remaining)))
-    return tuple(heaviest)
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:

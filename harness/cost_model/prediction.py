@@ -12,8 +12,7 @@ from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import planned_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
-from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate
-from harness.cost_model.nearest_decoder import predicted_memory
+from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, predicted_memory
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware

@@ -16,11 +16,12 @@ from harness.cost_model.deepspeed_zero_2 import ZeroStage2
 from harness.cost_model.deepspeed_zero_3 import ZeroStage3
 from harness.cost_model.distributed_data_parallel import DistributedDataParallel
 from harness.cost_model.fully_shard import FullyShard
-from harness.cost_model.pipeline import BackwardStart, backward_starts, heaviest_starts
+from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths
 
@@ -28,12 +29,6 @@ from harness.layout.state_widths import StateWidths
 def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
     """Return the stages of this rank of the pipeline."""
     return split_into_stages(model, layout)[pp_rank :: layout.pp]
-
-
-def rank_backward_starts(config: RunConfig, layout: Layout, pp_rank: int) -> list[BackwardStart]:
-    """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike."""
-    micro_batches = layout.grad_accumulation_steps(config.train)
-    return backward_starts(layout, micro_batches if layout.pp_enabled else min(3, micro_batches), pp_rank)
 
 
 def sharding_of(
@@ -120,25 +115,34 @@ class RankStep:
             temporaries += awaiting * stage.deferred_grad_bytes
         return {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
 
-    def peak(self, pp_rank: int, starts: Sequence[BackwardStart]) -> "RankPeak":
-        """Return the worst moment of the step of a rank with these starts of backwards."""
-        own, phase, highest = self.sharding, self.outside.phase, self.outside.parts
-        total = self.outside.total
-        for start in own.counted_starts(starts):
-            tape, others = self.play(start)
-            moment = tape.highest
-            size = moment.total + sum(others.values())
-            if size > total:
-                total, phase = size, moment.phase
-                highest = {part: number + others[part] for part, number in moment.parts.items()}
-        highest["gradients"] += own.host_gradient_bytes
-        highest["buffers"] += own.buffer_bytes
-        return RankPeak(self, pp_rank, starts, phase, self.state | highest)
+    def starts(self, pp_rank: int) -> list[BackwardStart]:
+        """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike.
 
-    def most_saved(self, starts: Sequence[BackwardStart]) -> int:
+        Those of a model whose activations are not known are left out.
+        """
+        own = self.sharding
+        if not model_profile(own.config.model).is_project_decoder:
+            return []
+        micro_batches = own.micro_batches if own.layout.pp_enabled else min(3, own.micro_batches)
+        return backward_starts(own.layout, micro_batches, pp_rank)
+
+    def peak(self, pp_rank: int) -> "RankPeak":
+        """Return the worst moment of the step of this rank."""
+        own = self.sharding
+        moments = [(self.outside, Bytes())]
+        for start in own.counted_starts(self.starts(pp_rank)):
+            tape, others = self.play(start)
+            moments.append((tape.highest, others))
+        highest, others = max(moments, key=lambda moment: moment[0].total + sum(moment[1].values()))
+        at_peak = {part: size + others.get(part, 0) for part, size in highest.parts.items()}
+        at_peak["gradients"] += own.host_gradient_bytes
+        at_peak["buffers"] += own.buffer_bytes
+        return RankPeak(self, pp_rank, highest.phase, self.state | at_peak)
+
+    def most_saved(self, pp_rank: int) -> int:
         """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
         sizes = [0]
-        for start in starts:
+        for start in self.starts(pp_rank):
             tape, others = self.play(start)
             logits = self.sharding.activations[start.stage].logits_bytes
             own = max(
@@ -150,23 +154,11 @@ class RankStep:
             sizes.append(own + others["activations"] + others["loss"])
         return max(sizes)
 
-    def most_offloaded(self, starts: Sequence[BackwardStart]) -> int:
+    def most_offloaded(self, pp_rank: int) -> int:
         """Return the most bytes of activations that are on the host at once."""
         sizes = [stage.offloaded_bytes for stage in self.sharding.activations]
-        pending = (map(add, start.pending, start.awaiting_weight_grad) for start in starts)
+        pending = (map(add, start.pending, start.awaiting_weight_grad) for start in self.starts(pp_rank))
         return max((sum(map(mul, sizes, passes)) for passes in pending), default=0)
-
-    def heaviest_starts(self, pp_ranks: tuple[int, ...]) -> dict[int, Sequence[BackwardStart]]:
-        """Return the starts of backwards among which the worst one of these ranks is, which have the same stages."""
-        own = self.sharding
-        # What a pass keeps that waits for its backward, less what its gradient takes that is sent back.
-        waiting = (
-            stage.before_backward - stage.received_input_bytes + stage.log_probability_bytes - stage.input_bytes
-            for stage in own.activations
-        )
-        if own.layout.pp_enabled and min(waiting) >= 0:
-            return heaviest_starts(own.layout, own.micro_batches, pp_ranks)
-        return {rank: rank_backward_starts(own.config, own.layout, rank) for rank in pp_ranks}
 
 
 class RankPeak(NamedTuple):
@@ -174,7 +166,6 @@ class RankPeak(NamedTuple):
 
     step: RankStep
     pp_rank: int
-    starts: Sequence[BackwardStart]  # of backwards, among which the worst one is
     phase: str
     at_peak: Bytes  # by what they are
 
@@ -187,10 +178,8 @@ def rank_steps(config: RunConfig, layout: Layout, widths: StateWidths, device: D
 
 def highest_peak(steps: Sequence[RankStep]) -> RankPeak:
     """Return the first of the ranks of these steps whose peak is highest."""
-    ranks = [step.peak(*rank) for step in steps for rank in step.heaviest_starts(step.pp_ranks).items()]
-    highest = max(ranks, key=lambda rank: (sum(rank.at_peak.values()), -rank.pp_rank))
-    # What is most at other moments than the peak's is among all starts of that rank.
-    return highest._replace(starts=highest.step.heaviest_starts((highest.pp_rank,))[highest.pp_rank])
+    ranks = [step.peak(pp_rank) for step in steps for pp_rank in step.pp_ranks]
+    return max(ranks, key=lambda rank: (sum(rank.at_peak.values()), -rank.pp_rank))
 
 
 def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig
 from harness.cost_model.memory import MemoryEstimate, rank_estimate
-from harness.cost_model.rank_memory import RankStep, rank_backward_starts, sharding_of
+from harness.cost_model.rank_memory import RankStep, sharding_of
 from harness.cost_model.stack_memory import HOPPER, RankMemory, stack_rank_memory, stack_steps
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
@@ -17,7 +17,7 @@ def estimate_rank_memory(
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages, under the stack harness."""
     step = RankStep(sharding_of(config, layout, widths, device, stages))
-    return rank_estimate(step.peak(pp_rank, rank_backward_starts(config, layout, pp_rank)))
+    return rank_estimate(step.peak(pp_rank))
 
 
 def predict_rank_memory(
@@ -25,6 +25,4 @@ def predict_rank_memory(
 ) -> RankMemory:
     """Return the memory of this rank of the pipeline under another stack."""
     step = next(step for step in stack_steps(config, layout, stack.memory) if pp_rank in step.pp_ranks)
-    own = step.sharding
-    peak = step.peak(pp_rank, rank_backward_starts(own.config, own.layout, pp_rank))
-    return stack_rank_memory(peak, stack.memory, compute_capability)
+    return stack_rank_memory(step.peak(pp_rank), stack.memory, compute_capability)

@@ -19,9 +19,8 @@ from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import BackwardStart
 from harness.cost_model.rank_memory import RankStep
-from harness.cost_model.stack_activations import layer_bytes
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank, stack_problems, stack_steps
-from harness.cost_model.stack_sharding import StackSharding
+from harness.cost_model.stack_sharding import StackSharding, layer_bytes
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
