@@ -10,7 +10,7 @@
                   |        |            |                                                      a pass as a tape.py
                   |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
                   |        |                deepspeed_zero.py, _2, _3                          what a library allocates
-                  |        +-- stack_memory.py <- stack_sharding.py    other implementations: policies and activations as data
+                  |        +-- stack_memory.py <- stack_sharding.py         other implementations, policies as data
                   |        |
                   |    fits.py                                           whether a plan fits
                   |

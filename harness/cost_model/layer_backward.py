@@ -9,11 +9,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.architecture import Branch, Operator
-from harness.cost_model.attention_activations import (
-    attention_backward_operators,
-    eager_score_tensors,
-    forward_copies_bytes,
-)
+from harness.cost_model.activations import attention_backward_operators, eager_score_tensors, forward_copies_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.layout.layer_spec import layer_matrices
 

@@ -6,12 +6,11 @@ from functools import cached_property, lru_cache
 from harness.config.schema import CheckpointingConfig
 from harness.cost_model.activations import (
     block_tensors,
+    eager_score_tensors,
+    forward_copies_bytes,
     layer_activations,
-    loss_bytes,
     norm_tensors,
-    recomputed_tensors,
 )
-from harness.cost_model.attention_activations import scores_bytes
 from harness.cost_model.layer_backward import (
     BEFORE_SCORES,
     LayerMoment,
@@ -40,8 +39,10 @@ def one_layer_activations(
     shape: MicroBatchShape, checkpointing: CheckpointingConfig, is_recomputed: bool
 ) -> LayerActivations:
     """Return what a layer keeps; layers differ by whether they are recomputed."""
-    saved = layer_activations(shape, checkpointing, is_recomputed)
-    block, recomputed = block_tensors(shape), recomputed_tensors(shape, saved)
+    saved, block = layer_activations(shape, checkpointing, is_recomputed), block_tensors(shape)
+    recomputed = {name: size for name, size in block.items() if name not in saved}
+    if is_recomputed and (shape.width == FP32_BYTES or not shape.norm_is_decomposed):
+        del recomputed["input_layernorm.input"]  # the layer's input, which a decomposed norm copies to fp32
     until_scores = {name: size for name, size in block.items() if name.startswith(BEFORE_SCORES)}
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
@@ -60,7 +61,7 @@ def one_layer_activations(
         recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
         kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
-        scores=scores_bytes(shape),
+        scores=sum(eager_score_tensors(shape).values()) + forward_copies_bytes(shape),
         moments=tuple(layer_backward_moments(shape, saved, recomputed, consumed, is_recomputed)),
     )
 
@@ -101,8 +102,12 @@ class StageActivations:
 
     @cached_property
     def loss_bytes(self) -> int:
-        """The bytes at the worst moment of logits and cross-entropy; 0 in a stage without the head."""
-        return loss_bytes(self.shape) * self.stage.holds_head
+        """The bytes at the worst moment of logits and cross-entropy, in fp32; 0 in a stage without the head.
+
+        That is the backward of the log-softmax: the log-probabilities and two gradients. torch's loss over logits that
+        are cut along the vocabulary runs it by plain operations, with the probabilities beside them.
+        """
+        return (3 + (self.shape.vocabulary_tp > 1)) * self.logits_bytes
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
