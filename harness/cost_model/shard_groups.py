@@ -1,5 +1,9 @@
-"""The parameters that are gathered and reduced together; fully_shard pads them to equal shards. Imports no torch."""
+"""The parameters of a rank: how many there are, and which are gathered and reduced together. Imports no torch.
 
+fully_shard pads those of a group to equal shards.
+"""
+
+import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -8,7 +12,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, parameters_of_stage
+from harness.layout.partition import Stage, local_sizes, parameters_of_stage
 
 
 def without_data_parallelism(layout: Layout) -> Layout:
@@ -94,3 +98,39 @@ def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
     padded = [-(-rows // shards) * shards * math.prod(rest) for rows, *rest in shapes]
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
     return ShardGroup(sum(sizes), sum(padded), uneven, sizes[-1], max(sizes))
+
+
+@lru_cache(maxsize=1024)
+def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+    """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
+
+    Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
+    head, by default as many as of the other matrices.
+    """
+    vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
+    parameters = parameters_of_stage(model, stage)
+    return sum(math.prod(parameter.largest_part(tp, vocabulary_parts)) for parameter in parameters)
+
+
+def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
+    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
+    shards, by_parameter = layout.shard_count("optimizer"), layout.partitions_by_parameter
+    return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards, by_parameter)
+
+
+@lru_cache(maxsize=1024)
+def _largest_partition(
+    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, by_parameter: bool
+) -> int:
+    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
+
+    Each goes to the rank that has fewest, and to the first of several such ranks; others divide all parameters evenly.
+    """
+    sizes = local_sizes(model, layout, stages)
+    if not by_parameter:
+        return math.ceil(sum(sizes) / shards)
+    ranks = [(0.0, rank) for rank in range(shards)]
+    for size in sorted(sizes, reverse=True):
+        total, rank = ranks[0]
+        heapq.heapreplace(ranks, (total + size, rank))
+    return math.ceil(max(ranks)[0])

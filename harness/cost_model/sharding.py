@@ -4,22 +4,20 @@ Each class is a policy of one library, and its methods are the steps of that lib
 has those of ranks that keep all of their state.
 """
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
 from harness.cost_model.pipeline import BackwardStart, PassKind
-from harness.cost_model.shard_groups import ShardGroups, shard_groups, without_data_parallelism
+from harness.cost_model.shard_groups import ShardGroups, local_parameter_count, optimizer_parameter_count, shard_groups
 from harness.cost_model.stage_activations import StageActivations, stage_activations
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, local_sizes, parameters_of_stage
+from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
 
@@ -40,6 +38,7 @@ class Sharding:
     """Ranks that keep their whole state, and reduce gradients where they lie."""
 
     reduces_groups = False  # whether gradients are reduced to shards group by group
+    host_gradient_bytes: int = 0  # of gradients that a CPU, where the host is the device, has all the time
 
     def __init__(
         self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
@@ -61,8 +60,8 @@ class Sharding:
     @cached_property
     def counts(self) -> list[int]:
         """The elements of each stage's parameters."""
-        model, layout = self.config.model, self.layout
-        return [local_parameter_count(model, stage, layout.tp, layout.vocabulary_tp) for stage in self.stages]
+        tp, vocabulary_tp = self.layout.tp, self.layout.vocabulary_tp
+        return [local_parameter_count(self.config.model, stage, tp, vocabulary_tp) for stage in self.stages]
 
     def shards(self, width: int, kind: str) -> list[int]:
         """Return the bytes of the rank's shard of each stage's state of a kind."""
@@ -97,11 +96,6 @@ class Sharding:
     def gradient_bytes(self) -> int:
         """The bytes of the rank's gradients once they are reduced, those on the host included."""
         return sum(self.shards(self.widths.gradients, "gradients")) + sum(self.host_gradients)
-
-    @cached_property
-    def host_gradient_bytes(self) -> int:
-        """The bytes of gradients that a CPU, where the host is the device, has all the time."""
-        return 0
 
     @cached_property
     def sums(self) -> list[int]:
@@ -267,39 +261,3 @@ class Sharding:
         model = self.config.model
         inner = model.hidden_size * model.intermediate_size * width // self.shape.tp
         return inner, matrix or inner
-
-
-@lru_cache(maxsize=1024)
-def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
-    """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
-
-    Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
-    head, by default as many as of the other matrices.
-    """
-    vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
-    parameters = parameters_of_stage(model, stage)
-    return sum(math.prod(parameter.largest_part(tp, vocabulary_parts)) for parameter in parameters)
-
-
-def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
-    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
-    shards, by_parameter = layout.shard_count("optimizer"), layout.partitions_by_parameter
-    return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards, by_parameter)
-
-
-@lru_cache(maxsize=1024)
-def _largest_partition(
-    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, by_parameter: bool
-) -> int:
-    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
-
-    Each goes to the rank that has fewest, and to the first of several such ranks; others divide all parameters evenly.
-    """
-    sizes = local_sizes(model, layout, stages)
-    if not by_parameter:
-        return math.ceil(sum(sizes) / shards)
-    ranks = [(0.0, rank) for rank in range(shards)]
-    for size in sorted(sizes, reverse=True):
-        total, rank = ranks[0]
-        heapq.heapreplace(ranks, (total + size, rank))
-    return math.ceil(max(ranks)[0])

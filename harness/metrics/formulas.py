@@ -14,7 +14,7 @@ from harness.config.schema import RECOMPUTING_MODES
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.rank_memory import rank_stages
-from harness.cost_model.sharding import local_parameter_count, optimizer_parameter_count
+from harness.cost_model.shard_groups import local_parameter_count, optimizer_parameter_count
 from harness.engines.base import load_engine
 from harness.layout import model_profile
 from harness.layout.layout import Layout

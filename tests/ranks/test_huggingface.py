@@ -17,7 +17,7 @@ from harness.config.fingerprint import make_run_id
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.sharding import local_parameter_count
+from harness.cost_model.shard_groups import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout

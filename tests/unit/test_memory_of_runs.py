@@ -14,8 +14,7 @@ from harness.cost_model.deepspeed_zero_2 import BucketedZero
 from harness.cost_model.distributed_data_parallel import DistributedDataParallel
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.parameter_coordinator import ParameterCoordinator
-from harness.cost_model.whole_parameters import whole_parameters
+from harness.cost_model.whole_parameters import ParameterCoordinator, whole_parameters
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths

@@ -27,7 +27,7 @@ from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.pipeline import backward_starts, schedule_order
 from harness.cost_model.rank_memory import RankStep, sharding_of
-from harness.cost_model.sharding import local_parameter_count
+from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
 from harness.engines.torch.tensor_parallel import apply_tensor_parallel
 from harness.layout.layout import Layout, resolve_layout
