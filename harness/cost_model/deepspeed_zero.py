@@ -100,12 +100,11 @@ class ZeroStage1(DeepSpeedZero):
             tape.touch(gradients=own, temporaries=self.copied_bytes, buffers_bucket=-freed)
         if not self.is_cpu and self.offloads:
             tape.touch(gradients=own, temporaries=self.offloaded_reduction_bytes)
-        elif not self.is_cpu and not self.holds_gradients_twice:
-            self.compute_norm(tape)
-        elif self.is_cpu and self.holds_gradients_twice:
-            tape.touch(gradients=own, buffers_gathered=self.gathered_copy())
         elif self.is_cpu:
-            tape.touch(buffers_gathered=self.gathered_copy() - freed * (not self.offloads))
+            freed *= not (self.holds_gradients_twice or self.offloads)
+            tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy() - freed)
+        elif not self.holds_gradients_twice:
+            self.compute_norm(tape)
 
     @property
     def offloaded_reduction_bytes(self) -> int:
@@ -125,8 +124,8 @@ class ZeroStage1(DeepSpeedZero):
         The first rank has the most: only parts of its own gradients, from the embedding on, and all those of other
         ranks (get_grad_norm_direct and free_grad_in_param_list).
         """
-        begins = (end - size for size, end in zip(self.sizes, accumulate(self.sizes), strict=True))
-        own = sum(size for size, begin in zip(self.sizes, begins, strict=True) if begin < self.partition)
+        ends = accumulate(self.sizes)
+        own = sum(size for size, end in zip(self.sizes, ends, strict=True) if end - size < self.partition)
         elements = sum(self.sizes) + (self.partition - own) * self.is_mixed
         copy = FP64_BYTES * min(self.sizes[0], self.partition)
         tape.touch(gradients=self.precision.accumulate_bytes * elements, temporaries=copy)

@@ -66,9 +66,6 @@ class BucketedZero(DeepSpeedZero):
             if not moment.is_followed_by_matrix or model_profile(self.config.model).has_biases:
                 self.arrive(tape, each, hidden)
 
-    def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
-        """Keep what is in the bucket."""
-
     def end(self, tape: Tape, each: Pass) -> None:
         """Take the embedding's gradient, and reduce what is left.
 

@@ -58,9 +58,8 @@ class FullyShard(Sharding):
 
     def whole_but(self, each: Pass, layers: int, has_head: bool) -> int:
         """Return the bytes of all groups that stay whole without so many layers and perhaps the head."""
-        groups = each.groups
-        missing = layers * self.whole(groups.layer) + (0 if has_head else self.whole(groups.head))
-        return groups.padded * self.widths.gathered - missing
+        missing = layers * self.whole(each.groups.layer) + self.whole(each.groups.head) * (not has_head)
+        return each.groups.padded * self.widths.gathered - missing
 
     def gather(self, tape: Tape, group: ShardGroup) -> None:
         """Gather a group into a flat tensor, which a single shard has not, beside that of the group before."""

@@ -92,12 +92,10 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int)
 
 
 def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
-    if not shapes:
-        return NO_GROUP
     sizes = [math.prod(shape) for shape in shapes]
     padded = [-(-rows // shards) * shards * math.prod(rest) for rows, *rest in shapes]
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
-    return ShardGroup(sum(sizes), sum(padded), uneven, sizes[-1], max(sizes))
+    return ShardGroup(sum(sizes), sum(padded), uneven, sum(sizes[-1:]), max(sizes, default=0))
 
 
 @lru_cache(maxsize=1024)

@@ -38,7 +38,6 @@ class Sharding:
     """Ranks that keep their whole state, and reduce gradients where they lie."""
 
     reduces_groups = False  # whether gradients are reduced to shards group by group
-    host_gradient_bytes: int = 0  # of gradients that a CPU, where the host is the device, has all the time
 
     def __init__(
         self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
@@ -96,6 +95,11 @@ class Sharding:
     def gradient_bytes(self) -> int:
         """The bytes of the rank's gradients once they are reduced, those on the host included."""
         return sum(self.shards(self.widths.gradients, "gradients")) + sum(self.host_gradients)
+
+    @cached_property
+    def host_gradient_bytes(self) -> int:
+        """The bytes of gradients that a CPU, where the host is the device, has all the time."""
+        return 0
 
     @cached_property
     def sums(self) -> list[int]:
@@ -246,18 +250,3 @@ class Sharding:
         if groups.root.elements and each.activations.stage.holds_head and not self.config.model.tie_word_embeddings:
             head = 0 if self.reduces_groups else groups.root.elements
         return round(each.new_gradients * (head + following * groups.layer.elements) / groups.elements)
-
-    def weights_pass_bytes(self, each: Pass) -> tuple[int, int]:
-        """Return the gradients at the last layer of a backward for weights alone, and at its last matrix.
-
-        In 16 bit, and where groups are reduced, they are all that it computed so far, as it adds them to the sums at
-        its end; in fp32 one at a time.
-        """
-        stage, width = each.activations.stage, self.shape.width
-        matrix = self.vocabulary_grad_bytes * stage.holds_head
-        if self.has_16_bit_grads or self.reduces_groups:
-            layers = each.groups.elements * width - matrix
-            return layers - layers // stage.layers, layers + matrix
-        model = self.config.model
-        inner = model.hidden_size * model.intermediate_size * width // self.shape.tp
-        return inner, matrix or inner

@@ -65,8 +65,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         "stack_checkpointing": checkpointing.name == "selective",
         "stack_offload_activations": checkpointing.offload_activations,
     }
-    for axis in MODEL_AXES:
-        rules[f"stack_{axis}"] = layout.axis_sizes[axis] > 1 and not memory.has_model_parallelism
+    rules |= {f"stack_{axis}": layout.axis_sizes[axis] > 1 and not memory.has_model_parallelism for axis in MODEL_AXES}
     stages = ", ".join(map(str, memory.zero_stages))
     return refusals(rules, config, layout, stack=stack, stages=stages)
 

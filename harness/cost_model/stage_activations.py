@@ -28,7 +28,6 @@ class LayerActivations:
 
     saved: int  # when its forward has ended
     recomputed: int  # by its second forward, beside what it keeps; without what that takes and frees
-    kept_for_weights: int  # for the weights' half of a backward, a second forward's tensors included
     at_scores: int  # when its forward computes its attention
     scores: int  # of that moment alone
     moments: tuple[LayerMoment, ...]  # of its backward
@@ -55,11 +54,9 @@ def one_layer_activations(
     stays = {*block, "input", layer_matrices(shape.model)[-1].name}
     is_selective = checkpointing.name == "selective"
     consumed = {name: size for name, size in saved.items() if is_selective and name not in stays}
-    for_weights = sum(saved.values()) - layer_weight_grad_bytes(shape, is_recomputed)
     return LayerActivations(
         saved=sum(saved.values()),
         recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
-        kept_for_weights=for_weights + is_recomputed * sum(recomputed.values()),
         at_scores=sum(until_scores.values()),
         scores=sum(eager_score_tensors(shape).values()) + forward_copies_bytes(shape),
         moments=tuple(layer_backward_moments(shape, saved, recomputed, consumed, is_recomputed)),
@@ -166,9 +163,9 @@ class StageActivations:
         a second forward.
         """
         shape, indices, head = self.shape, self.stage.layer_indices, sum(self.norm.values())
-        layers = [self.of_layer(self.checkpointing.recomputes_layer(index)) for index in indices]
-        recomputed = sum(layer.kept_for_weights - layer.saved for layer in layers)
-        left = self.kept_by(indices) - self.moved_bytes + recomputed
+        left = self.kept_by(indices) - self.moved_bytes
+        for is_recomputed in map(self.checkpointing.recomputes_layer, indices):
+            left += self.of_layer(True).recomputed * is_recomputed - layer_weight_grad_bytes(shape, is_recomputed)
         freed = weight_pass_bytes(self.norm, shape) + layer_norm_statistics_bytes(self.norm, shape)
         used_by_last_matrix = block_tensors(shape)["mlp.product"]
         if self.norm:

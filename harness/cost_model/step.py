@@ -104,12 +104,21 @@ def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
 
 
 def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
-    """Play the end of a backward for weights alone: at the last layer, and at the last matrix."""
-    activations = each.activations
-    stage, layer_deferred = activations.stage, deferred_weight_grad_bytes(activations.shape)
+    """Play the end of a backward for weights alone: at the last layer, and at the last matrix.
+
+    In 16 bit, and where groups are reduced, there are all gradients that it computed so far, as it adds them to the
+    sums at its end; in fp32 one at a time.
+    """
+    activations, shape, model = each.activations, each.activations.shape, sharding.config.model
+    stage, matrix = activations.stage, sharding.vocabulary_grad_bytes * activations.stage.holds_head
+    if sharding.has_16_bit_grads or sharding.reduces_groups:
+        of_layers = each.groups.elements * shape.width - matrix
+        grads_at_layer, grads_at_matrix = of_layers - of_layers // stage.layers, of_layers + matrix
+    else:
+        grads_at_layer = model.hidden_size * model.intermediate_size * shape.width // shape.tp
+        grads_at_matrix = matrix or grads_at_layer
     at_layer, at_matrix = activations.in_weights_pass
-    left = activations.deferred_grad_bytes - (stage.layers - 1) * layer_deferred
-    grads_at_layer, grads_at_matrix = sharding.weights_pass_bytes(each)
+    left = activations.deferred_grad_bytes - (stage.layers - 1) * deferred_weight_grad_bytes(shape)
     sharding.begin(tape, each)
     sharding.end_forward(tape, each)
     tape.phase = "backward"

@@ -1,6 +1,5 @@
 """A training step as a tape of allocations, of which peaks, their parts and their phases are readings. No torch."""
 
-from collections import defaultdict
 from typing import NamedTuple
 
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
@@ -18,10 +17,7 @@ class Moment(NamedTuple):
     @property
     def parts(self) -> Bytes:
         """The bytes by the parts that the names begin with."""
-        parts: defaultdict[str, int] = defaultdict(int)
-        for name, size in self.live.items():
-            parts[name.partition("_")[0]] += size
-        return {part: parts[part] for part in PARTS}
+        return {part: sum(size for name, size in self.live.items() if name.startswith(part)) for part in PARTS}
 
 
 class Tape:
