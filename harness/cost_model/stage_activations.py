@@ -164,8 +164,8 @@ class StageActivations:
         """
         shape, indices, head = self.shape, self.stage.layer_indices, sum(self.norm.values())
         left = self.kept_by(indices) - self.moved_bytes
-        for is_recomputed in map(self.checkpointing.recomputes_layer, indices):
-            left += self.of_layer(True).recomputed * is_recomputed - layer_weight_grad_bytes(shape, is_recomputed)
+        for again in map(self.checkpointing.recomputes_layer, indices):
+            left += self.of_layer(again).recomputed * again - layer_weight_grad_bytes(shape, again)
         freed = weight_pass_bytes(self.norm, shape) + layer_norm_statistics_bytes(self.norm, shape)
         used_by_last_matrix = block_tensors(shape)["mlp.product"]
         if self.norm:

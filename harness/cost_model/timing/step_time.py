@@ -14,7 +14,7 @@ from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
-from harness.cost_model.sharding import local_parameter_count
+from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.timing.collectives import send_seconds
 from harness.cost_model.timing.data_parallel_time import DataParallelTime
