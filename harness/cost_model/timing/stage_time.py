@@ -1,5 +1,6 @@
 """The seconds of a pipeline stage for one micro-batch: compute, and what tensor and context parallelism expose."""
 
+import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -53,42 +54,40 @@ class StepSetting:
 
 
 @dataclass(frozen=True)
-class PassSeconds:
-    """The seconds of forward and backward of a part of the model for one micro-batch."""
+class LayerSeconds:
+    """The seconds of a decoder layer for one micro-batch, and of what is a part of them."""
 
-    forward: float = 0.0
-    backward: float = 0.0
-    weight_gradient: float = 0.0  # the part of backward that computes gradients of matrices
-    attention: float = 0.0  # the part of forward that is attention's core
-    last_projection: float = 0.0  # the part of forward that is the layer's last matrix product
+    forward: float
+    backward: float
+    weight_gradient: float  # of backward: the gradients of matrices
+    attention: float  # of forward: attention's core
+    last_projection: float  # of forward: the last matrix product
 
 
 @lru_cache(maxsize=8192)
-def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
-    """Return the seconds of one decoder layer."""
+def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> LayerSeconds:
+    """Return the seconds of one decoder layer.
+
+    A product takes as long as the one that computes the gradient of its input, or of its weight.
+    """
     rates, tokens = kernel_rates(hardware, shape.compute_dtype), shape.tokens
-    products = input_gradients = weight_gradients = last = 0.0
-    for matrix in model_profile(shape.model).layer_matrices:
-        rows, columns = matrix.cut(shape.tp)
-        last = rates.product_seconds(tokens, rows, columns, shape.width)
-        products += last
-        input_gradients += rates.product_seconds(tokens, columns, rows, shape.width)
-        weight_gradients += rates.product_seconds(rows, columns, tokens, shape.width)
-        weight_gradients += rates.elementwise_seconds(rows * columns * accumulated_bytes(shape))
+    matrices = [matrix.cut(shape.tp) for matrix in model_profile(shape.model).layer_matrices]
+    products = [rates.product_seconds(tokens, rows, columns, shape.width) for rows, columns in matrices]
+    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, sum(map(math.prod, matrices)))
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
     elementwise = rates.elementwise_seconds(_elementwise_bytes(shape)) * timing.elementwise_traffic
-    return PassSeconds(
-        forward=products + forward_attention + elementwise,
-        backward=input_gradients + weight_gradients + backward_attention + BACKWARD_TENSORS * elementwise,
-        weight_gradient=weight_gradients,
+    return LayerSeconds(
+        forward=sum(products) + forward_attention + elementwise,
+        backward=sum(products) + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
+        weight_gradient=weight_gradient,
         attention=forward_attention,
-        last_projection=last,
+        last_projection=products[-1],
     )
 
 
-def accumulated_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes by which a gradient's element is added to those of earlier micro-batches."""
-    return shape.width + 2 * shape.accumulate_bytes
+def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: float) -> float:
+    """Return the seconds in which so many elements of a gradient are added to those of earlier micro-batches."""
+    return rates.elementwise_seconds(elements * (shape.width + 2 * shape.accumulate_bytes))
 
 
 def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
@@ -120,28 +119,22 @@ def _elementwise_bytes(shape: MicroBatchShape) -> float:
 
 
 @lru_cache(maxsize=8192)
-def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> PassSeconds:
-    """Return the seconds of final norm, head and loss."""
-    rates, model = kernel_rates(hardware, shape.compute_dtype), shape.model
-    tokens, vocabulary = shape.tokens, model.vocab_size / shape.vocabulary_tp
-    loss = rates.elementwise_seconds(tokens * vocabulary * timing.logit_bytes)
-    forward = rates.product_seconds(tokens, vocabulary, model.hidden_size, shape.width)
-    weight_gradient = rates.product_seconds(vocabulary, model.hidden_size, tokens, shape.width)
-    weight_gradient += rates.elementwise_seconds(vocabulary * model.hidden_size * accumulated_bytes(shape))
-    return PassSeconds(
-        forward=forward + loss / 2,
-        backward=forward + weight_gradient + loss / 2,
-        weight_gradient=weight_gradient,
-    )
+def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
+    """Return the seconds of final norm, head and loss in forward and in backward."""
+    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
+    vocabulary = shape.model.vocab_size / shape.vocabulary_tp
+    loss = rates.elementwise_seconds(shape.tokens * vocabulary * timing.logit_bytes)
+    product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
+    return product + loss / 2, 2 * product + _accumulation_seconds(shape, rates, vocabulary * width) + loss / 2
 
 
 @lru_cache(maxsize=8192)
-def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> PassSeconds:
-    """Return the seconds of the embedding, whose gradient is as large as the table."""
-    rates, model = kernel_rates(hardware, shape.compute_dtype), shape.model
-    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * model.hidden_size * shape.width)
-    table = model.vocab_size / shape.vocabulary_tp * model.hidden_size
-    return PassSeconds(rows, rows + rates.elementwise_seconds(table * accumulated_bytes(shape)))
+def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple[float, float]:
+    """Return the seconds of the embedding in forward and in backward; its gradient is as large as the table."""
+    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
+    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * width * shape.width)
+    table = shape.model.vocab_size / shape.vocabulary_tp * width
+    return rows, rows + _accumulation_seconds(shape, rates, table)
 
 
 class RankStages(NamedTuple):
@@ -162,9 +155,9 @@ class MicroBatchTime:
     cp: float
 
     @property
-    def compute(self) -> float:
-        """Forward and backward."""
-        return self.forward + self.backward
+    def seconds(self) -> float:
+        """All of them."""
+        return self.forward + self.backward + self.tp + self.cp
 
 
 def layer_time(step: StepSetting) -> MicroBatchTime:
@@ -199,7 +192,7 @@ def _further_launches(step: StepSetting) -> float:
     return launches
 
 
-def recomputed_share(step: StepSetting, passes: PassSeconds) -> float:
+def recomputed_share(step: StepSetting, passes: LayerSeconds) -> float:
     """Return the share of a layer's forward that backward runs again, on average over the layers.
 
     torch stops a second forward before the last product, unless dropout follows it or the layer is compiled.
@@ -219,7 +212,7 @@ def recomputed_share(step: StepSetting, passes: PassSeconds) -> float:
     return (1.0 - (passes.last_projection / forward if stops_early else 0.0)) / checkpointing.every
 
 
-def _tp_seconds(step: StepSetting, passes: PassSeconds, recomputed: float) -> tuple[float, float]:
+def _tp_seconds(step: StepSetting, passes: LayerSeconds, recomputed: float) -> tuple[float, float]:
     """Return the exposed seconds of a layer's tensor-parallel collectives, and how many of them there are.
 
     Forward has two all-reduces, or with sequence parallelism an all-gather and a reduce-scatter for each, and backward
@@ -254,7 +247,7 @@ def stage_time(step: StepSetting, layer: MicroBatchTime, stages: RankStages) -> 
     vocabulary_group = step.group("tp") if shape.vocabulary_tp > 1 else RankGroup(1, 1)
     ends = [embedding_seconds(shape, step.hardware)] if stages.holds_embedding else []
     ends += [head_seconds(shape, step.hardware, step.timing)] if stages.holds_head else []
-    for passes in ends:
-        forward, backward = forward + passes.forward, backward + passes.backward
+    for end_forward, end_backward in ends:
+        forward, backward = forward + end_forward, backward + end_backward
         tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
     return MicroBatchTime(forward + beside / 3, backward + beside * 2 / 3, tp, layers * layer.cp)

@@ -17,9 +17,9 @@ from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.timing.collectives import send_seconds
-from harness.cost_model.timing.data_parallel_time import DataParallelTime
+from harness.cost_model.timing.data_parallel_time import rank_time
 from harness.cost_model.timing.kernels import PAYLOAD, host_update_seconds, kernel_rates, rank_hardware
-from harness.cost_model.timing.stage_time import MicroBatchTime, RankStages, StepSetting, layer_time, stage_time
+from harness.cost_model.timing.stage_time import MicroBatchTime, RankStages, StepSetting, layer_time
 from harness.layout.layout import Layout
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
@@ -109,40 +109,33 @@ def estimate_step_time(
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
     step = StepSetting(config, layout, hardware, timing, widths, gpus_per_node)
-    kinds, layer = pipeline_stages(config.model, layout), layer_time(step)
-    times = {kind: stage_time(step, layer, kind) for kind in kinds}
-    synchronized = {kind: DataParallelTime(step, kind) for kind in kinds}
-    exposures = {kind: synchronized[kind].expose(time.forward, time.backward) for kind, time in times.items()}
-    slowdown = hardware.fitted.overlap_slowdown
-    per_micro = {
-        kind: time.compute + time.tp + time.cp + exposed.per_micro_batch + slowdown * exposed.hidden_per_micro_batch
-        for (kind, time), exposed in zip(times.items(), exposures.values(), strict=True)
-    }
-    slowest = max(per_micro, key=per_micro.__getitem__)
-    time, exposed = times[slowest], exposures[slowest]
-    hidden_per_step = max(each.hidden_per_step for each in exposures.values())
-    data = micro_batches * exposed.per_micro_batch + max(each.per_step for each in exposures.values())
-    communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * time.tp, "cp": micro_batches * time.cp}
-    communication[_first_axis(layout, layout.replica_axes)] += data * exposed.replica_share
-    communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - exposed.replica_share)
-    bubble = 0.0
+    kinds, layer, slowdown = pipeline_stages(config.model, layout), layer_time(step), hardware.fitted.overlap_slowdown
+    ranks = [rank_time(step, layer, kind) for kind in kinds]
+    slowest = max(ranks, key=lambda rank: rank.per_micro_batch)
+    passes, hidden_per_step = slowest.passes, max(rank.hidden_per_step for rank in ranks)
+    data = micro_batches * slowest.data_per_micro_batch + max(rank.data_per_step for rank in ranks)
+    communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * passes.tp, "cp": micro_batches * passes.cp}
+    communication[_first_axis(layout, layout.replica_axes)] += data * slowest.replica_share
+    communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - slowest.replica_share)
     if layout.pp_enabled:
-        # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let
-        # it pass in shorter parts, and zero bubble fills a part of the wait.
-        others = sum(per_micro[kind] * number for kind, number in kinds.items()) - per_micro[slowest]
-        bubble = others * bubble_ratio(layout, micro_batches) / ((layout.pp - 1) / micro_batches)
         communication["pp"] = _transfer_seconds(step) * (micro_batches * timing.blocking_transfers + layout.pp - 1)
+    # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
+    # pass in shorter parts, and zero bubble fills a part of the wait.
+    numbers = zip(ranks, kinds.values(), strict=True)
+    others = sum(rank.per_micro_batch * number for rank, number in numbers) - slowest.per_micro_batch
+    compute = micro_batches * (passes.forward + passes.backward)
+    hidden = micro_batches * slowest.hidden_per_micro_batch + hidden_per_step
     return StepTime(
-        micro_batches * (time.compute + slowdown * exposed.hidden_per_micro_batch) + slowdown * hidden_per_step,
+        compute + slowdown * hidden,
         {axis: seconds for axis, seconds in communication.items() if seconds},
-        bubble,
-        optimizer_seconds=_optimizer_seconds(step, max(each.parameters for each in synchronized.values())),
+        bubble_seconds=others * bubble_ratio(layout, micro_batches) * micro_batches / max(1, layout.pp - 1),
+        optimizer_seconds=_optimizer_seconds(step, max(rank.parameters for rank in ranks)),
         other_seconds=_other_seconds(step, micro_batches),
         micro_batches=micro_batches,
-        forward_seconds=time.forward,
-        backward_seconds=time.backward,
-        hidden_communication_seconds=hidden_per_step + micro_batches * exposed.hidden_per_micro_batch,
-        copy_seconds=_copy_seconds(step, time, micro_batches),
+        forward_seconds=passes.forward,
+        backward_seconds=passes.backward,
+        hidden_communication_seconds=hidden,
+        copy_seconds=_copy_seconds(step, passes, micro_batches),
     )
 
 
@@ -204,7 +197,7 @@ def _optimizer_seconds(step: StepSetting, parameters: float) -> float:
     return host_update_seconds(seconds, hardware.memory_bandwidth, hardware.host_bandwidth)
 
 
-def _copy_seconds(step: StepSetting, time: MicroBatchTime, micro_batches: int) -> float:
+def _copy_seconds(step: StepSetting, passes: MicroBatchTime, micro_batches: int) -> float:
     """Return the seconds of a step in which a device waits for copies to and from its host, as far as these are known.
 
     Under offload of the optimizer (ZeRO-Offload, arXiv 2101.06840), a rank sends its share of gradients to the host
@@ -213,28 +206,22 @@ def _copy_seconds(step: StepSetting, time: MicroBatchTime, micro_batches: int) -
     whole, as none of them is certain to have other work beside it; those of activations run beside the passes that make
     and use them, so that only what exceeds these is left.
     """
-    config, layout, hardware, seconds = step.config, step.layout, step.hardware, 0.0
+    config, layout, hardware = step.config, step.layout, step.hardware
     model, checkpointing, precision = config.model, config.checkpointing, config.precision
     offloads = layout.offload != "none" or checkpointing.offload_activations
     if not offloads or hardware.is_cpu or hardware.host_bandwidth is None:
-        return seconds
+        return 0.0
+    parameters = moved = 0
+    for stages, _ in alike_ranks(model, layout, checkpointing.every):
+        counts = [local_parameter_count(model, stage, layout.tp, layout.vocabulary_tp) for stage in stages]
+        activations = [stage_activations(step.shape, stage, checkpointing).offloaded_bytes for stage in stages]
+        parameters, moved = max(parameters, sum(counts)), max(moved, sum(activations))
+    times, width, shards = {
+        "none": (0, 0, 1),
+        "optimizer": (1, precision.compute_bytes, layout.shard_count("optimizer")),
+        "parameters": (micro_batches, 2 * step.widths.gathered, layout.shard_count("parameters")),
+    }[layout.offload]
     bandwidth = hardware.host_bandwidth * PAYLOAD
-    ranks = alike_ranks(model, layout, checkpointing.every)
-    if layout.offload != "none":
-        parameters = max(
-            sum(local_parameter_count(model, stage, layout.tp, layout.vocabulary_tp) for stage in stages)
-            for stages, _ in ranks
-        )
-        times, width = {
-            "optimizer": (1, precision.compute_bytes),
-            "parameters": (micro_batches, 2 * step.widths.gathered),
-        }[layout.offload]
-        shard = parameters / layout.shard_count(layout.offload)
-        seconds += times * (shard * (width + precision.reduce_bytes)) / bandwidth
-    if checkpointing.offload_activations:
-        moved = max(
-            sum(stage_activations(step.shape, stage, checkpointing).offloaded_bytes for stage in stages)
-            for stages, _ in ranks
-        )
-        seconds += micro_batches * sum(max(0.0, moved / bandwidth - beside) for beside in (time.forward, time.backward))
-    return seconds
+    state = times * parameters / shards * (width + precision.reduce_bytes) / bandwidth
+    beside = (passes.forward, passes.backward)
+    return state + micro_batches * sum(max(0.0, moved / bandwidth - seconds) for seconds in beside)
