@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pandas as pd
@@ -36,13 +37,6 @@ def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.
     )
 
 
-def wait_for_end(command: subprocess.Popen[str], status: int = 0) -> str:
-    """Return what the command wrote on standard error."""
-    output = command.communicate(timeout=240)[1]
-    assert command.returncode == status, output
-    return output
-
-
 def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> str:
     """Run a command inside this process and return what it wrote on standard error."""
     with pytest.MonkeyPatch.context() as patched:
@@ -60,19 +54,15 @@ def only_row(results: Path, name: str) -> pd.Series:
     return read_rows(results, name).loc[index]
 
 
-def rank_process(run_dir: Path, rank: int) -> psutil.Process:
-    """Return the process that writes that rank's log and runs its code.
-
-    It is the youngest one, because forkservers have older children.
-    """
-    log = str(run_dir / "logs" / f"rank_{rank}.log")
-    processes = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error, OSError):
-            if any(str(Path(f"/proc/{process.pid}/fd/{fd}").readlink()) == log for fd in (1, 2)):
-                processes.append(process)
-    assert processes, log
-    return max(processes, key=lambda process: process.create_time())
+def disturbed_row(
+    slurm: Cluster, results: Path, disturb: Callable[[Cluster, Path], object], *arguments: str, status: int = 0
+) -> pd.Series:
+    """Return the row of a run that is disturbed while it trains, and whose command ends with this status."""
+    command = start_command(slurm, results, "name=disturbed", *LONGER, *arguments)
+    disturb(slurm, wait_for_step(results, "disturbed"))
+    output = command.communicate(timeout=240)[1]
+    assert command.returncode == status, output
+    return only_row(results, "disturbed")
 
 
 @pytest.mark.parametrize(
@@ -95,13 +85,23 @@ def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, stra
     assert slurm.jobs().keys() == jobs.keys()
 
 
+def kill_rank(slurm: Cluster, run_dir: Path) -> None:
+    """Kill the process that writes the log of rank 3 and runs its code.
+
+    It is the youngest one, because forkservers have older children.
+    """
+    log = str(run_dir / "logs" / "rank_3.log")
+    processes = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):
+            if any(str(Path(f"/proc/{process.pid}/fd/{fd}").readlink()) == log for fd in (1, 2)):
+                processes.append(process)
+    max(processes, key=lambda process: process.create_time()).kill()
+
+
 @pytest.mark.long
 def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) -> None:
-    command = start_command(slurm, tmp_path, "name=killed", "cluster.nodes=2", *LONGER)
-    run_dir = wait_for_step(tmp_path, "killed")
-    rank_process(run_dir, 3).kill()
-    wait_for_end(command, status=1)
-    row = only_row(tmp_path, "killed")
+    row = disturbed_row(slurm, tmp_path, kill_rank, "cluster.nodes=2", status=1)
     assert row.status == "error" and row.reason.startswith("rank 3 was killed by SIGKILL"), row.reason
     assert row.failed_in_phase == "timed" and row.last_seen_rss_bytes > 2**26
 
@@ -119,17 +119,17 @@ def test_a_command_reuses_the_jobs_of_a_killed_command(slurm: Cluster, tmp_path:
     assert list(read_rows(tmp_path, "again").status) == ["ok", "ok"]
 
 
+def running_job(slurm: Cluster) -> str:
+    (job,) = (job for job, state in slurm.jobs().items() if state == "RUNNING")
+    return job
+
+
 @pytest.mark.long
 def test_a_cancelled_job_is_an_interrupted_row_and_is_run_again(slurm: Cluster, tmp_path: Path) -> None:
-    command = start_command(slurm, tmp_path, "name=cancelled", *LONGER)
-    wait_for_step(tmp_path, "cancelled")
-    (job,) = (job for job, state in slurm.jobs().items() if state == "RUNNING")
-    slurm.run("scancel", job)
-    wait_for_end(command, status=1)
-    row = only_row(tmp_path, "cancelled")
+    row = disturbed_row(slurm, tmp_path, lambda *_: slurm.run("scancel", running_job(slurm)), status=1)
     assert row.status == "interrupted", row.reason
-    harness(slurm, tmp_path, "name=cancelled", *LONGER)
-    assert only_row(tmp_path, "cancelled").status == "ok"
+    harness(slurm, tmp_path, "name=disturbed", *LONGER)
+    assert only_row(tmp_path, "disturbed").status == "ok"
 
 
 @pytest.mark.long
@@ -153,44 +153,56 @@ def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: P
     assert list(read_rows(tmp_path, "by_hand").status) == ["ok", "ok"]
 
 
-@pytest.mark.long
-def test_a_preempted_run_is_requeued_and_completed(slurm: Cluster, tmp_path: Path) -> None:
-    command = start_command(slurm, tmp_path, "name=preempted", "cluster.partition=low", "cluster.nodes=2", *LONGER)
-    run_dir = wait_for_step(tmp_path, "preempted")
+def preempt(slurm: Cluster, _: Path) -> None:
+    job = running_job(slurm)
     slurm.submit("sleep 3", "--partition=high", "--nodes=2", "--exclusive")
-    wait_for_end(command)
-    assert only_row(tmp_path, "preempted").status == "ok"
-    assert "Restarts=1" in slurm.run("scontrol", "show", "job", "-o", max(slurm.jobs(), key=job_number)) or run_dir
+    wait_for(
+        lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", "-o", job), READY_SECONDS, f"{job} is requeued"
+    )
 
 
-def job_number(job: str) -> int:
-    return int(job.partition("_")[0])
+def lose(node: str, slurm: Cluster, _: Path) -> None:
+    slurm.kill_node(node)
+    slurm.wait_for_node(node, "down*", "down")
+    slurm.start_slurmd(node)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("lost", ["n1", "n2"])
-def test_a_run_survives_a_lost_node(slurm: Cluster, tmp_path: Path, lost: str) -> None:
-    """Slurm requeues the job whether the lost node led or followed; the job waits for the node and runs again."""
-    command = start_command(slurm, tmp_path, "name=lost", "cluster.nodes=2", *LONGER)
-    wait_for_step(tmp_path, "lost")
-    slurm.kill_node(lost)
-    slurm.wait_for_node(lost, "down*", "down")
-    slurm.start_slurmd(lost)
-    wait_for_end(command)
-    assert only_row(tmp_path, "lost").status == "ok"
-
-
-@pytest.mark.long
-def test_a_slurmd_that_is_killed_and_a_node_that_is_drained_do_not_end_a_run(slurm: Cluster, tmp_path: Path) -> None:
-    command = start_command(slurm, tmp_path, "name=slurmd", "cluster.nodes=2", *LONGER)
-    wait_for_step(tmp_path, "slurmd")
+def drain(slurm: Cluster, _: Path) -> None:
+    """Drain one node, and kill the daemon of the other for a second."""
     slurm.drain("n1")
     slurm.kill_slurmd("n2")
     time.sleep(1)
     slurm.start_slurmd("n2")
-    wait_for_end(command)
-    slurm.resume("n1")
-    assert only_row(tmp_path, "slurmd").status == "ok"
+
+
+NO_REQUEUE = "+hydra.launcher.additional_parameters={requeue: false, no_requeue: true}"
+
+DISTURBANCES: dict[str, tuple[Callable[[Cluster, Path], None], str, str]] = {  # with an argument, and words of a reason
+    "a preempted run": (preempt, "cluster.partition=low", ""),
+    "a lost node that led": (partial(lose, "n1"), "", ""),
+    "a lost node that followed": (partial(lose, "n2"), "", ""),
+    "a drained node and a killed slurmd": (drain, "", ""),
+    "a node lost for good, whose site requeues no jobs": (
+        lambda slurm, _: slurm.kill_node("n1"),
+        NO_REQUEUE,
+        "NODE_FAIL",
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("disturb", "argument", "words"), DISTURBANCES.values(), ids=DISTURBANCES)
+def test_a_run_survives_what_its_job_survives(
+    disturb: Callable[[Cluster, Path], None], argument: str, words: str, slurm: Cluster, tmp_path: Path
+) -> None:
+    """Slurm requeues a job whose nodes are taken, and the job waits for them and runs again."""
+    row = disturbed_row(slurm, tmp_path, disturb, "cluster.nodes=2", *filter(None, [argument]), status=int(bool(words)))
+    assert row.status == ("error" if words else "ok") and words in str(row.reason)
+    for node, state in slurm.nodes().items():
+        if node not in slurm.daemons:
+            slurm.start_slurmd(node)
+        elif state.startswith("dr"):
+            slurm.resume(node)
 
 
 def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_path: Path) -> None:
@@ -199,19 +211,6 @@ def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_
     scripts = [path.read_text() for path in sorted((tmp_path / "needs").glob("*.sbatch"))]
     assert sorted("--nodes=2\n" in script for script in scripts) == [False, True]
     assert all("#SBATCH --array=0-1%256" in script for script in scripts)
-
-
-@pytest.mark.long
-def test_a_node_lost_for_good_is_an_error_row(slurm: Cluster, tmp_path: Path) -> None:
-    """The site does not requeue jobs."""
-    arguments = ("name=gone", "+hydra.launcher.additional_parameters={requeue: false, no_requeue: true}", *LONGER)
-    command = start_command(slurm, tmp_path, *arguments, "cluster.nodes=2")
-    wait_for_step(tmp_path, "gone")
-    slurm.kill_node("n1")
-    wait_for_end(command, status=1)
-    slurm.start_slurmd("n1")
-    row = only_row(tmp_path, "gone")
-    assert row.status == "error" and "NODE_FAIL" in row.reason
 
 
 @pytest.mark.long
