@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 
 from harness.records.schema import Record
 from harness.records.store import read_all
@@ -43,13 +43,17 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
+SVG = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the pages that tests open by the names of their files."""
     folder = tmp_path_factory.mktemp("pages")
-    rows = pages.measured()
+    every = ("every kind", pages.every_kind(), pages.drawn(pages.measured()), pages.library())
     written = {
-        "every": html.page("every kind", pages.every_kind(), pages.drawn(rows), pages.library()),
+        "every": html.page(*every),
+        "fallback": html.page(*every, svgs={"bars": SVG}),
         "hostile": html.page(HOSTILE[0], *pages.hostile(), pages.library()),
         "tables": html.page("tables", pages.every_kind(pictures=False), None, ""),
         "plain": html.page("plain", [Section("Only words", [])], None, pages.library()),
@@ -87,12 +91,18 @@ def opened(browser: Browser, folder: Path) -> Iterator[Opened]:
     assert {request for request in requests if not request.startswith("data:")} <= files and messages == []
 
 
-def see(page: Page, *charts: str) -> None:
-    """Scroll to these charts, or to every one, and wait until they are drawn."""
+def see(page: Page, *charts: str) -> Page:
+    """Scroll to these charts, or to every one, and wait until they are drawn; return the page."""
     every = [str(box.get_attribute("data-chart")) for box in page.locator("[data-chart]").all()]
     for chart in charts or every:
         page.locator(f"[data-chart='{chart}']").scroll_into_view_if_needed()
         page.locator(DRAWN.format(chart)).wait_for()
+    return page
+
+
+def points_of(page: Page, chart: str = "0", mark: str = POINTS) -> Locator:
+    """Return the marks of a chart."""
+    return page.locator(f"{DRAWN.format(chart)} {mark}")
 
 
 def column(page: Page, table: str, position: int) -> list[str]:
@@ -108,20 +118,18 @@ EVERY_FORM = "#numbers table"
 
 def test_sorting_orders_numbers_and_returns(opened: Opened) -> None:
     page = opened("tables")
-    button = page.locator(EVERY_FORM).get_by_role("button", name="value")
-    head = page.locator(f"{EVERY_FORM} thead th").nth(1)
+    table, sorted_heads = page.locator(EVERY_FORM), page.locator(f"{EVERY_FORM} [aria-sort]")
+    button = table.get_by_role("button", name="value")
     for key, cells, order in (("Enter", ASCENDING, "ascending"), ("Space", DESCENDING, "descending")):
         button.press(key)
         assert column(page, EVERY_FORM, 1) == list(cells)
-        expect(head).to_have_attribute("aria-sort", order)
-    button.click()
+        expect(table.locator("thead th").nth(1)).to_have_attribute("aria-sort", order)
     original = [f"row {i}" for i in range(len(NUMBERS))]
-    assert column(page, EVERY_FORM, 0) == original
-    expect(page.locator(f"{EVERY_FORM} [aria-sort]")).to_have_count(0)
-    button.click()
-    page.locator(EVERY_FORM).get_by_role("button", name="cell").click()
-    assert column(page, EVERY_FORM, 0) == original, "row 10 comes after row 2"
-    expect(page.locator(f"{EVERY_FORM} [aria-sort]")).to_have_count(1)
+    for clicked, count in (([button], 0), ([button, table.get_by_role("button", name="cell")], 1)):
+        for head in clicked:
+            head.click()
+        assert column(page, EVERY_FORM, 0) == original, "row 10 comes after row 2"
+        expect(sorted_heads).to_have_count(count)
     expect(page.locator("#failures thead button")).to_have_count(1)  # a column without a title has none
     page.locator("#comparison").get_by_role("button", name="tok/s").click()
     assert column(page, "#comparison table", 2)[-1] == "130◆ best", "the best sorts as its number"
@@ -144,26 +152,28 @@ def test_filter_counts_the_remaining_rows(opened: Opened) -> None:
 
 
 def test_strategies_hide_rows_and_marks(opened: Opened) -> None:
-    page = opened("every")
-    see(page, "0")
-    points, strategies = page.locator(f"{DRAWN.format(0)} {POINTS}"), page.get_by_role("group", name="Strategies")
+    page = see(opened("every"), "0")
+    points = points_of(page)
     expect(points).to_have_count(14)
-    strategies.get_by_label("ddp").press("Space")
+    page.get_by_role("group", name="Strategies").get_by_label("ddp").press("Space")
     expect(points).to_have_count(12)
     assert not [label for label in column(page, "#comparison table", 0) if label.startswith("ddp")]
     expect(page.get_by_role("status")).to_have_text("6 of 7 strategies shown")
     see(page, "1")  # drawn afterwards, it leaves the same out
-    expect(page.locator(f"{DRAWN.format(1)} {BARS}")).to_have_count(12)
-    shared = page.url
+    expect(points_of(page, "1", BARS)).to_have_count(12)
+    again = see(reopened(opened, page), "0")
+    expect(points_of(again)).to_have_count(12)
+    expect(again.get_by_label("ddp", exact=True)).not_to_be_checked()
     for name, count in (("None", 0), ("All", 14)):
         page.get_by_role("button", name=name).click()
         expect(points).to_have_count(count)
         assert len(column(page, "#comparison table", 0)) == count
     assert "#" not in page.url
-    again = opened("every", fragment="#" + shared.split("#")[1])
-    see(again, "0")
-    expect(again.locator(f"{DRAWN.format(0)} {POINTS}")).to_have_count(12)
-    expect(again.get_by_label("ddp", exact=True)).not_to_be_checked()
+
+
+def reopened(opened: Opened, page: Page) -> Page:
+    """Return the page that the address of a page leads to."""
+    return opened("every", fragment="#" + page.url.split("#")[1])
 
 
 def both(x: str, y: str, above: float = float("-inf")) -> int:
@@ -173,23 +183,21 @@ def both(x: str, y: str, above: float = float("-inf")) -> int:
 
 
 def test_the_axes_of_the_custom_chart_can_be_chosen(opened: Opened) -> None:
-    page = opened("every")
+    page = see(opened("every"), "explorer")
     form, shown = page.get_by_role("form", name="Axes"), page.locator(DRAWN.format("explorer"))
-    points = shown.locator(POINTS)
-    see(page, "explorer")
+    points = points_of(page, "explorer")
     expect(points).to_have_count(both("peak", "speed"))
     expect(page.locator("#axes-caption")).to_have_text("tokens a second by peak memory, MiB")
     form.get_by_role("combobox", name="x-axis").select_option("sent")
-    expect(shown.get_by_text("sent, KiB")).to_have_count(1)
-    expect(shown.get_by_text("peak memory, MiB")).to_have_count(0)
+    for title, count in (("sent, KiB", 1), ("peak memory, MiB", 0)):
+        expect(shown.get_by_text(title)).to_have_count(count)
     expect(points).to_have_count(both("sent", "speed"))
     form.get_by_label("logarithmic x-axis").check()
     expect(points).to_have_count(both("sent", "speed", 0))
     form.get_by_role("combobox", name="Color").select_option("checkpointing")
     expect(shown.get_by_text("checkpointing", exact=True)).to_have_count(1)
-    again = opened("every", fragment="#" + page.url.split("#")[1])
-    see(again, "explorer")
-    expect(again.locator(f"{DRAWN.format('explorer')} {POINTS}")).to_have_count(both("sent", "speed", 0))
+    again = see(reopened(opened, page), "explorer")
+    expect(points_of(again, "explorer")).to_have_count(both("sent", "speed", 0))
     expect(again.locator("[name='color']")).to_have_value("checkpointing")
 
 
@@ -230,8 +238,7 @@ CONTRASTS = """() => {
 
 @pytest.mark.parametrize(("scheme", "other"), [("light", "dark"), ("dark", "light")])
 def test_themes_are_readable_and_charts_follow(opened: Opened, scheme: str, other: str) -> None:
-    page = opened("every", color_scheme=scheme)
-    see(page)
+    page = see(opened("every", color_scheme=scheme))
     label = page.locator(f"{DRAWN.format(0)} text").first
     ink, paper = label.get_attribute("fill"), page.evaluate(PAPER)
     assert page.evaluate(CONTRASTS) == {}
@@ -270,15 +277,14 @@ def test_hostile_text_stays_text(opened: Opened, folder: Path) -> None:
     data = source.split('id="data">', 1)[1].split("</script>", 1)[0]
     assert "<" not in data and json.loads(data)["charts"], "data cannot end a script element"
     assert source.count("<script") == source.count("</script>") == 3
-    page = opened("hostile")
-    see(page)
+    page = see(opened("hostile"))
     shown = [re.sub(r"[\x00\x07\x1b\u202e]", "\ufffd", " ".join(text.split())) for text in HOSTILE]
     assert page.title() == HOSTILE[0] and page.locator("main h2").all_inner_texts() == [*shown, "Custom chart"]
     assert page.locator("main img, main a, main script, section section").count() == 0
-    page.locator(f"{DRAWN.format(0)} {POINTS}").first.hover()
+    points_of(page).first.hover()
     expect(page.locator("#vg-tooltip-element")).to_be_visible()
     page.locator(".filter input[type='checkbox']").first.uncheck()
-    expect(page.locator(f"{DRAWN.format(0)} {POINTS}")).to_have_count(2 * len(HOSTILE) - 2)
+    expect(points_of(page)).to_have_count(2 * len(HOSTILE) - 2)
     assert page.evaluate("window.harmed") is None
 
 
@@ -305,11 +311,7 @@ def test_print_shows_charts_in_light_colors_but_no_controls(opened: Opened, tmp_
 CONTROLS = "input, select, form, main button:not(.head), .filter button, nav, #axes"
 
 
-def test_the_page_is_readable_without_scripts(opened: Opened, folder: Path) -> None:
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="10"><rect width="20" height="10"/></svg>'
-    drawn = (pages.drawn(pages.measured()), pages.library())
-    text = html.page("fallback", pages.every_kind(), *drawn, svgs={"bars": svg})
-    (folder / "fallback.html").write_text(text, encoding="utf-8")
+def test_the_page_is_readable_without_scripts(opened: Opened) -> None:
     page = opened("fallback", java_script_enabled=False)
     for part, count in (("#comparison tbody tr", 14), (".chart img", 1), (".chart .note", 1)):
         expect(page.locator(part)).to_have_count(count)
@@ -336,20 +338,21 @@ STRUCTURE = """() => {
 
 
 def test_screen_readers_get_names_and_descriptions(opened: Opened) -> None:
-    page = opened("every")
-    see(page)
+    page = see(opened("every"))
     tree, found = page.locator("body").aria_snapshot(), page.evaluate(STRUCTURE)
-    assert [mark for mark in ("banner", "navigation", "main", "contentinfo") if f"- {mark}" not in tree] == []
+    assert all(f"- {mark}" in tree for mark in ("banner", "navigation", "main", "contentinfo")), tree
     assert re.findall(rf"- (?:{ROLES})(?::|$| \[)", tree, re.MULTILINE) == [], "all have names"
     assert re.findall(r'- img "(.*?)"', tree)[:2] == ["Speed against memory", "Peak memory"]
     assert found["levels"][0] == 1 and all(after - before <= 1 for before, after in pairwise(found["levels"]))
     assert len(found["ids"]) == len(set(found["ids"]))
     assert {"comparison", "numbers", "numbers-2", "axes"} <= set(found["targets"]) <= set(found["ids"])
     assert found["captions"] and found["scopes"] and found["language"] == "en"
-    page.keyboard.press("Tab")
-    expect(page.get_by_role("link", name="Skip to the report")).to_be_focused()
-    page.keyboard.press("Enter")
-    expect(page.get_by_role("main")).to_be_focused()
+    for key, focused in (
+        ("Tab", page.get_by_role("link", name="Skip to the report")),
+        ("Enter", page.get_by_role("main")),
+    ):
+        page.keyboard.press(key)
+        expect(focused).to_be_focused()
 
 
 EMPTY = """() => [...document.querySelectorAll('h1, h2, h3, h4, th, a, summary, caption, figcaption, button, option')]
@@ -410,8 +413,7 @@ OVERLAPS = """() => [...document.querySelectorAll("[data-chart] svg")].flatMap((
 def test_labels_in_charts_do_not_overlap_and_axe_finds_nothing(opened: Opened, written: Path) -> None:
     """The browser runs axe-core outside the page's policy, which allows no scripts but the page's own."""
     axe = pytest.importorskip("axe_playwright_python", reason="install the extra dev for axe-core")
-    page = opened("report")
-    see(page, "0")
+    page = see(opened("report"), "0")
     page.evaluate((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     found = page.evaluate("async () => (await axe.run()).violations.map((v) => [v.id, v.nodes.map((n) => n.html)])")
     assert found == []
@@ -480,8 +482,7 @@ def test_a_figure_opens_its_arithmetic(opened: Opened, folder: Path, tmp_path: P
 
 
 def test_what_is_saved_opens(opened: Opened, written: Path, tmp_path: Path) -> None:
-    page = opened("report")
-    see(page, "0")
+    page = see(opened("report"), "0")
     saved = {}
     for name, within in {"CSV": "#comparison", "LaTeX": "#comparison", "SVG": ".first", "PNG": ".first"}.items():
         with page.expect_download() as download:
