@@ -5,7 +5,7 @@ import json
 import re
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -56,8 +56,8 @@ def test_a_term_that_is_wrong_is_noticed(recorded: list[Record]) -> None:
         for derivation in derive(record).values():
             if derivation.rule == "arithmetic" and len(derivation.terms) > 1:
                 for position, term in enumerate(derivation.terms):
-                    terms = list(derivation.terms)
-                    terms[position] = dataclasses.replace(term, value=2 * term.value)
+                    doubled = dataclasses.replace(term, value=2 * term.value)
+                    terms = [*derivation.terms[:position], doubled, *derivation.terms[position + 1 :]]
                     with pytest.raises(AssertionError):
                         check_derivation(dataclasses.replace(derivation, terms=terms), derivation.value)
 
@@ -84,14 +84,9 @@ def test_state_formulas_are_the_cost_models(recorded: list[Record], zero_stage: 
     known = quantities(dataclasses.replace(record, config=config, layout=(record.layout or {}) | sharding), {})
     setting = (known["config"], known["layout"], known["widths"])
     estimate = estimate_memory(*setting, "cpu")
-    kinds: dict[str, StateKind] = {
-        "parameter_bytes": "parameters",
-        "gradient_bytes": "gradients",
-        "optimizer_bytes": "optimizer",
-    }
-    for column, kind in kinds.items():
-        formula = state_formula(*setting, kind)
-        assert formula.endswith(f" = {getattr(estimate, column):,} B."), formula
+    for kind in get_args(StateKind):
+        size = getattr(estimate, f"{kind.removesuffix('s')}_bytes")
+        assert state_formula(*setting, kind).endswith(f" = {size:,} B.")
 
 
 def test_utilization_names_the_datasheet(recorded: list[Record]) -> None:
@@ -180,13 +175,15 @@ def deep(record: Record, layers: int, seq_len: int) -> Record:
 def test_a_deep_model_is_derived_as_fast_as_a_shallow_one(recorded: list[Record]) -> None:
     """The fault was a walk over every parameter of every layer, and a new balance of stages, for each line."""
     for record in recorded:
-        seconds = {}
-        for layers in (8, 80):
-            lines = [deep(record, layers, seq_len) for seq_len in range(16, 112, 16)]
-            took = []
-            for line in lines:
-                started = time.process_time()
-                assert "predicted_peak_bytes" in derive(line)
-                took.append(time.process_time() - started)
-            seconds[layers] = min(took)
-        assert seconds[80] < 3 * seconds[8], record.row["strategy"]
+        shallow, steep = (
+            min(seconds_of_derivation(deep(record, layers, seq_len)) for seq_len in range(16, 112, 16))
+            for layers in (8, 80)
+        )
+        assert steep < 3 * shallow, record.row["strategy"]
+
+
+def seconds_of_derivation(record: Record) -> float:
+    """Return the processor time that the derivations of a run take."""
+    started = time.process_time()
+    assert "predicted_peak_bytes" in derive(record)
+    return time.process_time() - started

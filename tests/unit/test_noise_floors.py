@@ -105,23 +105,22 @@ def training(losses: Sequence[float], norms: Sequence[float]) -> RankReport:
 
 def test_floors_grow_with_steps_and_look_one_step_ahead() -> None:
     """A difference may be zero by chance, so that a step's floor is the largest until the step behind it."""
-    reference = training([1.0] * 5, [1.0] * 5)
     perturbed = training([1.0, 1.001, 1.0, 1.04, 1.0], [1.0, 1.0, 1.0, 1.0, 1.02])
+    reference = dataclasses.replace(training([1.0] * 5, [1.0] * 5), perturbed=perturbed)
     floors = noise_floors(reference, perturbed, "float32").of_aspects
     losses = [floors[Aspect("loss", "step", step)] for step in range(5)]
     norms = [floors[Aspect("global norm", "step", step)] for step in range(5)]
     assert losses == pytest.approx([0.001, 0.001, 0.04, 0.04, 0.04])
     assert norms == pytest.approx([0.0, 0.0, 0.0, 0.02, 0.02])
-    honest = training([1.0, 1.009, 1.0, 1.9, 1.0], [1.0, 1.0, 1.0, 1.1, 1.0])
-    comparison = compare_training(dataclasses.replace(reference, perturbed=perturbed), [honest], "float32", 10.0)
-    assert comparison.proven_steps == 2 and deviation_problems(comparison) == []
-    wrong = training([1.0, 1.011, 1.0, 1.0, 1.0], [1.0] * 5)
-    comparison = compare_training(dataclasses.replace(reference, perturbed=perturbed), [wrong], "float32", 10.0)
-    (problem,) = deviation_problems(comparison)
+
+    def compared(losses: Sequence[float], last_norms: Sequence[float] = (1.0, 1.0)) -> Comparison:
+        return compare_training(reference, [training(losses, [1.0] * 3 + [*last_norms])], "float32", 10.0)
+
+    honest = compared([1.0, 1.009, 1.0, 1.9, 1.0], (1.1, 1.0))
+    assert honest.proven_steps == 2 and deviation_problems(honest) == []
+    (problem,) = deviation_problems(compared([1.0, 1.011, 1.0, 1.0, 1.0]))
     assert problem.startswith("loss deviates by 1.10e-02 (step 1), above the bound of 1.0e-02")
-    missing = training([1.0, 1.0, 1.0, math.nan, 1.0], [1.0] * 5)
-    comparison = compare_training(dataclasses.replace(reference, perturbed=perturbed), [missing], "float32", 10.0)
-    assert deviation_problems(comparison)  # what is not a number is an error at any step
+    assert deviation_problems(compared([1.0, 1.0, 1.0, math.nan, 1.0]))  # what is not a number is an error at any step
 
 
 @pytest.mark.parametrize("compute", SENSITIVITY)
@@ -200,6 +199,6 @@ def test_divided_sums_differ_in_rounding_only(module: torch.nn.Module) -> None:
     expected = results()
     with DividedSums():
         divided = results()
-    differences = [((one - other).norm() / other.norm()).item() for one, other in zip(divided, expected, strict=True)]
+    differences = [float((one - other).norm() / other.norm()) for one, other in zip(divided, expected, strict=True)]
     assert differences[0] > 0 and max(differences) < 1e-6
     assert (differences[-1] > 0) == isinstance(module, torch.nn.Linear)
