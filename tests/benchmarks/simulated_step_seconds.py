@@ -4,9 +4,8 @@ python -m tests.benchmarks.simulated_step_seconds --out results/simulator/step_s
 Cluster files are taken as they are. Published rows are those of layouts that the torch engine shares: FSDP of
 Modalities and llm-foundry, and nanotron's without ZeRO and with an MFU of 10 % or more. Every n-th row of a source is
 taken, by EVERY; of nanotron's pipelines those that the fewest layer passes simulate. Without pipelines a step is linear
-in the layers and in the micro-batches: a row with more than DEPTHS or BATCHES is simulated at these and extrapolated,
-which `--exact` compares with whole steps. Pipelines are simulated at full depth, and extrapolated in the micro-batches
-alone. A table that exists is completed, unless --again is given.
+in the layers and in the micro-batches: a row with more than DEPTHS or BATCHES is simulated at these and extrapolated.
+Pipelines are simulated at full depth, and extrapolated in the micro-batches alone. A table that exists is completed.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ from harness.hardware.described_cluster import described_cluster, described_mach
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.process import StepRequest
-from tests.support.campaigns import FLAG, parse_options, read_table, write_table
+from tests.support.campaigns import complete_table, parse_options, read_table
 from tests.support.commands import compose_config
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron
 from tests.support.published.step_times import row_hardware, step_seconds
@@ -46,8 +45,10 @@ PIPELINED = ("model.num_hidden_layers=8", "model.tie_word_embeddings=false")  # 
 
 STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "tp", "tp_sp", "cp", "pp_1f1b", "3d")
 
+KEYS = ("source", "row", "group")
+
 FIELDS = (
-    *("source", "row", "group", "layout", "published_seconds", "simulated_seconds", "planned_seconds"),
+    *(*KEYS, "layout", "published_seconds", "simulated_seconds", "planned_seconds"),
     *("harness_planned_seconds", "simulated_ratio", "planned_ratio", "harness_planned_ratio", "simulated_of"),
     *("exposed_seconds", "idle_seconds", "largest_operators", "simulation_seconds"),
 )
@@ -130,15 +131,20 @@ def pipeline_passes(row: PublishedRow) -> int:
 
 def published_case(source: str, row: PublishedRow) -> Case:
     """Return the case of a published row; a head of a pipeline is not tied, which the engine refuses."""
-    hardware, config = row_hardware(row), on_hardware(row)
+    config = on_hardware(row)
     if row.layout.pp_enabled:
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, tie_word_embeddings=False))
-    here = estimate_step_time(
-        config, row.layout, hardware, load_stack("harness").timing, None, row.gpus_per_node
-    ).step_seconds
+    here = planned_seconds(config, row.layout, row.gpus_per_node)
     (planned,) = step_seconds([row])
     published = row.measured["step_seconds"]
     return Case(source, str(row.row_number), row.group, config, row.layout, published, planned, here)
+
+
+def planned_seconds(config: RunConfig, layout: Layout, gpus_per_node: int) -> float:
+    """Return the step that is planned with the engines of this project."""
+    hardware, timing = config.cluster.hardware, load_stack("harness").timing
+    assert hardware is not None
+    return estimate_step_time(config, layout, hardware, timing, None, gpus_per_node).step_seconds
 
 
 def planned_cases() -> Iterator[Case]:
@@ -150,10 +156,8 @@ def planned_cases() -> Iterator[Case]:
             overrides = (f"strategy={strategy}", f"model={model}", *shape, f"train.global_batch={batch}")
             config = compose_config(*overrides, "cluster=8xh100", "precision=bf16_mixed")
             layout = resolve_layout(config.strategy, 8)
-            hardware = config.cluster.hardware
-            assert hardware is not None
-            time = estimate_step_time(config, layout, hardware, load_stack("harness").timing, None, 8).step_seconds
-            yield Case(PLANNED, strategy, f"{model} on 8 GPUs", config, layout, None, time, time)
+            seconds = planned_seconds(config, layout, 8)
+            yield Case(PLANNED, strategy, f"{model} on 8 GPUs", config, layout, None, seconds, seconds)
 
 
 def corners(config: RunConfig, layout: Layout) -> list[Corner]:
@@ -212,7 +216,6 @@ def line_of(case: Case) -> Line:
     """Return the line of a case, which is simulated."""
     started = time.monotonic()
     times, reason = simulate(case)
-    took = time.monotonic() - started
     goal = Corner(case.config.model.num_hidden_layers, case.layout.grad_accumulation_steps(case.config.train))
     line: Line = {
         "source": case.source,
@@ -221,7 +224,7 @@ def line_of(case: Case) -> Line:
         "layout": layout_text(case),
         "published_seconds": f"{case.published:.5g}" if case.published else "",
         "simulated_of": reason,
-        "simulation_seconds": f"{took:.1f}",
+        "simulation_seconds": f"{time.monotonic() - started:.1f}",
     }
     seconds = {"planned": case.planned, "harness_planned": case.planned_here}
     if times:
@@ -270,47 +273,15 @@ def print_errors(lines: Sequence[Line]) -> None:
             print(f"{source:32} {len(known)} of {len(rows)} rows, median errors: {errors}; ratio {bias:.3f}")
 
 
-def print_exactness(case: Case, layers: int, batches: int) -> None:
-    """Print the step of a case at full size, and the one that is extrapolated."""
-    goal = Corner(layers, batches)
-    times, reason = simulate(case)
-    whole = simulate_steps(requests(case, goal))[0].simulated_time
-    if not times or whole is None:
-        print(f"{case.source} row {case.row}: {reason}")
-        return
-    guess = extrapolate({corner: own.step_seconds for corner, own in times.items()}, goal)
-    print(f"{case.source} row {case.row} at {layers} x {batches}: {guess:.5g} of {whole.step_seconds:.5g} seconds")
-
-
 def main() -> None:
-    arguments = parse_options(
-        __doc__,
-        out={"default": Path("results/simulator/step_seconds.csv")},
-        again=FLAG | {"help": "simulate the rows that the table has too"},
-        seconds={"default": float("inf"), "help": "begin no further row after so many"},
-        source={"default": "", "help": "the only source to simulate, by the beginning of its name"},
-        exact=FLAG | {"help": "compare extrapolated steps with whole ones instead"},
-    )
-    cases = [case for case in (*planned_cases(), *published_cases()) if case.source.startswith(arguments.source)]
-    if arguments.exact:
-        for case in cases[:: max(1, len(cases) // 4)]:
-            print_exactness(case, 12, 3)
-        return
-    started, lines = time.monotonic(), read_table(arguments.out)
-    if arguments.again:
-        lines = [line for line in lines if not line["source"].startswith(arguments.source)]
-    have = {(line["source"], line["row"], line["group"]) for line in lines}
-    for case in cases:
-        if (case.source, case.row, case.group) in have:
-            continue
-        if time.monotonic() - started > arguments.seconds:
-            break
-        lines.append(line_of(case))
-        write_table(arguments.out, FIELDS, lines)
-        last = lines[-1]
-        ratios = ", ".join(f"{name} {last[name]}" for name in RATIOS)
-        print(f"{case.source:30} {case.row:18} {case.group:24} {ratios} ({last['simulated_of']})", flush=True)
-    print_errors(lines)
+    out = parse_options(__doc__, out={"default": Path("results/simulator/step_seconds.csv")}).out
+    cases = {(case.source, case.row, case.group): case for case in (*planned_cases(), *published_cases())}
+    try:
+        complete_table(
+            out, FIELDS, KEYS, cases, lambda key: line_of(cases[key]), lambda line: line["idle_seconds"] != ""
+        )
+    finally:
+        print_errors(read_table(out))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,13 @@ python -m tests.benchmarks.virtual_against_real --out results/simulator/virtual_
 Of every strategy that has several ranks, the first random draws of tests.support.random_draws are run twice: with all
 ranks as processes, and as the one virtual rank whose real peak is highest. Peaks are compared without the copies that
 gloo makes, which no process group of a virtual run makes. Layers are not compiled. Draws that the output has are not
-run again, so that --seconds divides the work. Of times only those of the processor are compared, which other load
+run again, so that the work can be interrupted. Of times only those of the processor are compared, which other load
 changes least; a real rank's have what gloo computes.
 """
 
 import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from harness.runner import local_machine
 from harness.runner.plan import make_plan
 from harness.util.errors import UserError
 from harness.worker import main as worker_main
-from tests.support.campaigns import FLAG, REQUIRED_PATH, Line, parse_options, read_table, write_table
+from tests.support.campaigns import REQUIRED_PATH, Line, complete_table, parse_options, read_table
 from tests.support.commands import ROOT, compose, compose_config, execute_run
 from tests.support.random_draws import draw_real_size, listed
 
@@ -36,6 +35,8 @@ RANDOM_DEGREES_DRAWS = 8
 
 EXACT = ("bytes_sent", "flops")
 
+KEYS = ("draw", "overrides")
+
 COLUMNS = (
     *("draw", "strategy", "engine", "checkpointing", "precision", "world_size", "parameters", "rank", "outcome"),
     *("reason", "peak_bytes", "virtual_peak_bytes", "peak_ratio"),
@@ -44,7 +45,7 @@ COLUMNS = (
 )
 
 
-def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
+def chosen_draws(per_strategy: int) -> Iterator[tuple[str, str]]:
     """Yield number and overrides of the draws, the first ones of each strategy that this machine does not refuse."""
     presets = sorted({path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")} - {*LONE})
     wanted = dict.fromkeys(presets, per_strategy) | {"single": RANDOM_DEGREES_DRAWS}
@@ -55,7 +56,7 @@ def chosen_draws(per_strategy: int) -> Iterator[tuple[int, list[str]]]:
         strategy, settings = overrides["strategy"], listed(overrides)
         if overrides["world_size"] > 1 and wanted.get(strategy) and is_possible(settings):
             wanted[strategy] -= 1
-            yield seed, settings
+            yield str(seed), " ".join(settings)
 
 
 def is_possible(overrides: list[str]) -> bool:
@@ -74,10 +75,16 @@ def run(overrides: list[str], folder: Path) -> Record:
     return execute_run(config, command, worker_main.main)
 
 
-def compare(seed: int, overrides: list[str], folder: Path) -> Line:
+def compare(draw: tuple[str, str]) -> Line:
     """Return the line of the output for one draw."""
+    with tempfile.TemporaryDirectory() as folder:
+        return dict(zip(KEYS, draw, strict=True)) | compare_runs(draw[1].split(), Path(folder))
+
+
+def compare_runs(overrides: list[str], folder: Path) -> Line:
+    """Return what a draw's real and virtual runs measured."""
     real = run(overrides, folder)
-    line: Line = {"draw": seed, "overrides": " ".join(overrides)} | {name: real.row.get(name) for name in COLUMNS[1:7]}
+    line: Line = {name: real.row.get(name) for name in COLUMNS[1:7]}
     if real.status != "ok":
         return line | {"outcome": f"real {real.status}", "reason": real.row["reason"]}
     peaks = {rank.rank: rank.profiled.peak_without_backend_bytes or 0 for rank in real.ranks}
@@ -130,25 +137,13 @@ def is_fully_sharded(line: Line) -> bool:
 
 
 def main() -> None:
-    arguments = parse_options(
-        __doc__,
-        out=REQUIRED_PATH,
-        per_strategy={"default": 2, "help": "draws of each strategy"},
-        seconds={"default": 1e9, "help": "start no draw after so long"},
-        again=FLAG | {"help": "run those again that were not compared"},
-    )
-    lines: dict[int, Line] = {int(line["draw"]): line for line in read_table(arguments.out)}
-    started = time.monotonic()
-    for seed, overrides in chosen_draws(arguments.per_strategy):
-        is_finished = seed in lines and (lines[seed]["outcome"] == "compared" or not arguments.again)
-        if is_finished or time.monotonic() - started > arguments.seconds:
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            lines[seed] = compare(seed, overrides, Path(folder))
-        shown = {name: lines[seed].get(name) for name in ("strategy", "world_size", "outcome", "peak_ratio", "reason")}
-        print(seed, f"{time.monotonic() - started:.0f} s", *shown.values(), flush=True)
-        write_table(arguments.out, COLUMNS, sorted(lines.values(), key=lambda line: int(line["draw"])))
-    summarize(list(lines.values()))
+    number = {"default": 2, "help": "draws of each strategy"}
+    arguments = parse_options(__doc__, out=REQUIRED_PATH, per_strategy=number)
+    draws = chosen_draws(arguments.per_strategy)
+    try:
+        complete_table(arguments.out, COLUMNS, KEYS, draws, compare, lambda line: line["outcome"] == "compared")
+    finally:
+        summarize(read_table(arguments.out))
 
 
 if __name__ == "__main__":
