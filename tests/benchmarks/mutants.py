@@ -86,9 +86,8 @@ def run(clone: Path, *command: str, timeout: float | None = None) -> int:
 
 def covering_tests(clone: Path, scratch: Path) -> tuple[dict[str, list[str]], dict[str, float]]:
     """Return the test functions that run each line, by `file:line`, and the share of branches that any test runs."""
-    data, settings = scratch / "coverage.data", scratch / "coverage.ini"
-    settings.write_text(SETTINGS.format(data=data))
-    report = scratch / "coverage.json"
+    settings, report = scratch / "coverage.ini", scratch / "coverage.json"
+    settings.write_text(SETTINGS.format(data=scratch / "coverage.data"))
     if not report.exists():
         run(clone, "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-n", "0", "-q", "tests/unit")
         run(clone, "coverage", "json", f"--rcfile={settings}", "--show-contexts", "-o", str(report))

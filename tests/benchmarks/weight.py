@@ -9,6 +9,7 @@ syntax trees: neither changes with formatting or comments, and a docstring is no
 
 import ast
 import io
+import itertools
 import json
 import re
 import subprocess
@@ -16,7 +17,7 @@ import sys
 import tempfile
 import tokenize
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -56,6 +57,8 @@ package = str(pathlib.Path(harness.__file__).parent)
 pathlib.Path(sys.argv[1]).write_text("\\n".join(sorted(name for name in entered if name.startswith(package))))
 sys.exit(status)
 """
+
+UNITS = ("files", "lines", "statements", "nodes", "other_lines")
 
 Weights = dict[str, int]
 
@@ -102,19 +105,19 @@ def folder_weight(folder: Path) -> Weights:
     return files_weight(path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
 
 
-def files_weight(paths: Iterator[Path] | Sequence[Path]) -> Weights:
+def files_weight(paths: Iterable[Path]) -> Weights:
     """Return the number of Python files, their lines, statements and nodes, and the lines of other files."""
-    weight = dict.fromkeys(("files", "lines", "statements", "nodes", "other_lines"), 0)
-    for path in paths:
-        if path.suffix == ".py":
-            nodes = syntax_nodes(path.read_text())
-            weight["files"] += 1
-            weight["lines"] += path.read_text().count("\n")
-            weight["statements"] += sum(is_statement(node) for node in nodes)
-            weight["nodes"] += len(nodes)
-        elif path.suffix != ".pyc":
-            weight["other_lines"] += path.read_bytes().count(b"\n")
-    return weight
+    weights = [file_weight(path) for path in paths if path.suffix != ".pyc"]
+    return {unit: sum(weight.get(unit, 0) for weight in weights) for unit in UNITS}
+
+
+def file_weight(path: Path) -> Weights:
+    """Return what a file adds to a weight."""
+    lines = path.read_bytes().count(b"\n")
+    if path.suffix != ".py":
+        return {"other_lines": lines}
+    nodes = syntax_nodes(path.read_text())
+    return {"files": 1, "lines": lines, "statements": sum(map(is_statement, nodes)), "nodes": len(nodes)}
 
 
 @cache
@@ -167,13 +170,10 @@ def imported(source: str, modules: Collection[str]) -> Iterator[str]:
 
 def repeated_tokens(sources: Iterator[str] | Sequence[str]) -> int:
     """Return how many tokens are part of a run of REPEATED_TOKENS that stands twice, imports left out."""
-    files = [significant_tokens(source) for source in sources]
-    runs = Counter(run for tokens in files for run in runs_of(tokens))
-    count = 0
-    for tokens in files:
-        starts = [start for start, run in enumerate(runs_of(tokens)) if runs[run] > 1]
-        count += len({start + offset for start in starts for offset in range(REPEATED_TOKENS)})
-    return count
+    files = [list(runs_of(significant_tokens(source))) for source in sources]
+    counts = Counter(itertools.chain(*files))
+    starts = [[start for start, run in enumerate(runs) if counts[run] > 1] for runs in files]
+    return sum(len({start + offset for start in own for offset in range(REPEATED_TOKENS)}) for own in starts)
 
 
 def runs_of(tokens: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -185,10 +185,8 @@ def runs_of(tokens: Sequence[str]) -> Iterator[tuple[str, ...]]:
 def significant_tokens(source: str) -> list[str]:
     """Return the tokens of a source without comments, line ends and lines that import."""
     skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
-    imports: set[int] = set()
-    for node in syntax_nodes(source):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            imports.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    nodes = [node for node in syntax_nodes(source) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = {line for node in nodes for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.string for token in tokens if token.type not in skipped and token.start[0] not in imports]
 
