@@ -18,6 +18,7 @@ from torch.nn import functional
 from harness.config.schema import Device
 from harness.cost_model.memory import PROCESS_BYTES
 from harness.engines.deepspeed.initialize import import_deepspeed
+from harness.simulator.stand_ins import around
 
 
 @contextmanager
@@ -61,17 +62,17 @@ def agreeing_ranks() -> Iterator[None]:
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero import utils
 
-    configure: Any = DeepSpeedEngine._configure_tensor_parallel_states
-
-    def configure_without_batch_check(engine: Any, model: Any) -> None:
-        configure(engine, model)
-        engine.first_dataloader_check.remove()
-
     with (
         mock.patch.multiple(utils, assert_lst_len_same_as_other_ranks=len, get_lst_from_rank0=list),
-        mock.patch.object(DeepSpeedEngine, "_configure_tensor_parallel_states", configure_without_batch_check),
+        around(DeepSpeedEngine, "_configure_tensor_parallel_states", configure_without_batch_check),
     ):
         yield
+
+
+def configure_without_batch_check(configure: Any, engine: Any, model: Any) -> None:
+    """Configure tensor parallelism without the comparison of the first batch with other ranks'."""
+    configure(engine, model)
+    engine.first_dataloader_check.remove()
 
 
 @contextmanager
@@ -80,16 +81,16 @@ def filled_parts(device: torch.device) -> Iterator[None]:
     import_deepspeed(device)
     from deepspeed.runtime.zero.partition_parameters import Init
 
-    partition: Any = Init._partition_param
-
-    def partition_and_fill(init: Any, parameter: Any, *arguments: Any, **keywords: Any) -> None:
-        whole = parameter.data.view(-1) if parameter.ds_tensor is None else None
-        partition(init, parameter, *arguments, **keywords)
-        if whole is not None:
-            fill_padding(parameter.ds_tensor, whole, init._partition_rank(parameter))
-
-    with agreeing_ranks(), mock.patch.object(Init, "_partition_param", partition_and_fill):
+    with agreeing_ranks(), around(Init, "_partition_param", partition_and_fill):
         yield
+
+
+def partition_and_fill(partition: Any, init: Any, parameter: Any, *arguments: Any, **keywords: Any) -> None:
+    """Partition a parameter, and fill this rank's part of it if it had none before."""
+    whole = parameter.data.view(-1) if parameter.ds_tensor is None else None
+    partition(init, parameter, *arguments, **keywords)
+    if whole is not None:
+        fill_padding(parameter.ds_tensor, whole, init._partition_rank(parameter))
 
 
 def fill_padding(part: Tensor, whole: Tensor, place: int) -> None:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from harness.measure.native_allocator import LogLines
 from harness.simulator import cuda_api
+from harness.simulator.stand_ins import around
 
 WORKSPACE = -1  # stands for the identity of a kernel's own memory, which is no storage's
 
@@ -138,23 +139,22 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
 
     DTensor computes the shape of a whole result by a fake operator of its own, whose result is not counted.
     """
-    counter, resize = StorageCounter(device_type), torch.UntypedStorage.resize_
-    propagate_shape = ShardingPropagator._propagate_tensor_meta_non_cached
+    counter = StorageCounter(device_type)
 
-    def counted_resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    def counted_resize(resize: Any, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result: torch.UntypedStorage = resize(storage, size)
         if storage._cdata in counter.sizes:
             counter.set_size(storage._cdata, storage.nbytes())
         return result
 
-    def uncounted_shape(*arguments: Any, **keywords: Any) -> Any:
+    def uncounted_shape(propagate_shape: Any, *arguments: Any, **keywords: Any) -> Any:
         with mock.patch.object(counter, "is_paused", True):
             return propagate_shape(*arguments, **keywords)
 
     with (
-        mock.patch.object(torch.UntypedStorage, "resize_", counted_resize),
+        around(torch.UntypedStorage, "resize_", counted_resize),
         mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: counter.live_bytes()),
-        mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
+        around(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
         counter,
     ):
         yield counter

@@ -3,15 +3,15 @@
 A fake tensor (torch.FakeTensorMode) has shape, dtype and device, and no memory.
 """
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.models import hf_library, init_weights
+from harness.simulator.stand_ins import around
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
 _ON_HOST: tuple[tuple[Any, str], ...] = (
@@ -35,13 +36,13 @@ _ON_HOST: tuple[tuple[Any, str], ...] = (
 )
 
 
-def _pin_memory(mode: FakeTensorMode, _: Any, tensor: torch.Tensor, *__: Any, **___: Any) -> torch.Tensor:
+def _pin_memory(mode: FakeTensorMode, _: Any, tensor: Tensor, *__: Any, **___: Any) -> Tensor:
     """Return a fake copy on the host: whether its memory is pinned does not show in a fake tensor."""
     with mode:
         return torch.empty_like(tensor)
 
 
-def _wait_tensor(_: FakeTensorMode, __: Any, tensor: torch.Tensor) -> torch.Tensor:
+def _wait_tensor(_: FakeTensorMode, __: Any, tensor: Tensor) -> Tensor:
     """Return the tensor itself, as torch's C++ operator does; its meta function returns a new one."""
     return tensor
 
@@ -66,7 +67,7 @@ READ_VALUES: dict[tuple[str, str], float] = {
 _NOT_READERS = ("torch.", "harness.simulator.", "harness.measure.")  # modules that read on behalf of a caller
 
 
-def _read_scalar(_: FakeTensorMode, operator: Any, tensor: torch.Tensor) -> float:
+def _read_scalar(_: FakeTensorMode, operator: Any, tensor: Tensor) -> float:
     """Return the value that stands for a fake scalar. Raise NotImplementedError if none is listed for its reader."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_READERS):
@@ -85,53 +86,41 @@ OPERATORS = {
 }
 
 
-def without_fake_mode(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that does the same while no fake mode is active."""
-
-    @functools.wraps(function)
-    def wrapper(*arguments: Any, **keywords: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*arguments, **keywords)
-
-    return wrapper
+def on_host(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    """Call a function while no fake mode is active."""
+    with unset_fake_temporarily():
+        return function(*arguments, **keywords)
 
 
-def build_hf_model_within(mode: FakeTensorMode, stack: ExitStack) -> Callable[[ModelConfig, HFModelInfo], nn.Module]:
-    """Return hf_library.build_hf_model, whose parameters and buffers become tensors of the mode.
+def build_fake_model(
+    mode: FakeTensorMode, stack: ExitStack, build_hf_model: Any, model: ModelConfig, info: HFModelInfo
+) -> nn.Module:
+    """Return the model of hf_library.build_hf_model, whose parameters and buffers become tensors of the mode.
 
     Accelerate's init_empty_weights cannot move a fake parameter to the meta device. Nor can transformers read whether a
     sequence's positions are consecutive, as those of the harness are: until the stack is closed, it takes them so.
     """
-    build_hf_model = without_fake_mode(hf_library.build_hf_model)
+    from transformers import masking_utils
 
-    def build(model: ModelConfig, info: HFModelInfo) -> nn.Module:
-        from transformers import masking_utils
-
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None))
-        built: nn.Module = build_hf_model(model, info)
-        for module in built.modules():
-            tensors: Any
-            for tensors in (module._parameters, module._buffers):
-                fakes = {name: mode.from_tensor(tensor) for name, tensor in tensors.items() if tensor is not None}
-                tensors.update(fakes)
-        return built
-
-    return build
+    stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None))
+    built: nn.Module = on_host(build_hf_model, model, info)
+    for module in built.modules():
+        tensors: Any
+        for tensors in (module._parameters, module._buffers):
+            fakes = {name: mode.from_tensor(tensor) for name, tensor in tensors.items() if tensor is not None}
+            tensors.update(fakes)
+    return built
 
 
-def set_storage(set_: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return torch.Tensor.set_ without dispatch to modes where a fake tensor is to use a storage.
+def set_storage(set_: Any, tensor: Tensor, source: Any = None, *arguments: Any, **keywords: Any) -> Tensor:
+    """Call torch.Tensor.set_, without dispatch to modes where a fake tensor is to use a storage.
 
     torch keeps a reference to every storage that it hands to a dispatch mode, so that it would never end.
     """
-
-    def without_dispatch(tensor: torch.Tensor, source: Any = None, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        if not isinstance(tensor, FakeTensor) or not isinstance(source, torch.UntypedStorage):
-            return set_(tensor, *([] if source is None else [source]), *arguments, **keywords)
-        with in_kernel_invocation_manager(tensor.fake_mode):
-            return set_(tensor, source, *arguments, **keywords)
-
-    return without_dispatch
+    is_fake = isinstance(tensor, FakeTensor) and isinstance(source, torch.UntypedStorage)
+    with in_kernel_invocation_manager(tensor.fake_mode) if is_fake else nullcontext():  # type: ignore[attr-defined]
+        result: Tensor = set_(tensor, *([] if source is None else [source]), *arguments, **keywords)
+        return result
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
@@ -141,12 +130,12 @@ def storage_address(storage: torch.UntypedStorage) -> int:
     return int(torch._C.StorageBase.data_ptr(storage))  # type: ignore[attr-defined]
 
 
-def tensor_address(tensor: torch.Tensor) -> int:
+def tensor_address(tensor: Tensor) -> int:
     """Return the address of a fake tensor's first element."""
     return storage_address(tensor.untyped_storage()) + int(tensor.storage_offset()) * tensor.element_size()
 
 
-def is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
+def is_same_tensor(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors are one fake tensor: of the same elements in the same memory."""
     pair = (first, second)
     if not all(isinstance(tensor, FakeTensor) and tensor.device.type != "meta" for tensor in pair):
@@ -155,21 +144,15 @@ def is_same_tensor(first: torch.Tensor, second: torch.Tensor) -> bool:
     return len(views) == 1
 
 
-def swap_within(mode: FakeTensorMode) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """Return torch.utils.swap_tensors for a mode's tensors, which the mode's memo refers to weakly.
+def swap_fakes(mode: FakeTensorMode, swap_tensors: Any, first: Tensor, second: Tensor) -> None:
+    """Swap two of a mode's tensors, which the mode's memo refers to weakly.
 
     torch refuses to swap a tensor with weak references. It swaps every fake parameter of a module that is moved, even
     where it would only set the data of another; one that is on the device already stays as it is.
     """
-    swap_tensors, memo = torch.utils.swap_tensors, mode.fake_tensor_converter.meta_converter.tensor_memo
-
-    def swap(first: torch.Tensor, second: torch.Tensor) -> None:
-        memo.clear()
-        if is_same_tensor(first, second):
-            return
-        swap_tensors(first, second)  # type: ignore[no-untyped-call]
-
-    return swap
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+    if not is_same_tensor(first, second):
+        swap_tensors(first, second)
 
 
 @contextmanager
@@ -178,18 +161,15 @@ def fake_tensors() -> Iterator[FakeTensorMode]:
     with (
         mock.patch.object(torch.UntypedStorage, "data_ptr", storage_address),
         mock.patch.object(FakeTensor, "data_ptr", tensor_address, create=True),
-        mock.patch.object(torch.Tensor, "set_", set_storage(torch.Tensor.set_)),
+        around(Tensor, "set_", set_storage),
         mock.patch.dict(fake_impls.op_implementations_dict, OPERATORS),
         # The mode believes that there is a device, and would allocate the result of torch.tensor on it.
         mock.patch.object(FakeTensorMode, "avoid_device_init", True),
         FakeTensorMode() as mode,
-        mock.patch.object(torch.utils, "swap_tensors", swap_within(mode)),
+        around(torch.utils, "swap_tensors", partial(swap_fakes, mode)),
         ExitStack() as stack,
-        mock.patch.object(hf_library, "build_hf_model", build_hf_model_within(mode, stack)),
+        around(hf_library, "build_hf_model", partial(build_fake_model, mode, stack)),
     ):
         for owner, name in _ON_HOST:
-            original = vars(owner)[name]
-            wrapped: Any = without_fake_mode(original)
-            stand_in = staticmethod(wrapped) if isinstance(original, staticmethod) else wrapped
-            stack.enter_context(mock.patch.object(owner, name, stand_in))
+            stack.enter_context(around(owner, name, on_host))
         yield mode

@@ -9,7 +9,6 @@ another, on whichever streams they are. Sends and receives have the streams of h
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -27,6 +26,7 @@ from harness.simulator import cuda_api
 from harness.simulator.cuda_api import Moment, StreamObserver
 from harness.simulator.fake_memory import StorageCounter
 from harness.simulator.kernel_work import Collective, HostWork, TransferPart, Transfers, Work, WorkCache
+from harness.simulator.stand_ins import around
 
 Stream = str  # "stream 0" is the default stream; others are those of communicators and of the program
 
@@ -165,22 +165,21 @@ class StreamRecorder(StreamObserver):
     @contextmanager
     def attach(self) -> Iterator[None]:
         """Return a context in which this recorder is told of streams and of waits."""
-        wait, get_future, batch = FakeWork.wait, FakeWork.get_future, dist.batch_isend_irecv
 
-        def recorded_wait(work: Any, *arguments: Any, **keywords: Any) -> Any:
+        def recorded_wait(wait: Any, work: Any, *arguments: Any, **keywords: Any) -> Any:
             self.wait_for_work(work)
             return wait(work, *arguments, **keywords)
 
-        def recorded_future(work: Any) -> Any:
+        def recorded_future(get_future: Any, work: Any) -> Any:
             # DDP asks for futures, for which the current stream waits at the end of backward.
             Variable._execution_engine.queue_callback(lambda: self.wait_for_work(work))
             return get_future(work)
 
-        stand_in = partial(self.launch_batch, batch)
         with (
-            mock.patch.multiple(FakeWork, wait=recorded_wait, get_future=recorded_future),
-            mock.patch.object(dist, "batch_isend_irecv", stand_in),
-            mock.patch.object(distributed_c10d, "batch_isend_irecv", stand_in),
+            around(FakeWork, "wait", recorded_wait),
+            around(FakeWork, "get_future", recorded_future),
+            around(dist, "batch_isend_irecv", self.launch_batch),
+            around(distributed_c10d, "batch_isend_irecv", self.launch_batch),
             mock.patch.object(cuda_api, "observer", self),
         ):
             yield
@@ -188,21 +187,23 @@ class StreamRecorder(StreamObserver):
     @contextmanager
     def listen(self, listener: StepListener, counter: StorageCounter) -> Iterator[None]:
         """Return a context in which this recorder is also told of the phases and operators of a profiled step."""
-        phase_of_listener = listener.phase
 
         @contextmanager
-        def phase(name: str) -> Iterator[None]:
+        def phase(phase_of_listener: Any, name: str) -> Iterator[None]:
             outer, self.phase = self.phase, name
             with phase_of_listener(name):
                 yield
             self.phase = outer
 
-        def on_operator(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        def on_operator(*call: Any) -> None:
             if not listener.recorder.is_paused:
-                self.on_operator(func, args, kwargs, result)
+                self.on_operator(*call)
 
-        replaced_phase = mock.patch.object(listener, "phase", phase)
-        with self.attach(), replaced_phase, mock.patch.object(counter, "on_operator", on_operator):
+        with (
+            self.attach(),
+            around(listener, "phase", phase),
+            mock.patch.object(counter, "on_operator", on_operator),
+        ):
             yield
 
 

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[att
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from harness.simulator.stand_ins import around
 
 # The second argument must be called `bucket`.
 CommunicationHook = Callable[[dist.ProcessGroup, GradBucket], Future[Tensor]]
@@ -69,48 +72,44 @@ def ddp_reducer() -> Iterator[None]:
     The reducer's rebuilding of buckets in the order in which gradients arrive reads values. Instead they have from the
     start the sizes that it would give them, in the reverse order of the parameters.
     """
-    init_helper: Any = DistributedDataParallel._ddp_init_helper
-
-    def init_helper_with_buckets(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> Any:
-        with rebuilt_buckets(self.bucket_bytes_cap):
-            return init_helper(self, *arguments, **keywords)
-
     with (
         communication_hook(all_reduce_bucket),
-        mock.patch.object(DistributedDataParallel, "_ddp_init_helper", init_helper_with_buckets),
+        around(DistributedDataParallel, "_ddp_init_helper", init_with_rebuilt_buckets),
         mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False),
     ):
         yield
 
 
-def rebuilt_buckets(bucket_bytes: int) -> AbstractContextManager[Any]:
-    """Return a context in which DDP builds at once the buckets that it would rebuild after the first step.
+def init_with_rebuilt_buckets(init_helper: Any, ddp: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Create DDP's reducer with the buckets that it would rebuild after the first step."""
+    assign = partial(assign_as_rebuilt, ddp.bucket_bytes_cap)
+    with around(dist, "_compute_bucket_assignment_by_size", assign):
+        return init_helper(ddp, *arguments, **keywords)
 
-    Until then it has all gradients in a single bucket, for which it asks by a limit of sys.maxsize.
+
+def assign_as_rebuilt(bucket_bytes: int, assign: Any, parameters: list[Tensor], limits: Any, *arguments: Any) -> Any:
+    """Return the parameters of every bucket, and its limit.
+
+    Until it rebuilds them DDP has all gradients in a single bucket, for which it asks by a limit of sys.maxsize.
     """
-    assign: Any = dist._compute_bucket_assignment_by_size  # type: ignore[attr-defined]
-
-    def assign_as_rebuilt(parameters: list[Tensor], limits: list[int], *arguments: Any) -> Any:
-        if list(limits) != [sys.maxsize]:
-            return assign(parameters, limits, *arguments)
-        first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-        indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
-        last = len(parameters) - 1
-        return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
-
-    return mock.patch.object(dist, "_compute_bucket_assignment_by_size", assign_as_rebuilt)
+    if list(limits) != [sys.maxsize]:
+        return assign(parameters, limits, *arguments)
+    first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
+    indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
+    last = len(parameters) - 1
+    return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
 
 
 def communication_hook(hook: CommunicationHook) -> AbstractContextManager[Any]:
     """Return a context in which DistributedDataParallel reduces buckets by a hook where it has none of its own."""
-    pre_forward: Any = DistributedDataParallel._pre_forward
+    return around(DistributedDataParallel, "_pre_forward", partial(forward_with_hook, hook))
 
-    def pre_forward_with_hook(self: DistributedDataParallel, *arguments: Any, **keywords: Any) -> Any:
-        if not self._comm_hooks:
-            self.register_comm_hook(self.process_group, hook)
-        return pre_forward(self, *arguments, **keywords)
 
-    return mock.patch.object(DistributedDataParallel, "_pre_forward", pre_forward_with_hook)
+def forward_with_hook(hook: CommunicationHook, pre_forward: Any, ddp: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Begin DDP's forward, with this hook unless it has one."""
+    if not ddp._comm_hooks:
+        ddp.register_comm_hook(ddp.process_group, hook)
+    return pre_forward(ddp, *arguments, **keywords)
 
 
 def all_reduce_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:

@@ -3,9 +3,9 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.simulator.deepspeed_process import filled_parts
 from harness.simulator.process_group import communication_hook, completed, fake_process_group, pipeline_stages
+from harness.simulator.stand_ins import around
 from harness.worker.batches import Batches
 from harness.worker.main import report_rank
 from harness.worker.process_group import prepare_device
@@ -70,13 +71,12 @@ def own_vocabulary(vocab_size: int, layout: Layout, rank: int) -> range:
 def own_tokens(vocab_size: int, layout: Layout, rank: int) -> AbstractContextManager[Any]:
     """Return a context in which all batches have tokens of the rank's own vocabulary, if it has any."""
     own = own_vocabulary(vocab_size, layout, rank)
-    read_sequence: Any = Batches.sequence
 
-    def sequence(batches: Batches, step: int, index: int) -> Any:
-        tokens = read_sequence(batches, step, index)
+    def sequence(read_sequence: Any, *arguments: Any) -> Any:
+        tokens = read_sequence(*arguments)
         return own.start + tokens % len(own) if len(own) else tokens
 
-    return mock.patch.object(Batches, "sequence", sequence)
+    return around(Batches, "sequence", sequence)
 
 
 RECEIVED_HIDDEN_STATE = 0.02  # of the size of an embedding's initial weights, which are what the first layer gets
@@ -104,31 +104,26 @@ class HeldMessages:
 @contextmanager
 def lone_stages() -> Iterator[None]:
     """Return a context in which pipeline stages run without the other ranks' stages."""
-    start: Any = schedules._batch_p2p
-
-    def start_and_hold(operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
-        return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
-
     with (
         pipeline_stages(),
-        _filled("get_fwd_recv_ops", RECEIVED_HIDDEN_STATE),
-        _filled("get_bwd_recv_ops", RECEIVED_GRADIENT),
-        mock.patch.object(schedules, "_batch_p2p", start_and_hold),
+        around(PipelineStage, "get_fwd_recv_ops", partial(receives_filled, RECEIVED_HIDDEN_STATE)),
+        around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
+        around(schedules, "_batch_p2p", start_and_hold),
     ):
         yield
 
 
-def _filled(name: str, size: float) -> AbstractContextManager[Any]:
-    """Return a context in which a stage fills the tensors of the receives that its method of this name creates."""
-    create_receives: Any = getattr(PipelineStage, name)
+def start_and_hold(start: Any, operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
+    """Start messages, and return one handle of them all."""
+    return [HeldMessages(start(operations, desc), [operation.tensor for operation in operations])]
 
-    def create_and_fill(stage: Any, micro_batch: int) -> list[dist.P2POp]:
-        operations: list[dist.P2POp] = create_receives(stage, micro_batch)
-        for operation in operations:
-            fill_received(operation.tensor, size)
-        return operations
 
-    return mock.patch.object(PipelineStage, name, create_and_fill)
+def receives_filled(size: float, create_receives: Any, stage: Any, micro_batch: int) -> list[dist.P2POp]:
+    """Return the receives that a stage creates, whose tensors have numbers of one size already."""
+    operations: list[dist.P2POp] = create_receives(stage, micro_batch)
+    for operation in operations:
+        fill_received(operation.tensor, size)
+    return operations
 
 
 def fill_received(tensor: Tensor, size: float) -> None:
