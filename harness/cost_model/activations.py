@@ -88,7 +88,6 @@ def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
             "output": size,
             "logsumexp": score_rows(shape) * FP32_BYTES,
         }
-        tensors["logsumexp"] = score_rows(shape) * FP32_BYTES
         mask_bytes = mask * shape.width if shape.device == "cpu" else 0
         return tensors | ({"chunks": size, "future_mask": mask_bytes} if cp > 1 else {})
     # Heads that need no repeating are views of what was gathered.

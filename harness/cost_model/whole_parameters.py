@@ -16,9 +16,6 @@ from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig
 from harness.layout.model_profile import model_profile
 
-# The order in which a layer runs its parts; the modules of each part run in the order of its parameters.
-LAYER_PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-
 # What happens to a module: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
 EventKind = Literal["enter", "leave", "refer", "compute", "forget"]
 
@@ -39,12 +36,20 @@ class CoordinatorOptions(NamedTuple):
 
 
 class Module(NamedTuple):
-    """A module of the model and the numbers of its own parameters, in the order of the model's parameters."""
+    """A module of the model and the names of its own parameters."""
 
     path: str
-    parameters: tuple[int, ...] = ()
-    is_matrix: bool = False
-    layer: int | None = None  # the index of the decoder layer that it is part of, if it has parameters
+    parameters: tuple[str, ...] = ()
+
+    @property
+    def layer(self) -> int | None:
+        """The index of the decoder layer that it is, or is part of."""
+        return int(self.path.split(".")[1]) if "." in self.path else None
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is a matrix: all modules with parameters are, but norms."""
+        return bool(self.parameters) and not self.path.endswith("norm")
 
 
 Event = tuple[EventKind, Module, Literal["forward", "backward", "recompute"]]  # what happens, where and when
@@ -64,18 +69,17 @@ def whole_parameters(
 
     `backend_copies` is whether the backend copies what a module waits for, as gloo does.
     """
-    profile, modules = model_profile(model), modules_in_order(model)
+    modules = modules_in_order(model)
     events = list(micro_batch_events(model, checkpointing, modules))
-    sizes = [math.prod(shape) for shape in profile.parameter_shapes.values()]
+    sizes = {name: math.prod(shape) for name, shape in model_profile(model).parameter_shapes.items()}
     coordinator = ParameterCoordinator(sizes, [module for kind, module, _ in events if kind == "enter"], options)
-    layers = {path: profile.layer_index(f"{path}.") for path in {module.path for _, module, _ in events}}
     names = {modules[0].path: "embedding", modules[-2].path: "norm", modules[-1].path: "head"}
     most: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
     behind: defaultdict[int, int] = defaultdict(int)  # matrices that backward has left, by their layer
     for kind, module, phase in events:
         if kind != "compute":
             getattr(coordinator, kind)(module)
-        layer, place = layers[module.path], (phase, names.get(module.path, module.path))
+        layer, place = module.layer, (phase, names.get(module.path, module.path))
         copied = coordinator.gathered_at_once if kind == "enter" and backend_copies else 0
         moments: dict[tuple[str | int, ...], int] = {}  # with their copies
         if layer is None:
@@ -94,26 +98,17 @@ def whole_parameters(
 
 def modules_in_order(model: ModelConfig) -> list[Module]:
     """Return the modules with parameters in the order in which forward runs them; a tied head is one of them."""
-    profile = model_profile(model)
-    paths = {name: name.rpartition(".")[0] for name in profile.parameter_shapes}
-    matrices = {paths[name] for name, shape in profile.parameter_shapes.items() if len(shape) > 1}
-    numbers = defaultdict[str, list[int]](list)
-    for number, path in enumerate(paths.values()):
-        numbers[path].append(number)
-
-    def position(path: str) -> tuple[int, int]:
-        layer = profile.layer_index(f"{path}.")
-        if layer is None:
-            return -1 if f"{path}.weight" in profile.embedding_shapes else model.num_hidden_layers, path in matrices
-        parts = path.split(".")
-        return layer, next((index for index, part in enumerate(LAYER_PARTS) if part in parts), len(LAYER_PARTS))
-
-    modules = [
-        Module(path, tuple(numbers[path]), path in matrices, profile.layer_index(f"{path}."))
-        for path in sorted(numbers, key=position)
+    profile, names = model_profile(model), defaultdict[str, list[str]](list)
+    for name in profile.parameter_shapes:
+        names[name.rpartition(".")[0]].append(name)
+    in_layer = [
+        path
+        for branch in model.architecture.branches
+        for path in (branch.norm, *[f"{branch.module}.{each.matrix}" for each in branch.operators if each.matrix])
     ]
-    head = Module("lm_head", modules[0].parameters, is_matrix=True)
-    return [*modules, head] if model.tie_word_embeddings else modules
+    paths = [name.removesuffix(".weight") for name in profile.embedding_shapes]
+    paths += [f"layers.{index}.{path}" for index in range(model.num_hidden_layers) for path in in_layer]
+    return [Module(path, tuple(names.get(path, names[paths[0]]))) for path in (*paths, "norm", "lm_head")]
 
 
 def micro_batch_events(
@@ -144,11 +139,8 @@ def micro_batch_events(
 
 
 def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
-    """Yield what happens to a layer's modules in its second forward."""
-    layer = {path for path in ancestors(modules[0]) if all(path in ancestors(module) for module in modules)}
-    for kind, module in nested(modules):
-        if module.path in layer:
-            continue
+    """Yield what happens to a layer's modules in its second forward, which is inside of the model and of the layer."""
+    for kind, module in nested(modules, depth=2):
         yield kind, module, "recompute"
         if kind == "enter" and module.is_matrix:
             yield "refer", module, "recompute"
@@ -156,115 +148,108 @@ def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
                 return
 
 
-def nested(modules: Sequence[Module]) -> Iterator[tuple[Literal["enter", "leave"], Module]]:
-    """Yield the modules in which forward enters and leaves these and the modules around them."""
-    around: list[str] = []
-    for module in modules:
-        paths = ancestors(module)
-        while around and around[-1] not in paths:
-            yield "leave", Module(around.pop())
-        for path in paths[len(around) :]:
-            around.append(path)
-            yield "enter", Module(path)
-        yield "enter", module
-        yield "leave", module
-    while around:
-        yield "leave", Module(around.pop())
+def nested(modules: Sequence[Module], depth: int = 0) -> Iterator[tuple[Literal["enter", "leave"], Module]]:
+    """Yield these modules and those around them, but for so many outermost ones, as forward enters and leaves them.
 
-
-def ancestors(module: Module) -> list[str]:
-    """Return the paths of the modules around a module, the model's first, without lists of layers, which never run."""
-    parts = module.path.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts)) if not parts[end].isdigit()]
+    Lists of layers never run.
+    """
+    inside: list[Module] = []
+    for module in (*modules, None):
+        parts = module.path.split(".") if module else []
+        around = [Module(".".join(parts[:end])) for end in range(len(parts)) if not parts[end].isdigit()]
+        chain = [*around, module][depth:] if module else []
+        while inside and inside[-1] not in chain:
+            yield "leave", inside.pop()
+        for entered in chain[len(inside) :]:
+            inside.append(entered)
+            yield "enter", entered
 
 
 class ParameterCoordinator:
     """DeepSpeed's coordinator in a micro-batch.
 
-    `sizes` is the elements of every parameter, and `order` the modules in the order in which forward and backward enter
-    them. Small parameters are whole at all times.
+    `sizes` is the elements of every parameter by its name, and `order` the modules in the order in which forward and
+    backward enter them. Small parameters are whole at all times.
     """
 
-    def __init__(self, sizes: Sequence[int], order: Sequence[Module], options: CoordinatorOptions) -> None:
+    def __init__(self, sizes: Mapping[str, int], order: Sequence[Module], options: CoordinatorOptions) -> None:
         self.sizes, self.options = sizes, options
-        self.queue = deque((number, step) for step, module in enumerate(order) for number in module.parameters)
-        self.uses = defaultdict[int, list[int]](list)  # the steps at which a parameter is used
-        for number, step in self.queue:
-            self.uses[number].append(step)
+        self.queue = deque((name, step) for step, module in enumerate(order) for name in module.parameters)
+        self.uses = defaultdict[str, list[int]](list)  # the steps at which a parameter is used
+        for name, step in self.queue:
+            self.uses[name].append(step)
         traversed = (self._size(module.parameters) for module in order)
         self.before_step = list(accumulate(traversed, initial=0))  # elements of all modules before a step
         self.step = 0  # of the next module in the order
-        self.fetched_for = defaultdict[int, int](lambda: -1)  # the last step for which a parameter was fetched
-        self.users = defaultdict[int, set[str]](set)  # the modules that use a parameter now
-        self.references: dict[int, bool] = {}  # by parameter, whether its tensor is still the whole one
-        self.in_flight: dict[int, tuple[int, ...]] = {}  # by parameter, all that are gathered with it
-        self.whole = {number for number in self.uses if self._is_persistent(number)}
+        self.fetched_for = defaultdict[str, int](lambda: -1)  # the last step for which a parameter was fetched
+        self.users = defaultdict[str, set[str]](set)  # the modules that use a parameter now
+        self.references: dict[str, bool] = {}  # by parameter, whether its tensor is still the whole one
+        self.in_flight: dict[str, tuple[str, ...]] = {}  # by parameter, all that are gathered with it
+        self.whole = {name for name in self.uses if self._is_persistent(name)}
         self.elements = self._size(self.whole)  # of all tensors that exist now
         self.available = 0  # elements that count against max_live_parameters
         self.gathered_at_once = 0  # elements that the module entered last was waiting for, as nothing had gathered them
 
     def enter(self, module: Module) -> None:
         """Fetch the parameters of the next module in the order, and prefetch those of others."""
-        partitioned = [number for number in module.parameters if self._is_partitioned(number)]
+        partitioned = [name for name in module.parameters if self._is_partitioned(name)]
         self.gathered_at_once = self._size(partitioned)
         self._gather(partitioned)
-        for number in module.parameters:
-            self.users[number].add(module.path)
-            self._wait(number)
-        missing = {number for number in module.parameters if self.fetched_for[number] < self.step}
-        while self.queue and missing:
-            number, step = self.queue.popleft()
-            self.fetched_for[number] = step
-            missing.discard(number)
+        for name in module.parameters:
+            self.users[name].add(module.path)
+            self._wait(name)
+        while self.queue and self.queue[0][1] == self.step:
+            name, step = self.queue.popleft()
+            self.fetched_for[name] = step
         self._prefetch()
         self.step += 1
 
     def leave(self, module: Module) -> None:
         """Release the parameters of a module that has run, but for those that another one uses soon."""
-        for number in module.parameters:
-            self.users[number].discard(module.path)
-            if not self.users[number] and number in self.whole and not self._stays(number):
-                self.whole.discard(number)
-                self.available -= self.sizes[number]
-                if self.references.get(number):
-                    self.references[number] = False  # what refers to the tensor alone has it now
+        for name in module.parameters:
+            self.users[name].discard(module.path)
+            if not self.users[name] and name in self.whole and not self._stays(name):
+                self.whole.discard(name)
+                self.available -= self.sizes[name]
+                if self.references.get(name):
+                    self.references[name] = False  # what refers to the tensor alone has it now
                 else:
-                    self.elements -= self.sizes[number]
+                    self.elements -= self.sizes[name]
 
     def refer(self, module: Module) -> None:
         """Keep a reference to the present tensors of a module's parameters, as autograd does in a second forward."""
-        self.references |= {number: True for number in module.parameters if number in self.whole}
+        self.references |= {name: True for name in module.parameters if name in self.whole}
 
     def forget(self, module: Module) -> None:
         """Drop the references to the tensors of a module's parameters."""
-        for number in module.parameters:
-            if self.references.pop(number, True) is False:
-                self.elements -= self.sizes[number]
+        for name in module.parameters:
+            if self.references.pop(name, True) is False:
+                self.elements -= self.sizes[name]
 
-    def _size(self, numbers: Iterable[int]) -> int:
-        return sum(self.sizes[number] for number in numbers)
+    def _size(self, names: Iterable[str]) -> int:
+        return sum(self.sizes[name] for name in names)
 
-    def _is_partitioned(self, number: int) -> bool:
-        return number not in self.whole and number not in self.in_flight
+    def _is_partitioned(self, name: str) -> bool:
+        return name not in self.whole and name not in self.in_flight
 
-    def _is_persistent(self, number: int) -> bool:
-        return self.sizes[number] <= self.options.param_persistence_threshold
+    def _is_persistent(self, name: str) -> bool:
+        return self.sizes[name] <= self.options.param_persistence_threshold
 
-    def _gather(self, numbers: Sequence[int]) -> None:
+    def _gather(self, names: Sequence[str]) -> None:
         """Gather partitioned parameters; those of one call share a flat tensor (all_gather_coalesced)."""
-        self.in_flight |= dict.fromkeys(numbers, tuple(numbers))
-        self.available += self._size(numbers)
-        self.elements += self._size(numbers)
+        self.in_flight |= dict.fromkeys(names, tuple(names))
+        self.available += self._size(names)
+        self.elements += self._size(names)
 
-    def _wait(self, number: int) -> None:
+    def _wait(self, name: str) -> None:
         """Wait for a parameter, and for all that were gathered with it.
 
         A single one is gathered in place. Several are copied out of the flat tensor when the first of them is waited
         for, and that is freed when all have been waited for (partition_parameters.py, AllGatherCoalescedHandle).
         """
-        together = self.in_flight.pop(number, ())
+        together = self.in_flight.pop(name, ())
         flat = self._size(together) if len(together) > 1 else 0
-        if number not in self.whole:
+        if name not in self.whole:
             self.elements += flat
             self.whole.update(together)
         if all(other is not together for other in self.in_flight.values()):
@@ -273,20 +258,20 @@ class ParameterCoordinator:
     def _prefetch(self) -> None:
         """Gather the parameters that are used next, as many as the options allow (_fetch_sub_module_impl)."""
         limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
-        numbers: dict[int, None] = {}
-        while self.queue and self._size(numbers) < limit:
-            number, step = self.queue.popleft()
-            self.fetched_for[number] = max(self.fetched_for[number], step)
-            if self._is_partitioned(number):
-                numbers[number] = None
-        self._gather([*numbers])
+        names: dict[str, None] = {}
+        while self.queue and self._size(names) < limit:
+            name, step = self.queue.popleft()
+            self.fetched_for[name] = step
+            if self._is_partitioned(name):
+                names[name] = None
+        self._gather([*names])
 
-    def _stays(self, number: int) -> bool:
+    def _stays(self, name: str) -> bool:
         """Return whether a parameter is small, was fetched for a later module, or is used again within the distance.
 
         This is the rule of __params_to_release.
         """
-        if self._is_persistent(number) or self.fetched_for[number] > self.step:
+        if self._is_persistent(name) or self.fetched_for[name] > self.step:
             return True
-        following = next((self.before_step[step] for step in self.uses[number] if step >= self.step), math.inf)
+        following = next((self.before_step[step] for step in self.uses[name] if step >= self.step), math.inf)
         return following - self.before_step[self.step] < self.options.max_reuse_distance
