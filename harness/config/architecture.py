@@ -52,9 +52,6 @@ class Architecture:
     biases: bool  # Whether the matrices of the layers have biases; the head never has one.
     learned_positions: bool  # Whether a learned table embeds positions; otherwise attention rotates queries and keys.
     mlp: tuple[Operator, ...]
-    # The numbers of tensors of intermediate_size, and of gradients of matrices, that exist beside the saved tensors
-    # when the MLP's backward needs most memory.
-    mlp_backward_peak: tuple[int, int]
     # The tensors that elementwise operators read and write in forward, each operator by itself: of hidden_size among
     # what tensor-parallel ranks divide (rotations of queries and keys, or biases), and of intermediate_size.
     elementwise_tensors: tuple[int, int]

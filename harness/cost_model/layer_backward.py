@@ -6,7 +6,6 @@ results are alive beside them. The gradients of one tensor by several operators 
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 
 from harness.config.architecture import Branch, Operator
 from harness.cost_model.activations import attention_backward_operators, eager_score_tensors, forward_copies_bytes
@@ -25,6 +24,8 @@ class LayerMoment:
 
     saved: int  # bytes of the tensors that the layer saved or recomputed
     temporaries: int  # bytes of gradients of intermediates, and of copies of them
+    freed: int = 0  # bytes of saved tensors, freed until now, which a backward for inputs alone keeps
+    deferred: int = 0  # bytes of gradients, freed until now, which it leaves to the weights' half
     weights: int = 0  # elements of the layer's weights whose gradients are complete
     computed: int = 0  # elements of the weight whose gradient this operator computes
     is_accumulation: bool = False  # whether that gradient is now added to the parameter's own, or becomes it
@@ -38,7 +39,7 @@ class LayerBackward:
         self.shape, self.saved = shape, dict(saved)
         self.recomputed, self.consumed = recomputed, consumed
         self.temporaries = {"residual.grad": shape.hidden_bytes}
-        self.weights = 0
+        self.weights = self.freed = self.deferred = 0
         self.moments: list[LayerMoment] = []
 
     def run(
@@ -54,11 +55,11 @@ class LayerBackward:
         The residual stream's gradient is never freed: what is added to it takes its place.
         """
         self.temporaries |= results
-        sizes = (sum(self.saved.values()), sum(self.temporaries.values()))
+        sizes = (sum(self.saved.values()), sum(self.temporaries.values()), self.freed, self.deferred)
         self.moments.append(LayerMoment(*sizes, self.weights, weight, is_accumulation, is_followed_by_matrix))
         self.weights += weight * is_accumulation
         for name in {*frees} - {"residual.grad"}:
-            self.saved.pop(name, None)
+            self.freed += self.saved.pop(name, 0) * (name not in self.recomputed)
             self.temporaries.pop(name, None)
 
     def recompute(self, before: Tensors, copies: Tensors) -> None:
@@ -70,13 +71,14 @@ class LayerBackward:
 
     def free(self, *prefixes: str) -> None:
         """Free all kept tensors whose names begin so."""
-        self.saved = {name: size for name, size in self.saved.items() if not name.startswith(prefixes)}
+        for name in [name for name in self.saved if name.startswith(prefixes)]:
+            self.freed += self.saved.pop(name) * (name not in self.recomputed)
 
 
-def layer_backward_moments(
+def layer_backward(
     shape: MicroBatchShape, saved: Tensors, recomputed: Tensors, consumed: Tensors, is_recomputed: bool
-) -> list[LayerMoment]:
-    """Return the moments of the backward of a layer that saved these tensors.
+) -> LayerBackward:
+    """Return the backward of a layer that saved these tensors.
 
     A second forward of the layer, or else of its attention's core, runs when backward needs its first result. It adds
     the tensors `recomputed` to those that are kept, and takes and frees the saved results `consumed`.
@@ -94,7 +96,8 @@ def layer_backward_moments(
                 recompute_attention(backward)
             run_operator(backward, branch, operator, gradient)
         run_norm(backward, branch.norm)
-    return backward.moments
+        backward.deferred += shape.norm_gradient_bytes + shape.whole_hidden_bytes  # of the norm, and of the last matrix
+    return backward
 
 
 def recompute_layer(backward: LayerBackward) -> None:
@@ -164,6 +167,7 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         is_last = operator is branch.operators[0]  # no other matrix needs the norm's output any more
         norm_output = f"{branch.norm}.output" if is_last else ""
         run_column_parallel(backward, elements[operator.matrix], gradient, norm_output)
+        backward.deferred += shape.tensor_bytes(operator.output)
     elif kind == "function":
         backward.run(gradients, (gradient, *inputs))
     elif kind == "rotary":
@@ -204,32 +208,8 @@ def run_norm(backward: LayerBackward, norm: str) -> None:
         summed = shape.input_grad_reduction_bytes - shape.whole_hidden_bytes - own
         backward.run({"reduced.grad": own, "summed.grad": summed}, ("input.grad", "summed.grad"))
         output_grad = "reduced.grad"
-    backward.saved.pop(f"{norm}.normalized", None)
+    backward.free(f"{norm}.normalized")
     rest = shape.norm_backward_bytes - own
     backward.run({"norm.grad": rest}, ("norm.grad", output_grad))
     backward.free(f"{norm}.")
     backward.run({"norm_input.grad": own, "sum.grad": own}, ("norm_input.grad", "sum.grad"))
-
-
-@lru_cache(maxsize=4096)
-def block_backward_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes of intermediates' gradients at the worst moment of a layer's backward, beyond what it kept.
-
-    That moment is at the SwiGLU product: there are gradients of product, silu and up, less the product freed before,
-    and of the residual stream; the architecture says how many of them have the inner width. With sequence parallelism
-    the residual's gradient is gathered before that: it exists twice, then beside the product's.
-    """
-    gathered = shape.whole_hidden_bytes if shape.sequence_parallel else 0
-    matrix = shape.model.hidden_size * shape.model.intermediate_size * shape.width // shape.tp
-    tensors, matrices = shape.model.architecture.mlp_backward_peak
-    inner = shape.inner_bytes
-    return max(tensors * inner + matrices * matrix, inner + gathered, 2 * gathered) + shape.hidden_bytes
-
-
-@lru_cache(maxsize=4096)
-def deferred_weight_grad_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes that a backward for inputs alone leaves for a layer's weights: gradients of their outputs."""
-    matrices = layer_matrices(shape.model)
-    elements = sum(each.outputs if each.style == "row" else each.outputs // shape.tp for each in matrices)
-    norms = len(shape.model.architecture.branches) * shape.norm_gradient_bytes
-    return shape.tokens * elements * shape.width + norms

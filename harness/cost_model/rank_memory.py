@@ -145,12 +145,7 @@ class RankStep:
         for start in self.starts(pp_rank):
             tape, others = self.play(start)
             logits = self.sharding.activations[start.stage].logits_bytes
-            own = max(
-                moment.parts["activations"]
-                + moment.live.get("temporaries_recomputed", 0)
-                + logits * (moment.parts["loss"] > 0)
-                for moment in tape.moments
-            )
+            own = max(moment.parts["activations"] + logits * (moment.parts["loss"] > 0) for moment in tape.moments)
             sizes.append(own + others["activations"] + others["loss"])
         return max(sizes)
 

@@ -156,7 +156,7 @@ class StackActivations(StageActivations):
             saved = whole - scores
         elif is_recomputed:
             saved = self.shape.hidden_bytes
-        return LayerActivations(saved, whole - saved, 0, 0, (LayerMoment(saved, whole - saved + backward),))
+        return LayerActivations(saved, 0, 0, (LayerMoment(saved, whole - saved + backward),))
 
     @cached_property
     def norm(self) -> dict[str, int]:

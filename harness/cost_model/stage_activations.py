@@ -11,12 +11,7 @@ from harness.cost_model.activations import (
     layer_activations,
     norm_tensors,
 )
-from harness.cost_model.layer_backward import (
-    BEFORE_SCORES,
-    LayerMoment,
-    deferred_weight_grad_bytes,
-    layer_backward_moments,
-)
+from harness.cost_model.layer_backward import BEFORE_SCORES, LayerMoment, layer_backward
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.layout.layer_spec import layer_matrices
 from harness.layout.partition import Stage
@@ -27,10 +22,12 @@ class LayerActivations:
     """The bytes that one layer keeps for backward, whatever the stage that has it."""
 
     saved: int  # when its forward has ended
-    recomputed: int  # by its second forward, beside what it keeps; without what that takes and frees
     at_scores: int  # when its forward computes its attention
     scores: int  # of that moment alone
     moments: tuple[LayerMoment, ...]  # of its backward
+    deferred: int = 0  # gradients that a backward for inputs alone leaves to the weights' half
+    for_weights: int = 0  # kept or recomputed for its weights' gradients, and freed after them
+    left: int = 0  # of what it keeps and recomputes when its weights have their gradients
 
 
 @lru_cache(maxsize=4096)
@@ -54,12 +51,17 @@ def one_layer_activations(
     stays = {*block, "input", layer_matrices(shape.model)[-1].name}
     is_selective = checkpointing.name == "selective"
     consumed = {name: size for name, size in saved.items() if is_selective and name not in stays}
+    backward = layer_backward(shape, saved, recomputed, consumed, is_recomputed)
+    for_weights = weight_pass_bytes(recomputed if is_recomputed else block, shape)
+    again = sum(recomputed.values()) - sum(consumed.values()) if is_recomputed else 0
     return LayerActivations(
         saved=sum(saved.values()),
-        recomputed=sum(recomputed.values()) - is_recomputed * sum(consumed.values()),
         at_scores=sum(until_scores.values()),
         scores=sum(eager_score_tensors(shape).values()) + forward_copies_bytes(shape),
-        moments=tuple(layer_backward_moments(shape, saved, recomputed, consumed, is_recomputed)),
+        moments=tuple(backward.moments),
+        deferred=backward.deferred,
+        for_weights=for_weights,
+        left=sum(saved.values()) + again - for_weights,
     )
 
 
@@ -114,6 +116,11 @@ class StageActivations:
         """Return what the layer keeps that so many layers of the stage follow."""
         return self.of_layer(self.checkpointing.recomputes_layer(self.stage.layer_indices[-1 - following]))
 
+    @cached_property
+    def layers(self) -> list[LayerActivations]:
+        """What each layer of the stage keeps, by the number of those that follow it."""
+        return [self.layer(following) for following in range(self.stage.layers)]
+
     def outside(self, following: int) -> int:
         """Return the bytes on the device in the backward of this layer, without those of the layer itself."""
         indices = self.stage.layer_indices[: self.stage.layers - following]
@@ -152,7 +159,8 @@ class StageActivations:
         """The bytes in the final norm's backward, without what that freed."""
         away = (self.stage.layers - min(2, self.stage.layers)) * self.moved_layer_bytes
         all_saved = self.before_backward + self.moved_bytes
-        return max(0, all_saved - weight_pass_bytes(self.norm, self.shape) - away)
+        freed = sum(self.norm.get(f"norm.{name}", 0) for name in ("output", "normalized"))
+        return max(0, all_saved - freed - away)
 
     @cached_property
     def in_weights_pass(self) -> tuple[int, int]:
@@ -162,16 +170,11 @@ class StageActivations:
         computes gradients at once and all others at its end; where layers are recomputed, these include every tensor of
         a second forward.
         """
-        shape, indices, head = self.shape, self.stage.layer_indices, sum(self.norm.values())
-        left = self.kept_by(indices) - self.moved_bytes
-        for again in map(self.checkpointing.recomputes_layer, indices):
-            left += self.of_layer(again).recomputed * again - layer_weight_grad_bytes(shape, again)
-        freed = weight_pass_bytes(self.norm, shape) + layer_norm_statistics_bytes(self.norm, shape)
-        used_by_last_matrix = block_tensors(shape)["mlp.product"]
+        left = self.embedding_bytes + self.table_bytes + sum(layer.left for layer in self.layers) - self.moved_bytes
+        head, used_by_last_matrix = sum(self.norm.values()), block_tensors(self.shape)["mlp.product"]
         if self.norm:
-            used_by_last_matrix = head - freed + self.norm["norm.output"]
-        used_by_last_layer = layer_weight_grad_bytes(shape, self.checkpointing.recomputes_layer(indices[-1]))
-        return left + used_by_last_layer + head, max(0, left + used_by_last_matrix)
+            used_by_last_matrix = head - weight_pass_bytes(self.norm, self.shape) + self.norm["norm.output"]
+        return left + self.layers[0].for_weights + head, max(0, left + used_by_last_matrix)
 
     @cached_property
     def input_bytes(self) -> int:
@@ -208,33 +211,21 @@ class StageActivations:
     @cached_property
     def deferred_grad_bytes(self) -> int:
         """Bytes of gradients that a backward for inputs alone, which frees nothing, leaves for the weights' half."""
-        layers = self.stage.layers * deferred_weight_grad_bytes(self.shape)
+        layers = sum(layer.deferred for layer in self.layers)
         return layers + self.logits_grad_bytes + self.stage.holds_head * self.shape.norm_gradient_bytes
 
 
 stage_activations = lru_cache(maxsize=4096)(StageActivations)
 
 
-def layer_norm_statistics_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
-    """Return the bytes that LayerNorm's one kernel reads again for the gradients of weight and bias.
-
-    It has read them for its input's gradient. Other norms have none.
-    """
-    suffixes = ("norm.input", "norm.mean", "norm.rstd") if shape.model.architecture.norm == "layer" else ()
-    return sum(size for name, size in tensors.items() if name.endswith(suffixes))
-
-
-def layer_weight_grad_bytes(shape: MicroBatchShape, is_recomputed: bool) -> int:
-    """Return the bytes that a layer keeps or recomputes for its weights' gradients and frees after them."""
-    block = block_tensors(shape)
-    statistics = layer_norm_statistics_bytes(block, shape)
-    statistics -= shape.hidden_bytes * (statistics > 0 and is_recomputed)  # the layer's input is the first norm's
-    return weight_pass_bytes(block, shape) + statistics
-
-
 def weight_pass_bytes(tensors: dict[str, int], shape: MicroBatchShape) -> int:
-    """Return the bytes that only weights' gradients need: inputs of matrices, and what a decomposed norm scales."""
+    """Return the bytes that weights' gradients need: inputs of matrices, and what a norm scales.
+
+    LayerNorm's one kernel reads all of its tensors again for the gradients of weight and bias.
+    """
     suffixes = ["norm.output", "norm.normalized", "mlp.product"]
     if shape.model.attention == "eager":
         suffixes.append("attention.output")  # the flash kernel keeps it too
+    if shape.model.architecture.norm == "layer":
+        suffixes += ["norm.input", "norm.mean", "norm.rstd"]
     return sum(size for name, size in tensors.items() if name.endswith(tuple(suffixes)))

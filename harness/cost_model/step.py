@@ -1,10 +1,5 @@
 """The tape of one micro-batch's pass through a stage: its forward, and its backward or one half of it. No torch."""
 
-from harness.cost_model.layer_backward import (
-    block_backward_bytes,
-    deferred_weight_grad_bytes,
-    recompute_allreduce_bytes,
-)
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 
@@ -91,16 +86,14 @@ def play_layer(tape: Tape, sharding: Sharding, each: Pass, following: int) -> No
 
 def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     """Play a backward for inputs alone, which frees nothing and leaves gradients for the weights' half."""
-    activations, shape = each.activations, each.activations.shape
-    layer_deferred, deferred = deferred_weight_grad_bytes(shape), activations.deferred_grad_bytes
-    recomputed = activations.layer(0).recomputed
-    block = max(block_backward_bytes(shape), recompute_allreduce_bytes(shape) * (recomputed > 0))
-    saved = {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
-    tape.live |= saved | {"temporaries": 0}
+    activations, layer = each.activations, each.activations.layer(0)
+    outside, of_others = activations.before_backward - layer.saved, activations.deferred_grad_bytes - layer.deferred
+    tape.live |= {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
     sharding.enter_layer(tape, each, 0)
     tape.live["gradients"] = 0
-    tape.touch(temporaries=deferred - layer_deferred + block, temporaries_recomputed=recomputed)
-    tape.put(temporaries=deferred + shape.norm_backward_bytes - shape.norm_gradient_bytes)
+    for moment in layer.moments:
+        temporaries = of_others + moment.deferred + moment.temporaries
+        tape.put(activations=outside + moment.saved + moment.freed, temporaries=temporaries)
 
 
 def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
@@ -109,16 +102,16 @@ def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
     In 16 bit, and where groups are reduced, there are all gradients that it computed so far, as it adds them to the
     sums at its end; in fp32 one at a time.
     """
-    activations, shape, model = each.activations, each.activations.shape, sharding.config.model
+    activations, shape = each.activations, each.activations.shape
     stage, matrix = activations.stage, sharding.vocabulary_grad_bytes * activations.stage.holds_head
     if sharding.has_16_bit_grads or sharding.reduces_groups:
         of_layers = each.groups.elements * shape.width - matrix
         grads_at_layer, grads_at_matrix = of_layers - of_layers // stage.layers, of_layers + matrix
     else:
-        grads_at_layer = model.hidden_size * model.intermediate_size * shape.width // shape.tp
+        grads_at_layer = each.groups.layer.largest * shape.width
         grads_at_matrix = matrix or grads_at_layer
     at_layer, at_matrix = activations.in_weights_pass
-    left = activations.deferred_grad_bytes - (stage.layers - 1) * deferred_weight_grad_bytes(shape)
+    left = activations.deferred_grad_bytes - (stage.layers - 1) * activations.layer(0).deferred
     sharding.begin(tape, each)
     sharding.end_forward(tape, each)
     tape.phase = "backward"
