@@ -11,7 +11,7 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record
 from harness.report.diff import print_comparison, print_names, print_regressions
-from harness.report.regressions import compare
+from harness.report.folder_changes import compare
 from harness.report.tables import terminal
 from harness.util.errors import UserError
 

@@ -1,21 +1,39 @@
-"""The report's section on the literature: the figures of papers at this layout, compared with the measurement.
+"""Claims and peers: the figures that papers give for runs, and the run that a run is compared with.
 
 What the papers say is in claims.toml, and `claims` applies it to records.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
-from harness.metrics.formulas import ENVIRONMENT, EXACT, Quantities, text_of, value_of
-from harness.report.charts.expected import measured_against_papers
-from harness.report.claim_peers import TABLE, Claim, ok_runs, peer
-from harness.report.comparability import group_by
-from harness.report.document import Paragraph, Section, Table, section
+from harness.metrics.formulas import ENVIRONMENT, EXACT, Quantities, quantities, text_of, value_of
+from harness.report.comparability import PARTITION_COLUMNS, claim_key, group_by
 from harness.report.lines import Line
-from harness.report.sentences import sentence
 from harness.report.speeds import is_undisturbed
-from harness.report.view import View
+from harness.report.text import sentence
+
+TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("claims.toml").read_text("utf-8"))
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One figure that the literature gives for a run, and the run's own; both are a ratio or both a count."""
+
+    label: str
+    subject: str  # what it is about, in a word or two
+    claim: str
+    source: str
+    expected: float  # at this layout
+    limit: str
+    measured: float
+    agrees: bool
+    reason: str
+    required: bool  # proven by every row that is ok: a run that does not agree is an error
+
 
 TIMED = 0.20  # the relative tolerance of seconds
 
@@ -81,23 +99,23 @@ def layer_ratio(run: Quantities, other: Quantities) -> str:
 ENVIRONMENT.globals |= {"is_undisturbed": is_undisturbed, "state_widths": state_widths, "layer_ratio": layer_ratio}
 
 
-def literature(view: View) -> list[Section]:
-    """Return the section with a table of one row per claim."""
-    view_claims = claims(view.lines)
-    if not view_claims:
-        return []
-    header = ["run", "claim", "source", "paper's figure", "verdict", "expected at this layout", "measured"]
-    rows = [
-        [
-            *(claim.label, claim.claim, claim.source, claim.limit, sentence("verdict", claim=claim)),
-            *(f"{figure:.3g}" for figure in (claim.expected, claim.measured)),
-        ]
-        for claim in view_claims
+def ok_runs(lines: Iterable[Line]) -> list[Quantities]:
+    """Return the quantities of the lines that are ok, the `line`, and `setting`, equal where they may be compared."""
+    return [
+        quantities(line.record, TABLE["quantities"]) | {"line": line, "setting": claim_key(line.record)}
+        for line in lines
+        if line.ok
     ]
-    free = [claim for claim in view_claims if not (claim.required and claim.agrees)]
-    return section(
-        "Comparison with the literature",
-        measured_against_papers(view, view_claims),
-        Table(header, rows, label_columns=5),
-        Paragraph(sentence("literature", claims=free, exact=EXACT, timed=TIMED)),
-    )
+
+
+def peer(
+    run: Quantities, runs: Sequence[Quantities], same: Sequence[str] = PARTITION_COLUMNS, **required: object
+) -> Quantities | None:
+    """Return a run of the same setting with the required values that has the run's own values of the columns `same`.
+
+    Among several the one with the same options is returned, else the first with the fewest: variants come after what
+    they vary.
+    """
+    values = {"setting": run["setting"]} | {name: run.get(name) for name in same} | required
+    peers = [other for other in runs if all(other.get(name) == value for name, value in values.items())]
+    return min(peers, key=lambda other: (other["options"] != run["options"], len(other["options"])), default=None)

@@ -10,10 +10,11 @@ from rich.text import Text
 
 from harness.records.columns import column
 from harness.records.schema import Record, Row
-from harness.report.columns import ShownColumn, write
-from harness.report.comparison_columns import UNSETTLED_MARK, WORDS, abbreviations
+from harness.report.columns import UNSETTLED_MARK, WORDS, ShownColumn, abbreviations, write
 from harness.report.folder_changes import (
     MISSING,
+    SPEED,
+    Change,
     Changes,
     Pair,
     changes,
@@ -22,10 +23,8 @@ from harness.report.folder_changes import (
     origin,
     pairs,
 )
-from harness.report.regressions import SPEED, Change
-from harness.report.sentences import sentence
 from harness.report.tables import fit_width, rich_table
-from harness.report.text import RATIO, deviation_text, format_numbers
+from harness.report.text import RATIO, deviation_text, format_numbers, sentence
 from harness.util.files import JsonObject
 from harness.util.text import count_text, sanitize
 

@@ -11,9 +11,8 @@ from harness.report.charts.setting import setting
 from harness.report.columns import ShownColumn, from_lines, write
 from harness.report.document import Chart
 from harness.report.lines import baseline_name
-from harness.report.sentences import sentence
 from harness.report.templates import template
-from harness.report.text import ONE, format_numbers
+from harness.report.text import ONE, format_numbers, sentence
 from harness.report.view import View
 
 Statistic = Literal["median", "mean"]  # median [min, max], or mean ± sd

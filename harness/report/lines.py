@@ -8,14 +8,13 @@ from typing import Any
 
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
-from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key
+from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key, varying_columns
 from harness.report.labels import (
     OTHER_OPTIONS,
     labels,
     non_default,
     other_differences,
 )
-from harness.report.settings import varying_columns
 from harness.report.speeds import CROWDED, Speed, are_alike, speed_of, timed_runs
 from harness.report.text import bytes_text
 from harness.util.text import sanitize

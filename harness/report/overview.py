@@ -6,15 +6,13 @@ from itertools import chain
 
 from harness.records.columns import column as registered
 from harness.report.charts import speed, tradeoffs
-from harness.report.columns import ShownColumn, from_lines, table_of, write
-from harness.report.comparability import group_by
-from harness.report.comparison_columns import comparison_columns, speed_texts
+from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, write
+from harness.report.comparability import group_by, shared_settings, varying_columns
 from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.labels import column_title, value_text
 from harness.report.lines import Line, baseline_name, column_values, distinct_values, least, rows_of
 from harness.report.ranking import Group
-from harness.report.sentences import sentence
-from harness.report.settings import shared_settings, varying_columns
+from harness.report.text import sentence
 from harness.report.view import View
 
 # The columns that the legend explains, where they have a value.

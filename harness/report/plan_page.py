@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.config.byte_size import format_bytes
 from harness.cost_model.prediction import Prediction
+from harness.layout.layout import Layout
 from harness.planner.plan import LayoutPlan
 from harness.planner.row import csv_text, planned_row, run_overrides
 from harness.planner.search import SearchResult
@@ -25,10 +26,12 @@ from harness.planner.sentences import (
 )
 from harness.records.schema import Row
 from harness.report import html, markdown
-from harness.report.charts import render
-from harness.report.charts.front import GIB, front_chart
-from harness.report.document import BulletList, MemorySlider, Paragraph, Section, Table, bullets, section
-from harness.report.sentences import sentence
+from harness.report.charts import render, style
+from harness.report.charts.marks import Field, Plot, Rows, axis, draw, figures, palette, single
+from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section, Table, bullets, section
+from harness.report.lines import Item
+from harness.report.text import sentence
+from harness.report.view import View
 from harness.util.files import atomic_write_text
 
 _WITHOUT_CHARTS = "the page has no chart"
@@ -151,3 +154,44 @@ def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
         "fullest rank": str(entry.memory.rank),
         "phase of its peak": entry.memory.phase,
     }
+
+
+GIB = 2**30
+
+
+def front_chart(front: Sequence[Prediction]) -> Chart | None:
+    """Draw the front, with the memory of the devices; None where there is nothing to draw."""
+    if not front:
+        return None
+    kinds = [_kind(entry.layout) for entry in front]
+    fields = {
+        "x": figures("GiB of a device", [entry.needed_bytes / GIB for entry in front], ",.1f"),
+        "y": figures("tokens/s", [entry.tokens_per_second for entry in front], ",.0f"),
+        "kind": Field("model state", kinds),
+    }
+    rows = Rows([Item(entry.label(), "", place) for place, entry in enumerate(front)], fields, "layout")
+    x, y = axis("memory that a device must have (GiB)"), axis("tokens per second (higher is better)")
+    plot, limit = Plot(View("plan", []), rows, x, y), front[0].available_bytes / GIB
+    layers = [
+        plot.mark("line front", order={"field": "x", "type": "quantitative"}),
+        plot.mark("rule limit", "limit", None, data="limits"),
+        plot.mark("text corner", "limit", {"value": 0}, data="limits", text="shown"),
+        plot.mark("point", color=palette("kind", style.strategy_colors(kinds), {"orient": "bottom"})),
+    ]
+    return draw(
+        plot.view,
+        "front",
+        "Memory and speed",
+        rows,
+        "",
+        single(layers),
+        facts={"front": front},
+        data={"limits": [{"strategy": "", "limit": limit, "shown": f"a device: {limit:.1f} GiB"}]},
+        subtitle=[f"{front[0].config.model.name} on {front[0].layout.world_size} devices of {front[0].cluster.name}"],
+    )
+
+
+def _kind(layout: Layout) -> str:
+    """Return how a layout shares model state among data-parallel ranks, in two words."""
+    whole = "replicas" if layout.dp > 1 else "no data parallelism"
+    return f"ZeRO-{layout.zero_stage}" if layout.zero_stage else whole

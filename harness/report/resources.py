@@ -10,8 +10,7 @@ from harness.report.comparability import group_by
 from harness.report.document import Paragraph, Section, Table, section
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, baseline_name, column_values
-from harness.report.sentences import sentence
-from harness.report.text import byte_unit, bytes_text, format_numbers
+from harness.report.text import byte_unit, bytes_text, format_numbers, sentence
 from harness.report.view import View
 
 

@@ -3,21 +3,27 @@
 from dataclasses import replace
 
 from harness.config.locations import files_in, first_sentence
-from harness.report.appendix import disturbed, failures, predicted_section, proof_section, stale, unreadable, versions
-from harness.report.batches import batches
-from harness.report.caveats import caveats
+from harness.report.caveats import (
+    caveats,
+    disturbed,
+    failures,
+    literature,
+    predicted_section,
+    proof_section,
+    stale,
+    unreadable,
+    versions,
+)
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed, tradeoffs
-from harness.report.charts.first import first_picture
-from harness.report.claims import literature
 from harness.report.document import Banner, BulletList, Paragraph, Section, section
 from harness.report.findings import findings
 from harness.report.first_screen import first_screen
-from harness.report.memory_sections import memory, peak
+from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.resources import operations, pipeline_section, time, traffic_section
-from harness.report.sentences import sentence
 from harness.report.sources import sources
+from harness.report.text import sentence
 from harness.report.view import MOST, View, truncate
 
 
@@ -75,7 +81,7 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
         Paragraph(screen.compared),
         Banner(screen.banner) if screen.banner else None,
         BulletList(screen.answers) if screen.answers else None,
-        first_picture(part),
+        tradeoffs.first_picture(part),
         screen.fits,
         is_first=True,
     )

@@ -12,22 +12,21 @@ from rich.text import Text
 
 from harness.records.schema import Row
 from harness.report.caveats import by_kind
-from harness.report.columns import ShownColumn
-from harness.report.comparability import group_by
-from harness.report.comparison_columns import (
+from harness.report.columns import (
     DISTURBED_MARK,
     STALE_MARK,
     UNSETTLED_MARK,
+    ShownColumn,
     abbreviations,
     comparison_columns,
     sanitized_texts,
 )
+from harness.report.comparability import group_by, shared_settings
 from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_screen, warning
 from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, rows_of
 from harness.report.overview import pivots
-from harness.report.sentences import MOST_LABELS, labels_text, sentence
-from harness.report.settings import shared_settings
+from harness.report.text import MOST_LABELS, labels_text, sentence
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 

@@ -14,7 +14,7 @@ from harness.cli.main import main
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.hydra import expand_repeats
 from harness.records.schema import Record
-from harness.report.comparison_columns import comparison_columns
+from harness.report.columns import comparison_columns
 from harness.report.lines import column_values, labels_by, lines_of
 from harness.report.view import merge_repeats
 from tests.support.commands import Harness, read_rows

@@ -20,13 +20,12 @@ from harness.cost_model.parts import PEAK_TITLES
 from harness.records.provenance import versions
 from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
-from harness.report.charts import expected, first, memory, render, speed, style, tradeoffs
+from harness.report.charts import expected, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
-from harness.report.charts.curves import select
+from harness.report.charts.curves import by_world, select
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
 from harness.report.charts.points import Points
-from harness.report.charts.series import by_world
 from harness.report.document import Chart
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item
@@ -65,7 +64,7 @@ ROW: dict[str, Any] = {
 }
 
 PICTURES: dict[str, Callable[[View], Chart | None]] = {
-    "first": first.first_picture,
+    "first": tradeoffs.first_picture,
     "peak": memory.peak,
     "throughput": speed.throughput,
     "trade": tradeoffs.trade,
@@ -425,7 +424,7 @@ def test_speeds_of_few_runs_rank_nothing_and_disturbed_ones_are_not_drawn() -> N
     records = [*thrice([record(1, "ddp", 4.0, 900.0), record(2, "tp", 3.0, 500.0)]), record(3, "zero1", 2.0, 950.0)]
     records += [record(4, "zero3", 1.0, 7000.0, noise_warning="busy"), record(5, "cp", 1.5, 8000.0, **BRIEF)]
     view = View("demo", records)
-    charts = {chart.name: chart for picture in (first.first_picture, *TIMED) if (chart := picture(view))}
+    charts = {chart.name: chart for picture in (tradeoffs.first_picture, *TIMED) if (chart := picture(view))}
     assert charts.keys() == {"first", "throughput", "trade", "step", "exposed"}
     for name, text in render.svgs({name: chart.spec for name, chart in charts.items()}).items():
         tree = ElementTree.fromstring(text)
@@ -455,7 +454,7 @@ def test_without_ranked_speeds_charts_are_of_memory_and_bytes_sent() -> None:
     for records in (single, thrice(crowd)):
         view = View("demo", records)
         assert not any(picture(view) for picture in TIMED)
-        picture = first.first_picture(view)
+        picture = tradeoffs.first_picture(view)
         assert picture and picture.title == "Memory and communication" and len(picture.spec["concat"]) == 2
         assert "tokens" not in json.dumps([picture.spec, picture.table.header, picture.alt_text])
     ranked = thrice([record(1, "ddp", 1.0, 9e3), record(2, "tp", 2.0, 9e2)])
@@ -669,7 +668,7 @@ def test_of_too_many_curves_the_fastest_of_every_strategy_is_drawn() -> None:
 
 def test_charts_have_no_empty_rows_panels_or_equal_titles() -> None:
     busy = [record(n, strategy, 1.0, 100.0, noise_warning="busy") for n, strategy in enumerate(("ddp", "tp"))]
-    picture = first.first_picture(View("busy", busy))
+    picture = tradeoffs.first_picture(View("busy", busy))
     assert picture and picture.title == "Peak memory" and len(picture.spec["concat"]) == 1
     pipeline = record(9, "pp_1f1b", 1.0, 100.0, pp=2, exposed_communication_seconds=0.0)
     chart = speed.exposed_communication(View("demo", thrice([*SEVERAL, pipeline])))
@@ -724,7 +723,7 @@ def test_colors_are_distinct_under_color_vision_deficiencies(deficiency: str) ->
 def test_the_library_that_draws_is_imported_by_its_own_process() -> None:
     code = (
         "import sys\n"
-        "from harness.report.charts import expected, first, memory, render, speed, style, tradeoffs\n"
+        "from harness.report.charts import expected, memory, render, speed, style, tradeoffs\n"
         "assert 'vl_convert' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

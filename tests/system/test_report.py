@@ -19,7 +19,7 @@ from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import versions
 from harness.records.schema import Record
 from harness.records.store import write_record
-from harness.report.comparison_columns import comparison_columns
+from harness.report.columns import comparison_columns
 from harness.report.labels import OTHER_OPTIONS, VARYING, column_title
 from harness.report.lines import column_values, lines_of
 from harness.report.markdown import escape

@@ -14,7 +14,7 @@ import pytest
 from harness.cost_model.parts import PEAK_TITLES
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
-from harness.report.comparison_columns import comparison_columns
+from harness.report.columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings
 from harness.report.first_screen import FirstScreen, first_screen

@@ -19,11 +19,11 @@ from harness.metrics.formulas import ENVIRONMENT
 from harness.records.columns import COLUMN_TYPES
 from harness.records.schema import Record
 from harness.report import markdown
-from harness.report.batches import batches
-from harness.report.claim_peers import TABLE, Claim
-from harness.report.claims import claims, literature
+from harness.report.caveats import literature
+from harness.report.claims import TABLE, Claim, claims
 from harness.report.document import Section
 from harness.report.lines import lines_of
+from harness.report.memory_sections import batches
 from harness.report.view import View
 from harness.runner.config_columns import config_columns
 from tests.support.commands import compose, compose_config

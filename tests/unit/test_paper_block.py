@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from harness.metrics.formulas import value_of
-from harness.report.claim_peers import TABLE
+from harness.report.claims import TABLE
 
 
 @pytest.mark.parametrize("attention", ["flash", "eager"])

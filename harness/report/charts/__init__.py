@@ -4,9 +4,9 @@ A chart selects its rows and declares their fields. marks.py has what it is decl
 data of marks, tooltips, the table of exact values and the range in the alternative text. Three kinds are in bars.py,
 curves.py and points.py. The charts are memory.{peak, batches, memory_wall, largest_model}, speed.{throughput, scaling,
 step, exposed_communication}, expected.{predicted, traffic, measured_against_papers, losses}, tradeoffs.{trade,
-checkpointing}, first.first_picture and, of a plan, front.front_chart.
+checkpointing, first_picture}; plan_page.py has that of a plan.
 
-lines.py and series.py select the data as plain values, style.py and theme.json have what is no part of a spec, and
+lines.py and curves.py select the data as plain values, style.py and theme.json have what is no part of a spec, and
 render.py turns specs into files and provides Vega's library for a page.
 
 A spec's width is fixed; a page or a paper may give it another. A spec's parameter `hidden` is a list of strategies

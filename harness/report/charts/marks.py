@@ -15,8 +15,7 @@ from harness.report.charts import style
 from harness.report.charts.setting import setting_lines
 from harness.report.document import Chart, Table, VegaLite
 from harness.report.lines import Datum, Item
-from harness.report.sentences import sentence
-from harness.report.text import ONE, Unit, byte_unit, format_numbers
+from harness.report.text import ONE, Unit, byte_unit, format_numbers, sentence
 from harness.report.view import View
 
 # What the page draws: marks of strategies that are not hidden, and of bars the first ones. Some marks have neither.
