@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from harness.metrics.derivations import derivations_of
+from harness.metrics.formulas import derivations_of
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
 from harness.report.derivations import derivation_lines

@@ -1,28 +1,47 @@
-"""Formulas and texts of tables, such as derivations.toml and the report's claims.toml, over quantities of a run."""
+"""Formulas and texts of tables, such as derivations.toml and the report's claims.toml, over quantities of a run.
 
-from collections.abc import Mapping
+The derivations are the arithmetic behind a row's figures: terms that a reader can put together without the code. A
+record has those of its figures by the code that computed them.
+"""
+
+import math
+import operator
+import statistics
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
-from typing import Any
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import cache, reduce
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
 
 import jinja2
 
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
-from harness.config.schema import RECOMPUTING_MODES
+from harness.config.schema import RECOMPUTING_MODES, RunConfig
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
+from harness.cost_model.parts import PEAK_TITLES
 from harness.cost_model.rank_memory import rank_stages
 from harness.cost_model.shard_groups import local_parameter_count, optimizer_parameter_count
 from harness.engines.base import load_engine
 from harness.layout import model_profile
 from harness.layout.layout import Layout
+from harness.layout.partition import stages_of_rank
+from harness.layout.state_widths import StateKind, StateWidths
 from harness.metrics import columns, memory, step_time, traffic
 from harness.records import rank_report
+from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.util.errors import UserError
-from harness.util.text import count_text
+from harness.util.files import JsonObject
+from harness.util.sentences import Sentences
+from harness.util.text import count_text, join_words
 
 EXACT = 0.05  # the relative tolerance of bytes, counts and operations
 
@@ -63,20 +82,6 @@ def most_parameters(model: ModelConfig, layout: Layout, of_optimizer: bool = Fal
     return max(sum(local_parameter_count(model, stage, tp, vocabulary_tp) for stage in own) for own in stages)
 
 
-ENVIRONMENT = jinja2.Environment(undefined=jinja2.ChainableUndefined)  # what is unknown has unknown attributes
-ENVIRONMENT.globals |= {"recomputing_modes": RECOMPUTING_MODES} | {
-    named.__name__.rpartition(".")[2]: named
-    for named in (
-        *(columns, communication, flops, memory, model_profile, rank_report, step_time, traffic),
-        *(estimate_memory, most_parameters, count_text),
-    )
-}
-ENVIRONMENT.tests["near"] = lambda value, expected: abs(value - expected) <= EXACT * expected
-
-
-_compiled, _template = cache(ENVIRONMENT.compile_expression), cache(ENVIRONMENT.from_string)
-
-
 def value_of(formula: str, known: Mapping[str, Any]) -> Any:
     """Return what a formula gives; None where it names something unknown, or divides by zero."""
     try:
@@ -88,3 +93,157 @@ def value_of(formula: str, known: Mapping[str, Any]) -> Any:
 def text_of(template: str, known: Mapping[str, Any]) -> str:
     """Return the text of a template."""
     return _template(template).render(known) if "{" in template else template
+
+
+DERIVATIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("derivations.toml").read_text("utf-8"))
+
+_say = Sentences(Path(__file__).with_name("sentences.j2"), {"grouped": "{:,.0f}".format})
+
+_OPERATIONS = {"+": operator.add, "×": operator.mul, "÷": operator.truediv}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One number of a derivation; the operator of the first is not used, and neither are those of a list."""
+
+    name: str
+    value: float
+    source: str  # the counter or the formula that it comes from
+    unit: str = ""
+    operator: str = "+"  # or × or ÷
+    detail: str = ""  # what only the text says, such as the kinds of buffers
+
+
+@dataclass(frozen=True)
+class Derivation:
+    """The arithmetic behind one column of a row."""
+
+    column: str
+    value: float
+    unit: str = ""
+    sentence: str = ""
+    terms: Sequence[Term] = ()
+    # How the terms make the value: from left to right by their operators, or as the median or the largest of a list.
+    rule: Literal["arithmetic", "median", "maximum"] = "arithmetic"
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the terms make the value: some records lack a part of them."""
+        if not self.terms or any(term.operator == "÷" and not term.value for term in self.terms):
+            return False
+        values = [term.value for term in self.terms]
+        total = reduce(lambda total, term: _OPERATIONS[term.operator](total, term.value), self.terms, 0.0)
+        results = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}
+        return math.isclose(results[self.rule], self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
+
+
+def derivation_entries(record: Record) -> JsonObject:
+    """Return the derivations of a record as its file has them, without empty texts."""
+
+    def known(items: Iterable[tuple[str, Any]]) -> JsonObject:
+        return {key: value for key, value in items if value != ""}
+
+    return {column: asdict(derivation, dict_factory=known) for column, derivation in derive(record).items()}
+
+
+def derivations_of(record: Record) -> dict[str, Derivation]:
+    """Return the derivations that a record has, or for an older one those that this code makes of it."""
+    if not record.derivations:
+        return derive(record)
+    terms = {column: [Term(**term) for term in entry["terms"]] for column, entry in record.derivations.items()}
+    return {column: Derivation(**entry | {"terms": terms[column]}) for column, entry in record.derivations.items()}
+
+
+def derive(record: Record) -> dict[str, Derivation]:
+    """Return the derivations of a run's row by column; a figure whose terms are not all recorded has none."""
+    known = quantities(record, {}) if record.status == "ok" and record.ranks else {}
+    derived: dict[str, Derivation] = {}
+    for entry in DERIVATIONS["derivations"]:
+        column, unit, rule = entry["column"], entry.get("unit", ""), entry.get("rule", "arithmetic")
+        if column in known and value_of(entry.get("if", "true"), known):
+            text, terms = text_of(entry["sentence"], known).strip(), list(terms_of(entry["formula"], known | entry))
+            derivation = Derivation(column, known[column], unit, text, terms, rule)
+            derived |= {column: derivation} if derivation.is_complete else {}
+    return derived
+
+
+def terms_of(formula: str, known: Quantities) -> Iterator[Term]:
+    """Yield the terms of a formula; those that are unknown are not a number, which makes no figure."""
+    words = f"+ {formula}".split()
+    for sign, name in zip(words[::2], words[1::2], strict=True):
+        facts = DERIVATIONS["quantities"][name]
+        for position, each in enumerate(value_of(facts.get("each", "[none]"), known) or ()):
+            own = known | {"each": each, "position": position}
+            value = value_of(facts.get("value", name), own)
+            texts = {key: text_of(facts.get(key, ""), own) for key in ("name", "source", "unit", "detail")}
+            yield Term(value=math.nan if value is None else value, operator=sign, **texts)
+
+
+def peak_parts(record: Record) -> list[tuple[str, int, list[tuple[str, int]]]]:
+    """Return what filled the fullest rank's peak: parts, their bytes, and their kinds of blocks, the largest first."""
+    at_peak = memory.peak_rank(record.ranks).profiled.at_peak
+    kinds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    for block in at_peak.parts if at_peak else ():
+        kinds[block.role][block.what] += block.bytes
+    sizes = {part: record.row.get(f"at_peak_{part}_bytes") for part in PEAK_TITLES}
+    return [(part, size, kinds[part].most_common()) for part, size in sizes.items() if size]
+
+
+def state_formula(config: RunConfig, layout: Layout, widths: StateWidths, kind: StateKind) -> str:
+    """Return the formula of one kind of model state on the rank that has most of it; empty if it is not kept."""
+    is_whole, width = kind == "optimizer" and layout.partitions_by_parameter, getattr(widths, kind)
+    count, shards = most_parameters(config.model, layout, is_whole), 1 if is_whole else layout.shard_count(kind)
+    values = {"count": count, "width": width, "shards": shards, "size": -(-width * count // shards)}
+    return _say("state_formula", **values, is_whole=is_whole) if width else ""
+
+
+def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> str:
+    """Return the formula's bytes by axis; empty where nothing is sent.
+
+    Those along the data-parallel axes are written as a share of elements times their width.
+    """
+    moved = [
+        communication.sent_elements(config, layout, widths, stage, rank)
+        for stage in stages_of_rank(config.model, layout, rank)
+    ]
+    group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)
+    ring, sent = (
+        Fraction(shards - 1, shards),
+        communication.expected_bytes(config, layout, widths, rank, is_padded=True),
+    )
+    factors = {
+        f"{group} gather": (sum(gathered for gathered, _ in moved), widths.gathered),
+        f"{group} reduce": (sum(reduced for _, reduced in moved), config.precision.reduce_bytes),
+    }
+    shares = {
+        kind: (elements, width)
+        for kind, (elements, width) in factors.items()
+        if round(float(ring) * width * elements) == round(sent.get(kind, 0))
+    }
+    return _say("bytes_formula", ring=ring, shares=shares, sent=sent)
+
+
+def ranks_text(ranks: Sequence[RankReport]) -> str:
+    """Return the numbers of ranks as text, with ranges: rank 0, ranks 0-3 and 5."""
+    numbers = enumerate(sorted(rank.rank for rank in ranks))
+    ranges = [[rank for _, rank in run] for _, run in groupby(numbers, lambda pair: pair[1] - pair[0])]
+    ends = ["-".join(dict.fromkeys((str(run[0]), str(run[-1])))) for run in ranges]
+    return f"rank{'s' if len(ranks) > 1 else ''} {join_words(ends)}"
+
+
+ENVIRONMENT = jinja2.Environment(undefined=jinja2.ChainableUndefined)  # what is unknown has unknown attributes
+ENVIRONMENT.globals |= {
+    "recomputing_modes": RECOMPUTING_MODES,
+    "say": _say,
+    "peak_titles": PEAK_TITLES,
+    "peak_sources": DERIVATIONS["peak_sources"],
+} | {
+    named.__name__.rpartition(".")[2]: named
+    for named in (
+        *(columns, communication, flops, memory, model_profile, rank_report, step_time, traffic),
+        *(estimate_memory, most_parameters, count_text, peak_parts, ranks_text, state_formula, bytes_formula),
+    )
+}
+ENVIRONMENT.tests["near"] = lambda value, expected: abs(value - expected) <= EXACT * expected
+
+_compiled, _template = cache(ENVIRONMENT.compile_expression), cache(ENVIRONMENT.from_string)

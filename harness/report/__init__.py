@@ -14,7 +14,7 @@
           |                 claims.py, derivations.py, sources.py         papers, arithmetic, plans beside simulations
           |                 charts/ ----- Vega-Lite, drawn by charts/render.py or in the page
           |
-        tables.py (terminal), markdown.py and html.py with page/, latex.py, files.py ----- how they are written
+        tables.py (terminal), markdown.py and html.py with page/, files.py ----- how they are written
 
 Plans take the same way from plan_page.py; diff.py compares two folders (folder_changes.py).
 """

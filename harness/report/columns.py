@@ -194,8 +194,7 @@ def comparison_columns(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
         for name, (header, is_timed, facts) in _DECLARED.items()
         if name not in hidden
     ]
-    known = [column for column in columns if column.is_known]
-    return write([*_names(lines, short), *known])
+    return write([*_names(lines, short), *(column for column in columns if column.is_known)])
 
 
 def abbreviations(columns: Sequence[ShownColumn]) -> str:

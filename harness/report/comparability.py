@@ -56,10 +56,9 @@ def choice_key(row: Row) -> tuple[Any, ...]:
 
 def claim_key(record: Record) -> str:
     """Return a key that is equal for records that a claim may compare: the same model, training, versions and data."""
-    row, config = record.row, record.config
-    columns = [row.get(name) for name in _CLAIM_SETTING]
-    setting = [columns, config.get("model"), config.get("train"), record.versions, record.corpus]
-    return key_text(setting)
+    columns = [record.row.get(name) for name in _CLAIM_SETTING]
+    training = [record.config.get("model"), record.config.get("train")]
+    return key_text([columns, *training, record.versions, record.corpus])
 
 
 def key_text(values: Any) -> str:
@@ -98,8 +97,7 @@ def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str
     """Return a key that is equal for repeats: records with the same versions that differ in nothing but `repeat`."""
     config = {key: value for key, value in result_affecting_keys(record.config).items() if key != "repeat"}
     configured = [record.row.get(name) for name in _CONFIGURED_COLUMNS]
-    environment = record.environment
-    host = [environment.get(key) for key in ("device_name", "cores")]
+    host = [record.environment.get(key) for key in ("device_name", "cores")]
     differences = version_differences(record, installed_versions)
     return key_text([config, configured, host, differences])
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from harness.metrics.derivations import Derivation, derivations_of, terms_of
+from harness.metrics.formulas import Derivation, derivations_of, terms_of
 from harness.records.columns import columns_aggregated_by
 from harness.records.schema import Record
 from harness.report.comparability import group_by

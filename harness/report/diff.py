@@ -51,8 +51,9 @@ _DEVIATIONS = (("loss_deviation", "loss", 3), ("grad_deviation", "gradient", 4))
 
 def print_names(sides: Mapping[str, Sequence[Record]], out: Console) -> None:
     """Print the names of both sides, which say what is A and what is B, with the number of their runs."""
-    names = {f"{name}, {count_text(len(records), 'run')}": True for name, records in sides.items()}
-    _print_notes(names, out, soft_wrap=True)
+    _print_notes(
+        {f"{name}, {count_text(len(records), 'run')}": True for name, records in sides.items()}, out, soft_wrap=True
+    )
 
 
 def print_comparison(first: Sequence[Record], second: Sequence[Record], out: Console) -> None:
@@ -145,8 +146,7 @@ def _change(before: str, after: str) -> str:
 
 def _status(row: Row) -> str:
     """Return the status, followed by how many repeats have it if not all do, as in "ok 2/3"."""
-    status: str = row["status"]
-    return status if row["runs_alike"] == row["runs"] else f"{status} {row['runs_alike']}/{row['runs']}"
+    return str(row["status"]) + ("" if row["runs_alike"] == row["runs"] else f" {row['runs_alike']}/{row['runs']}")
 
 
 def _notes(pair: Pair) -> dict[str, object]:

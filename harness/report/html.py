@@ -16,7 +16,7 @@ from markupsafe import Markup
 from harness.report.charts import style
 from harness.report.document import Chart, Section, Table, walk
 from harness.report.document import charts as all_charts
-from harness.report.explorer import ExplorerData
+from harness.report.overview import ExplorerData
 from harness.report.templates import FOLDER, template
 from harness.util.text import sanitize
 

@@ -100,8 +100,7 @@ class Line(Item):
     @property
     def row(self) -> Row:
         """The row of the record."""
-        row: Row = self.record.row
-        return row
+        return self.record.row
 
     @property
     def runs(self) -> Sequence[Record]:

@@ -25,7 +25,7 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.measure.environment import collect_environment
 from harness.metrics.columns import virtual_columns
-from harness.metrics.derivations import derivation_entries
+from harness.metrics.formulas import derivation_entries
 from harness.metrics.memory import max_known
 from harness.proof.simulation import verify_simulation
 from harness.proof.verify import Verdict, verify_run

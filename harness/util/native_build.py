@@ -57,8 +57,7 @@ def make_extension_folder(cache: Path, name: str, content: str, *packages: str) 
     """
     versions = [f"{package}-{importlib.metadata.version(package)}" for package in packages]
     python = f"python-{sys.version_info.major}.{sys.version_info.minor}"
-    digest = hashlib.sha256(content.encode()).hexdigest()[:10]
-    key = "-".join([*versions, python, platform.machine(), digest])
+    key = "-".join([*versions, python, platform.machine(), hashlib.sha256(content.encode()).hexdigest()[:10]])
     folder = cache.expanduser().resolve() / name / key
     try:
         folder.mkdir(parents=True, exist_ok=True)

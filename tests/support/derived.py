@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from harness.metrics.derivations import Derivation, derive
+from harness.metrics.formulas import Derivation, derive
 from harness.records.schema import Record
 from harness.report.derivations import derivation_lines
 

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, sync_playwright
 from harness.records.provenance import versions
 from harness.records.schema import Record
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
-from harness.report.explorer import ExplorerData
+from harness.report.overview import ExplorerData
 from harness.report.view import View
 from tests.support import packages
 

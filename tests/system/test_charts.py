@@ -22,10 +22,9 @@ from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import expected, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
-from harness.report.charts.curves import by_world, select
+from harness.report.charts.curves import Points, by_world, select
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
-from harness.report.charts.points import Points
 from harness.report.document import Chart
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item

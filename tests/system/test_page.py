@@ -21,8 +21,8 @@ from harness.records.store import read_all
 from harness.report import html
 from harness.report.charts import style
 from harness.report.document import Section, charts
-from harness.report.explorer import build_explorer
 from harness.report.files import FOLDER, FORMATS, export, write_files
+from harness.report.overview import build_explorer
 from harness.report.sections import sections
 from harness.report.view import View, view_of
 from tests.support import pages

@@ -14,8 +14,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
-from harness.metrics.derivations import DERIVATIONS
-from harness.metrics.formulas import ENVIRONMENT
+from harness.metrics.formulas import DERIVATIONS, ENVIRONMENT
 from harness.records.columns import COLUMN_TYPES
 from harness.records.schema import Record
 from harness.report import markdown

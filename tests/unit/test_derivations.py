@@ -14,8 +14,7 @@ from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
-from harness.metrics.derivations import Derivation, Term, derive, state_formula
-from harness.metrics.formulas import quantities
+from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula
 from harness.records.schema import Record
 from harness.records.store import read_all, write_record
 from harness.report.derivations import derivation_lines, derive_line, pack

@@ -1,8 +1,8 @@
 """The report's charts, as Vega-Lite. Each is a function of a View that returns a Chart, or None.
 
 A chart selects its rows and declares their fields. marks.py has what it is declared by and what is made of that: the
-data of marks, tooltips, the table of exact values and the range in the alternative text. Three kinds are in bars.py,
-curves.py and points.py. The charts are memory.{peak, batches, memory_wall, largest_model}, speed.{throughput, scaling,
+data of marks, tooltips, the table of exact values and the range in the alternative text. Three kinds are in bars.py
+and curves.py. The charts are memory.{peak, batches, memory_wall, largest_model}, speed.{throughput, scaling,
 step, exposed_communication}, expected.{predicted, traffic, measured_against_papers, losses}, tradeoffs.{trade,
 checkpointing, first_picture}; plan_page.py has that of a plan.
 

@@ -8,7 +8,7 @@ import pandas as pd
 
 from harness.records.run_folder import RunFolder
 from harness.report.charts.bars import bars, ordered
-from harness.report.charts.curves import ONE_OF_EACH, select
+from harness.report.charts.curves import ONE_OF_EACH, Points, select
 from harness.report.charts.marks import (
     Field,
     Plot,
@@ -24,14 +24,12 @@ from harness.report.charts.marks import (
     unseen,
     words,
 )
-from harness.report.charts.points import Points
-from harness.report.charts.setting import model_name
 from harness.report.claims import Claim
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, is_measured
 from harness.report.document import Chart
 from harness.report.lines import Datum, Item, Line, finite_number
 from harness.report.text import at_most, byte_unit, format_numbers, labels_text
-from harness.report.view import View
+from harness.report.view import View, model_name
 from harness.util.text import join_words, sanitize
 
 
@@ -89,8 +87,13 @@ def traffic(view: View) -> Chart | None:
     items = [replace(line, position=rank) for rank, line in enumerate(owners)]
     plot = bars(view, items, fields, axis(f"sent per step ({unit.name}{'; | = formula' * any(differs)})"))
     layers = [plot.mark("bar", "value", "bar"), plot.mark("tick formula", "formula", "bar", "datum.differs")]
-    facts = {"axes": dict.fromkeys(axes), "differs": any(differs)}
-    return plot.chart("traffic", "Bytes sent by mesh axis", "value", layers, facts=facts)
+    return plot.chart(
+        "traffic",
+        "Bytes sent by mesh axis",
+        "value",
+        layers,
+        facts={"axes": dict.fromkeys(axes), "differs": any(differs)},
+    )
 
 
 def _entries(line: Line) -> list[tuple[str, float, float | None]]:
@@ -125,8 +128,14 @@ def measured_against_papers(view: View, claims: Sequence[Claim]) -> Chart | None
         plot.mark("point paper", "expected", "bar"),
         plot.mark("point", "measured", "bar"),
     ]
-    facts = {"agreeing": sum(claim.agrees for claim in known), "factor": _apart(known[0])}
-    return plot.chart("papers", "Measured against the papers", "apart", layers, 0, facts=facts)
+    return plot.chart(
+        "papers",
+        "Measured against the papers",
+        "apart",
+        layers,
+        margin=0,
+        facts={"agreeing": sum(claim.agrees for claim in known), "factor": _apart(known[0])},
+    )
 
 
 def _apart(claim: Claim) -> float:

@@ -46,8 +46,14 @@ def peak(view: View) -> Chart | None:
         plot.mark("rule limit", "limit", None, data="limits", tooltip=tooltip(("shown", "device", ""))),
         plot.mark("text top", "limit", {"value": 0}, data="limits", text="shown"),
     ]
-    data, facts = {"limits": _rules(near, unit)}, {"limits": limits, "is_near": bool(near)}
-    return plot.chart("peak", "Breakdown of peak memory", _TOTAL, layers, data=data, facts=facts)
+    return plot.chart(
+        "peak",
+        "Breakdown of peak memory",
+        _TOTAL,
+        layers,
+        data={"limits": _rules(near, unit)},
+        facts={"limits": limits, "is_near": bool(near)},
+    )
 
 
 def _peak_parts(line: Line) -> dict[str, float | None]:
@@ -87,9 +93,13 @@ def batches(view: View) -> Chart | None:
     x = axis("micro-batch (sequences)", (0, max(sizes) * 1.03), values=sorted(set(sizes)), format="d")
     y = axis(f"activations ({unit.name})", (0, 1.05 * max(filter(None, heights)) / unit.size))
     plot = Curves(view, Rows(curves, fields), x, y)
-    crosses = plot.mark("text predicted", y="predicted", text={"value": "×"})
-    name = "Activation memory by micro-batch size (×: predicted)"
-    return plot.chart("batches", name, "y", len(series), above=[crosses])
+    return plot.chart(
+        "batches",
+        "Activation memory by micro-batch size (×: predicted)",
+        "y",
+        len(series),
+        above=[plot.mark("text predicted", y="predicted", text={"value": "×"})],
+    )
 
 
 _ROOM = 150  # pixels behind the longest bar for the size that did not fit
@@ -118,9 +128,15 @@ def memory_wall(view: View) -> Chart | None:
         plot.mark("text above", {"value": 4}, "limit", data="limits", text="shown"),
         plot.mark("text failed", y="failed", text={"value": "×"}),
     ]
-    facts, data = {"failed": sum(not line.ok for line in lines)}, {"limits": _rules(limits, unit)}
-    name = "Peak memory by model size (×: out of memory)"
-    return plot.chart("wall", name, "y", len(series), above=above, data=data, facts=facts)
+    return plot.chart(
+        "wall",
+        "Peak memory by model size (×: out of memory)",
+        "y",
+        len(series),
+        above=above,
+        data={"limits": _rules(limits, unit)},
+        facts={"failed": sum(not line.ok for line in lines)},
+    )
 
 
 def largest_model(view: View) -> Chart | None:
@@ -144,8 +160,14 @@ def largest_model(view: View) -> Chart | None:
     plot = bars(view, items, fields, axis("parameters of the largest model that ran (millions)"))
     limits = list(dict.fromkeys(map(bytes_text, _limits(lines))))
     within = f" within {join_words(limits)} per rank" if limits else ""
-    title, layers = f"Largest model that fits{within}", [plot.mark("bar", "value", "bar")]
-    return plot.chart("largest", title, "value", layers, _ROOM, facts={"within": within})
+    return plot.chart(
+        "largest",
+        f"Largest model that fits{within}",
+        "value",
+        [plot.mark("bar", "value", "bar")],
+        _ROOM,
+        facts={"within": within},
+    )
 
 
 def _millions(line: Line) -> float:

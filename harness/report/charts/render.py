@@ -77,8 +77,9 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
         scale, unit, dots = _PAPER_FONT / style.FONT_SIZE, "pt", 300 / 72  # points of a pixel, and pixels of a point
         specs = {name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()}
     if form == "png":
-        scaled = {name: _arguments(spec) | {"scale": scale * dots} for name, spec in specs.items()}
-        return _called("vegalite_to_png", scaled)
+        return _called(
+            "vegalite_to_png", {name: _arguments(spec) | {"scale": scale * dots} for name, spec in specs.items()}
+        )
     if form == "svg":
         return {name: _sized(svg, scale, unit).encode() for name, svg in svgs(specs).items()}
     # A pixel of a chart is a point of a PDF.

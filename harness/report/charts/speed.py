@@ -159,8 +159,9 @@ def exposed_communication(view: View) -> Chart | None:
     plot = bars(view, lines, fields, axis("communication per step (ms; the figure is what is exposed)"))
     # What is overlapped follows the parts of a step, so that exposed communication has its own color in both charts.
     stack = plot.stack([*STEP_TITLES.values(), behind], MILLISECONDS, _EXACT)
-    facts = {"has_pipelines": len(lines) < len(ranks)}
-    return plot.chart("exposed", "Exposed communication", title, [stack], facts=facts)
+    return plot.chart(
+        "exposed", "Exposed communication", title, [stack], facts={"has_pipelines": len(lines) < len(ranks)}
+    )
 
 
 def _seconds(line: Line, name: str) -> float | None:
