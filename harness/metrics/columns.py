@@ -1,14 +1,19 @@
-"""The measured columns of a finished run's row, of a simulated one's too, and the entries of its steps."""
+"""The measured columns of a finished run's row, of a simulated one's too, and the entries of its steps.
 
-from collections.abc import Sequence
+And the bytes that a rank sends by operation and mesh axis, beside those of the layout's formula and of other senders.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS, RunConfig
+from harness.cost_model.communication import LAYOUT
 from harness.cost_model.flops import model_flops
 from harness.cost_model.parts import STEP_PARTS
 from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
 from harness.hardware.peak_flops import peak_flops
-from harness.layout.layout import Layout
+from harness.layout.layout import Layout, group_axes
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import (
     COPYING,
@@ -21,7 +26,6 @@ from harness.metrics.step_time import (
     step_seconds,
     step_time_columns,
 )
-from harness.metrics.traffic import sent_bytes
 from harness.records.rank_report import COMPOSED, RankReport, SimulatedTime
 from harness.records.schema import Cells
 from harness.util.files import JsonObject
@@ -206,3 +210,67 @@ def virtual_columns(layout: Layout, ranks: Sequence[RankReport], predicted: Step
         "predicted_communication_seconds": communication,
         "estimated_step_seconds": alone + communication,
     }
+
+
+def rank_sending_most(ranks: Sequence[RankReport]) -> RankReport:
+    """Return the rank that sends most in a step."""
+    return max(ranks, key=sent_bytes)
+
+
+def sent_bytes(rank: RankReport) -> float:
+    """Return the bytes that a rank must send in a step."""
+    return sum(traffic.bytes_sent for traffic in rank.profiled.communication)
+
+
+def communication_entries(layout: Layout, rank: RankReport) -> list[JsonObject]:
+    """Return what one rank sends in a step by operation, mesh axis, dtype and purpose.
+
+    `sizes` maps the bytes that a call moved to the number of such calls.
+    """
+    return [
+        {
+            "operation": traffic.operation,
+            "axis": group_axes(traffic.group_ranks, layout),
+            "dtype": traffic.dtype,
+            "purpose": traffic.purpose,
+            "bytes": traffic.bytes_sent,
+            "count": traffic.count,
+            "sizes": traffic.sizes,
+        }
+        for traffic in rank.profiled.communication
+    ]
+
+
+def bytes_by_axis(
+    layout: Layout, rank: RankReport, expected: Mapping[str, float], padded: Mapping[str, float]
+) -> list[JsonObject]:
+    """Return one entry per mesh axis: the layout's bytes, the formula's, and those of other senders by their name.
+
+    `expected` and `padded` are keyed by axis and kind, as harness.cost_model.communication returns them.
+    """
+    sent: dict[str, float] = defaultdict(float)
+    outside: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for entry in communication_entries(layout, rank):
+        if entry["purpose"] == LAYOUT:
+            sent[entry["axis"]] += entry["bytes"]
+        else:
+            outside[entry["axis"]][f"{entry['purpose']} {entry['operation']}"] += entry["bytes"]
+    formula, exact = _sums_by_axis(expected), _sums_by_axis(padded)
+    entries: list[JsonObject] = [
+        {
+            "axis": axis,
+            "bytes": sent[axis],
+            "formula_bytes": formula[axis],
+            "padded_bytes": exact[axis],  # with uneven shares and the library's padding, which `bytes` must be
+            "outside": dict(outside[axis]),  # by function and operation: what no formula counts
+        }
+        for axis in sorted({*sent, *formula, *outside})
+    ]
+    return [entry for entry in entries if entry["bytes"] or entry["formula_bytes"] or entry["outside"]]
+
+
+def _sums_by_axis(volumes: Mapping[str, float]) -> defaultdict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for key, size in volumes.items():
+        sums[key.split(" ")[0]] += size
+    return sums

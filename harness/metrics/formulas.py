@@ -34,7 +34,7 @@ from harness.layout import model_profile
 from harness.layout.layout import Layout
 from harness.layout.partition import stages_of_rank
 from harness.layout.state_widths import StateKind, StateWidths
-from harness.metrics import columns, memory, step_time, traffic
+from harness.metrics import columns, memory, step_time
 from harness.records import rank_report
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
@@ -240,7 +240,7 @@ ENVIRONMENT.globals |= {
 } | {
     named.__name__.rpartition(".")[2]: named
     for named in (
-        *(columns, communication, flops, memory, model_profile, rank_report, step_time, traffic),
+        *(columns, communication, flops, memory, model_profile, rank_report, step_time),
         *(estimate_memory, most_parameters, count_text, peak_parts, ranks_text, state_formula, bytes_formula),
     )
 }

@@ -13,8 +13,7 @@ from harness.layout.layout import Layout, is_data_parallel_axis
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
 from harness.layout.state_widths import StateWidths
-from harness.metrics.columns import attention_kernels, executed_flops
-from harness.metrics.traffic import communication_entries
+from harness.metrics.columns import attention_kernels, communication_entries, executed_flops
 from harness.records.rank_report import FUSED_KERNELS, RankReport
 
 FLOPS_TOLERANCE = 0.01

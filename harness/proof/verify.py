@@ -11,9 +11,16 @@ from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
-from harness.metrics.columns import mean_losses, measured_columns, step_entries, step_phases
+from harness.metrics.columns import (
+    bytes_by_axis,
+    communication_entries,
+    mean_losses,
+    measured_columns,
+    rank_sending_most,
+    step_entries,
+    step_phases,
+)
 from harness.metrics.step_time import pipeline_entries
-from harness.metrics.traffic import bytes_by_axis, communication_entries, rank_sending_most
 from harness.proof.layout import (
     build_peak_problems,
     gradient_problems,

@@ -58,7 +58,7 @@ class Record:
     """The record of one run. Parts that the file does not have are empty.
 
     `parts` are the names of the parts that the file has, in its order: a rejected run has neither layout nor proof. The
-    keys of an entry are told where it is made: harness.metrics.traffic and step_time, and harness.runner.record.
+    keys of an entry are told where it is made: harness.metrics.columns and step_time, and harness.runner.record.
     """
 
     row: Row

@@ -12,10 +12,7 @@ from typing import Any
 
 from harness.records.columns import column as registered
 from harness.report.comparability import varying_columns
-from harness.report.document import Disturbed, Table
-from harness.report.labels import cell_text, column_title
-from harness.report.lines import RATIO_COLUMNS, Line, baseline_name, column_values, distinct_values, rows_of
-from harness.report.text import (
+from harness.report.document import (
     BYTES,
     FLOPS,
     FRACTION,
@@ -23,11 +20,15 @@ from harness.report.text import (
     ONE,
     PERCENT,
     RATIO,
+    Disturbed,
+    Table,
     Unit,
     deviation_text,
     format_numbers,
     unit_of,
 )
+from harness.report.labels import cell_text, column_title
+from harness.report.lines import RATIO_COLUMNS, Line, baseline_name, column_values, distinct_values, rows_of
 from harness.util.text import sanitize
 
 # The units that the numbers of a kind share throughout a table, and the forms of kinds that have none.

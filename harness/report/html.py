@@ -14,10 +14,9 @@ from typing import Any
 from markupsafe import Markup
 
 from harness.report.charts import style
-from harness.report.document import Chart, Section, Table, walk
+from harness.report.document import FOLDER, Chart, Section, Table, template, walk
 from harness.report.document import charts as all_charts
 from harness.report.overview import ExplorerData
-from harness.report.templates import FOLDER, template
 from harness.util.text import sanitize
 
 _OWN_ANCHORS = ("top", "main", "contents", "axes", "filter")  # of the page itself

@@ -7,8 +7,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from harness.report.charts import render
-from harness.report.document import Section, charts
-from harness.report.templates import template
+from harness.report.document import Section, charts, template
 from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 

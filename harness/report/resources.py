@@ -7,10 +7,9 @@ from harness.records.schema import Record
 from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import group_by
-from harness.report.document import Paragraph, Section, Table, section
+from harness.report.document import Paragraph, Section, Table, byte_unit, bytes_text, format_numbers, section, sentence
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, baseline_name, column_values
-from harness.report.text import byte_unit, bytes_text, format_numbers, sentence
 from harness.report.view import View
 
 

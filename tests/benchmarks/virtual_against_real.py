@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.metrics.traffic import sent_bytes
+from harness.metrics.columns import sent_bytes
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import local_machine

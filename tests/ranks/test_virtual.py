@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 
-from harness.metrics.traffic import sent_bytes
+from harness.metrics.columns import sent_bytes
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import launch_run

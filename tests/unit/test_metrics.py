@@ -6,10 +6,9 @@ import pytest
 
 from harness.cost_model.parts import STEP_PARTS
 from harness.layout.layout import resolve_layout
-from harness.metrics.columns import measured_columns
+from harness.metrics.columns import bytes_by_axis, measured_columns
 from harness.metrics.memory import at_peak_columns, memory_columns
 from harness.metrics.step_time import pipeline_entries
-from harness.metrics.traffic import bytes_by_axis
 from harness.records.rank_report import RankReport
 from tests.support.commands import compose_config
 
