@@ -1,7 +1,7 @@
 """A report as data: sections of paragraphs, lists, tables and charts, and numbers, sizes, lists and facts as text.
 
-All text is plain; the templates of a page escape it as its language needs. `sentences.j2` says each kind of fact, in a macro that gets the
-values of the fact.
+All text is plain; the templates of a page escape it as its language needs.
+`sentences.j2` says each kind of fact, in a macro that gets the values of the fact.
 """
 
 import json
