@@ -25,8 +25,7 @@ from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import read_record, write_record
 from harness.runner.local_machine import release_problem
 from harness.runner.plan import RunPlan, core_note
-from harness.runner.record import build_record, judge_run, predicted_columns, predicted_step_entry
-from harness.runner.reference_plans import Reference
+from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.runner.simulation import simulated_ranks
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry

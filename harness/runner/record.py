@@ -4,7 +4,7 @@ A combination of a sweep that is impossible as configured has a record too, alth
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from harness.config.command import BETWEEN_ATTEMPTS, CommandConfig, merge_values, read_command_config
@@ -37,13 +37,37 @@ from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import write_record
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import RunPlan, rank_memory_limit
-from harness.runner.reference_plans import Reference
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
 from harness.runner.simulation import machine_of_run
 from harness.util.errors import UserError
 from harness.util.files import JsonObject
 from harness.util.text import one_line
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The finished run that another run is compared with, or a note that says why there is none.
+
+    A single process that keeps all activations counts as right. The training of any other layout is compared in its
+    turn, with fewer layers, with the reference `shallower`: a chain that ends at such a process.
+    """
+
+    note: str  # what a run is compared with and how far back that reaches, or why it is compared with nothing
+    plan: RunPlan | None = None  # None where there is no such run
+    report: RankReport | None = None  # what its ranks report together
+    seconds: float = 0.0  # how long it ran, with all runs of its chain
+    shallower: "Reference | None" = None  # what the same layout was compared with on fewer layers
+    failure: Cells | None = None  # status and reason of a row that cannot be proven because the reference failed
+
+    @property
+    def columns(self) -> Cells:
+        """The columns of a row that is compared with this, with the layers that the end of the chain trained."""
+        if self.plan is None:
+            return {"reference": self.note}
+        single = (self.shallower or self).plan or self.plan
+        layers = single.config.model.num_hidden_layers
+        return {"reference": self.note, "reference_layers": layers, "reference_seconds": self.seconds}
 
 
 def build_record(
@@ -203,16 +227,27 @@ def write_rejected(values: ConfigValues, reason: str) -> Record:
         config, command = resolve_run_config(values), read_command_config(values)
         world_size = config.world_size or machine.world_size
         run_id = make_run_id(config, machine.fingerprint, world_size, corpus="")
-        folder = comparison_folder(command.name, command.results_dir).run(run_id)
-        stored = stored_rejection(folder, command.force)
-        if stored is not None:
-            return stored
         ending: Cells = {"status": "refused", "reason": reason, "world_size": world_size}
-        record = build_record(config, command, machine, None, run_id, ending)
+        return write_without_plan(values, build_record(config, command, machine, None, run_id, ending))
     except UserError:
         return rejected_values(values, reason)
-    write_record(folder.path, record)
-    return record
+
+
+def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:
+    """Write and return the record of values that are no valid configuration, or whose job vanished."""
+    ending = {"run_id": fallback_run_id(values), "name": str(values["name"]), "status": status, "reason": reason}
+    row = group_names(values) | ending | {"started_at": datetime.now(UTC).isoformat()}
+    entries = {"row": row, "config": values, "ranks": [], "versions": versions(), "commit": git_commit()}
+    return write_without_plan(values, Record.from_json(entries))
+
+
+def write_without_plan(values: ConfigValues, record: Record) -> Record:
+    """Write a record into the folder of its run and return it; a refusal that is stored there stays."""
+    folder = comparison_folder(values["name"], values["results_dir"]).run(record.run_id)
+    stored = stored_rejection(folder, bool(values.get("force")))
+    if stored is None:
+        write_record(folder.path, record)
+    return stored or record
 
 
 def fallback_run_id(values: ConfigValues) -> str:
@@ -233,25 +268,3 @@ def group_names(values: ConfigValues) -> dict[str, str]:
     """Return the columns of a row that name what is run."""
     groups = {name: values[name] for name in ("model", "strategy", "checkpointing", "precision")}
     return {name: str(group["name"] or group.get("family")) for name, group in groups.items()}
-
-
-def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:
-    """Write and return the record of values that are no valid configuration, or whose job vanished."""
-    run_id = fallback_run_id(values)
-    comparison = comparison_folder(values["name"], values["results_dir"])
-    folder = comparison.run(run_id)
-    stored = stored_rejection(folder, bool(values.get("force")))
-    if stored is not None:
-        return stored
-    ending = {"run_id": run_id, "name": comparison.path.name, "status": status, "reason": reason}
-    record = Record.from_json(
-        {
-            "row": group_names(values) | ending | {"started_at": datetime.now(UTC).isoformat()},
-            "config": values,
-            "ranks": [],
-            "versions": versions(),
-            "commit": git_commit(),
-        }
-    )
-    write_record(folder.path, record)
-    return record

@@ -1,48 +1,43 @@
-"""The making of a run's reference: the cheapest layout that fits, and the chain of runs that proves its training.
+"""The reference of a run: the cheapest layout that fits, and the chain of runs that proves its training.
 
-Any layout but a single process is first trained with fewer layers, beside a single process of as many. A layout that
-does not fit, or that is too slow, is skipped with a sentence, and takes no row with it; one that fails does.
+It is a single process; where it does not fit, a single process with full checkpointing; ranks that shard everything
+besides; and on a GPU such ranks whose model state is on the host. Any layout but a single process is first trained with
+fewer layers, beside a single process of as many. A layout that does not fit, or that is too slow, is skipped with a
+sentence, and takes no row with it; one that fails does.
 """
 
+import bisect
+import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 
-from harness.config.schema import RunConfig
+from harness.config.schema import Checkpointing, CheckpointingConfig, RunConfig
+from harness.config.strategy import StrategyConfig
 from harness.cost_model.flops import executed_flops
 from harness.hardware.peak_flops import peak_flops
 from harness.launcher.rank_entry import worker_entry
+from harness.layout.layout import Layout, resolve_layout
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record, Row
+from harness.records.schema import Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run
-from harness.runner.plan import RunPlan, capacity_problem
-from harness.runner.reference_plans import (
-    Reference,
-    fewer_layers,
-    is_same_layout,
-    is_single_process,
-    plan_reference,
-    reference_configs,
-)
+from harness.runner.plan import RunPlan, capacity_problem, make_plan
+from harness.runner.record import Reference
+from harness.runner.resolve import load_strategy_preset, with_layers
 from harness.runner.reuse import NO_REFERENCE, reusable_record
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
 from harness.util.text import count_text
 
 SINGLE = "a single process"
+SINGLE_PROCESS = StrategyConfig(name="single")
+FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
+OFFLOADED = replace(FULLY_SHARDED, offload="parameters")
 ASSUMED_MFU = 0.4  # the share of the device's peak that large models reach, for devices that have timed nothing yet
 TRAININGS = 2  # by a reference: its own, and one that differs from it in rounding
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The predicted duration of a run."""
-
-    seconds: float
-    source: str  # of the speed
 
 
 class SlowReferenceError(UserError):
@@ -85,6 +80,65 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
     return Reference(f"none: {'; '.join(problems)}")
 
 
+def reference_configs(plan: RunPlan) -> Iterator[RunConfig]:
+    """Yield the configurations that a run may be compared with, the first that fits first.
+
+    One of the run's own layout and engine has the same faults and is the last choice; fully sharded ranks of PyTorch
+    are then compared with those of DeepSpeed.
+    """
+    yield single_process(plan.config)
+    full = single_process(plan.config, "full", plan.config.train.loss_chunks)
+    machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
+    if machine.device == "cuda":  # of whose devices a run beside others sees a part
+        ranks = min(ranks, machine.devices * machine.nodes)
+    world_size = math.gcd(ranks, full.train.global_batch)
+    # On a CPU the host is the device, and offload saves nothing.
+    useful = ((FULLY_SHARDED, world_size > 1), (OFFLOADED, machine.device == "cuda"))
+    configs = [full, *(sharded(full, strategy, world_size) for strategy, is_useful in useful if is_useful)]
+    same = [config for config in configs if is_same_layout(config, plan.layout)]
+    yield from (config for config in configs if config not in same)
+    if any(config.strategy.data_parallel == "fsdp" for config in same):
+        yield sharded(full, load_strategy_preset("zero3"), world_size)
+    yield from same
+
+
+def single_process(config: RunConfig, checkpointing: Checkpointing = "none", loss_chunks: int = 1) -> RunConfig:
+    """Return the same training by one process; by default without any option that only saves time or memory."""
+    return replace(
+        config,
+        strategy=SINGLE_PROCESS,
+        checkpointing=CheckpointingConfig(checkpointing),
+        train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False),
+        world_size=None,
+        repeat=0,
+    )
+
+
+def sharded(config: RunConfig, strategy: StrategyConfig, world_size: int) -> RunConfig:
+    """Return the same training by ranks that share the batch, in micro-batches that they can divide it into."""
+    micro_batch = math.gcd(config.train.micro_batch, config.train.global_batch // world_size)
+    train = replace(config.train, micro_batch=micro_batch)
+    return replace(config, strategy=strategy, train=train, world_size=world_size)
+
+
+def is_same_layout(config: RunConfig, layout: Layout) -> bool:
+    """Return whether the configuration has the engine and the layout of a run, wherever its model state is."""
+    resolved = resolve_layout(config.strategy, config.world_size or 1)
+    return resolved == replace(layout, offload=resolved.offload)
+
+
+def plan_reference(config: RunConfig, plan: RunPlan) -> RunPlan:
+    """Return the plan of a reference of another plan's run. Raises UserError if it is impossible."""
+    proof = replace(plan.command.proof, reference=False)
+    command = replace(plan.command, proof=proof, force=False)
+    return make_plan(config, plan.machine, command, is_reference=True)
+
+
+def is_single_process(plan: RunPlan) -> bool:
+    """Return whether the training of this plan counts as right by itself."""
+    return plan.config == single_process(plan.config)
+
+
 def layout_text(config: RunConfig) -> str:
     """Return the name of a reference's layout in a sentence."""
     ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else SINGLE
@@ -103,7 +157,7 @@ def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
 
     Raises UserError if it does not fit or is too slow, and FailedReferenceError if it or its proof fails.
     """
-    if stored_record(plan) is None:
+    if reusable_record(plan.config, plan.command, plan.folder, lambda _: None) is None:
         refusal = capacity_problem(plan, ())
         if refusal:
             raise UserError(refusal.partition(": choose ")[0])
@@ -124,17 +178,55 @@ def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
     raise UserError("every single process with fewer layers, with which it could be compared, ran out of memory")
 
 
+def fewer_layers(plan: RunPlan) -> Iterator[tuple[RunPlan, RunPlan]]:
+    """Yield the same layout with fewer layers, and the single process with as many, until one that fits is accepted.
+
+    The first has the most layers that are predicted to fit, or up to half as many if a run with these is recorded: what
+    fits varies with the memory that is free. Each further pair has half as many as the one before it. Raises UserError
+    if not even one layer is predicted to fit.
+    """
+    layers = most_layers_that_fit(plan)
+    if layers == 0 and plan.command.preflight:
+        raise UserError("not even one of its layers fits a single process, with which it could be compared")
+    layers = min(max(layers, 1), plan.config.model.num_hidden_layers - 1)
+    if layers == 0:
+        raise UserError("it has one layer only, so that nothing smaller could be compared with a single process")
+    layers = next((n for n in recorded_layers(plan) if layers // 2 < n <= layers), layers)
+    while layers:
+        shallow = with_layers(plan.config, layers)
+        yield plan_reference(shallow, plan), plan_reference(single_process(shallow), plan)
+        layers //= 2
+
+
+def recorded_layers(plan: RunPlan) -> list[int]:
+    """Return with how many layers the layout of a reference is recorded, the most first."""
+    records = readable_records(plan.folder.comparison, f"{plan.run_id.rpartition('-')[0]}-*")
+    layers = {record.run_id: int(record.config["model"]["num_hidden_layers"]) for record in records}
+    same = (n for run_id, n in layers.items() if plan_reference(with_layers(plan.config, n), plan).run_id == run_id)
+    return sorted(same, reverse=True)
+
+
+def most_layers_that_fit(plan: RunPlan) -> int:
+    """Return the largest number of layers, below the model's own, that one process is predicted to fit; 0 for none."""
+
+    def is_too_deep(layers: int) -> bool:
+        single = plan_reference(single_process(with_layers(plan.config, layers)), plan)
+        predicted = replace(single, command=replace(single.command, preflight=True))
+        return capacity_problem(predicted, ()) is not None
+
+    return bisect.bisect_left(range(1, plan.config.model.num_hidden_layers), True, key=is_too_deep)
+
+
 def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> Reference:
     """Return the run of this plan, compared with another one; it is made unless it is recorded with that comparison.
 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
     """
     with run_lock(plan.folder.lock):
-        record, ranks = stored_record(plan), read_reports(plan)
+        record, ranks = reusable_record(plan.config, plan.command, plan.folder, lambda _: None), read_reports(plan)
         is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
         if record is None or (record.status == "ok" and not (is_compared and ranks)):
-            cost = refuse_slow(plan)
-            context.log(f"reference {plan.run_id}{cost}")
+            context.log(f"reference {plan.run_id}{refuse_slow(plan)}")
             record = launch_run(plan, replace(context, entry=worker_entry), compared)
             ranks = read_reports(plan)
     reason = record.row["reason"]
@@ -148,18 +240,14 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 
-def stored_record(plan: RunPlan) -> Record | None:
-    """Return the record of a reference that need not be trained again."""
-    return reusable_record(plan.config, plan.command, plan.folder, lambda _: None)
-
-
 def refuse_slow(plan: RunPlan) -> str:
     """Return what the log says of the predicted duration; raise SlowReferenceError if it is beyond timeout_seconds."""
     cost = predict_cost(plan)
     if cost is None:
         return ""
-    text = f"train for {cost.seconds:,.0f} s at the speed of {cost.source}"
-    if cost.seconds > plan.command.timeout_seconds:
+    seconds, source = cost
+    text = f"train for {seconds:,.0f} s at the speed of {source}"
+    if seconds > plan.command.timeout_seconds:
         raise SlowReferenceError(f"it would {text}, and timeout_seconds={plan.command.timeout_seconds:g}")
     return f", predicted to {text}"
 
@@ -173,8 +261,8 @@ def read_reports(plan: RunPlan) -> list[RankReport]:
     return ranks if len(ranks) == plan.layout.world_size else []
 
 
-def predict_cost(plan: RunPlan) -> Cost | None:
-    """Return how long a reference will train; None where nothing tells the speed of this machine.
+def predict_cost(plan: RunPlan) -> tuple[float, str] | None:
+    """Return how long a reference will train and whose speed tells it; None where nothing tells this machine's.
 
     Speed is the highest that a run or a reference of the comparison reached with the same model and tokens, else what
     large models reach of the device's peak, which is not known of a CPU.
@@ -182,16 +270,15 @@ def predict_cost(plan: RunPlan) -> Cost | None:
     folders = (plan.comparison, ComparisonFolder(plan.comparison.references))
     pattern = f"*-{plan.config.model.name}-*"
     rows = (record.row for folder in folders for record in readable_records(folder, pattern))
-    flops_per_second, source = max(measured_speeds(plan, rows), key=itemgetter(0), default=(0.0, ""))
+    peak = ASSUMED_MFU * (peak_flops(plan.machine.device_name, plan.config.precision.compute) or 0.0)
+    assumed = (peak, f"{ASSUMED_MFU:.0%} of a device's peak")
+    flops_per_second, source = max(measured_speeds(plan, rows), key=itemgetter(0), default=assumed)
     if not flops_per_second:
-        peak = peak_flops(plan.machine.device_name, plan.config.precision.compute)
-        if peak is None:
-            return None
-        flops_per_second, source = ASSUMED_MFU * peak, f"{ASSUMED_MFU:.0%} of a device's peak"
+        return None
     device = plan.machine.device
     flops = executed_flops(plan.config, plan.layout, device, plan.widths.recomputes_last_projection)
     per_device = flops / (plan.layout.world_size if device == "cuda" else 1)
-    return Cost(TRAININGS * plan.config.train.total_steps * per_device / flops_per_second, source)
+    return TRAININGS * plan.config.train.total_steps * per_device / flops_per_second, source
 
 
 def measured_speeds(plan: RunPlan, rows: Iterable[Row]) -> Iterator[tuple[float, str]]:

@@ -18,7 +18,7 @@ from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import RunPlan, capacity_problem
-from harness.runner.reference_plans import Reference
+from harness.runner.record import Reference
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.files import JsonObject

@@ -71,7 +71,7 @@ class StopAfter:
         """Return a phrase such as "stop_after=20runs is reached" if a limit is reached; '' while none is."""
         used = {"s": time.monotonic() - self.started_at, "runs": self.started, "failures": self.failed}
         reached = (unit for unit, number in used.items() if number >= self.limits.get(unit, math.inf))
-        return next((f"stop_after={self.limits[unit]:g}{unit} is reached" for unit in reached), "")
+        return next((f"stop_after={self.limits[unit]:.15g}{unit} is reached" for unit in reached), "")
 
 
 def parse_stop_after(entries: Sequence[str | int | float]) -> StopAfter:

@@ -68,7 +68,7 @@ def test_cheap_runs_come_first_each_once_and_repeats_last() -> None:
         ([3600], {"s": 3600}),
         (["90m", "20runs"], {"s": 5400, "runs": 20}),
         (["1.5h", "3failures"], {"s": 5400, "failures": 3}),
-        (["2d"], {"s": 172800}),
+        (["20d"], {"s": 1728000}),
     ],
 )
 def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: dict[str, float]) -> None:
@@ -77,7 +77,7 @@ def test_a_budget_is_parsed_and_limits(stated: list[Any], limits: dict[str, floa
     limit.started, limit.failed = 20, 3
     reached = [f"stop_after={number}{unit} is reached" for unit, number in limits.items() if unit != "s"]
     assert limit.exceeded_limit() == "".join(reached)
-    limit.started_at -= 172800
+    limit.started_at -= 1728000
     assert not limits or limit.exceeded_limit() == f"stop_after={limits['s']}s is reached"
 
 
