@@ -27,7 +27,6 @@ from harness.runner.local_machine import release_problem
 from harness.runner.plan import RunPlan, core_note
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.reuse import STARTED, clear_run_folder
-from harness.runner.simulation import simulated_ranks
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.disk_reserve import is_disk_full, release
 from harness.util.errors import UserError
@@ -74,7 +73,6 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
 def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     is_simulated = plan.config.launch == "simulated"
-    played = () if plan.config.launch == "processes" else simulated_ranks(plan.config, plan.layout, plan.machine)
     note = core_note(plan.machine.device, 0 if is_simulated else plan.processes_per_node, len(usable_cores()))
     notes, allocator, operator_log = [note] if note else [], None, None
     cache = Path(plan.config.data.cache).expanduser()
@@ -98,7 +96,7 @@ def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
         perturbs=plan.folder.is_reference,
-        simulated_ranks=played,
+        simulated_ranks=() if plan.config.launch == "processes" else plan.ranks_alone,
         device_guard=str(build_device_guard(cache)) if is_simulated and plan.machine.device == "cuda" else None,
         device_name=plan.machine.device_name,
         device_bytes=plan.machine.device_bytes,
@@ -142,7 +140,7 @@ def run_simulator(plan: RunPlan, context: RunContext) -> LaunchOutcome:
 def run_virtual_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
     """Run the virtual ranks to their end, each in a process of its own, until one fails."""
     outcome, seconds = LaunchOutcome("ok", "", (), 0.0), 0.0
-    for _ in simulated_ranks(plan.config, plan.layout, plan.machine):
+    for _ in plan.ranks_alone:
         outcome = launch(
             virtual_entry,
             plan.folder.path,

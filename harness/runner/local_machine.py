@@ -1,17 +1,30 @@
-"""This machine: the device, memory and cores that runs may use, determined without initializing a device."""
+"""The machine of a run: the one at hand, without initializing a device of it, or the one that its cluster describes."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import psutil
 
+from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
+from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import CPU_RANKS, Machine, is_built_for_gpus, usable_cores
 from harness.util.errors import UserError
 from harness.util.text import one_line
+
+
+def machine_of_run(values: ConfigValues, detect: Callable[[ClusterConfig], Machine] | None = None) -> Machine:
+    """Return the machine that composed values are for: the one at hand, which `detect` returns.
+
+    A simulation is for the machine that its cluster describes, if it describes one. Raises UserError.
+    """
+    cluster = from_dict(ClusterConfig, values["cluster"], "cluster")
+    if values.get("launch") == "simulated":
+        return detect_machine(cluster) if cluster.hardware is None else described_machine(described_cluster(cluster))
+    return (detect or detect_machine)(cluster)
 
 
 def refresh_machine(machine: Machine, cluster: ClusterConfig) -> Machine:

@@ -10,24 +10,35 @@ from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import load_stack
+from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
+from harness.cost_model.rank_memory import highest_peak, rank_steps
 from harness.data.corpus import Corpus, prepare_corpus
-from harness.engines.base import device_count, fully_sharded_preset, load_engine, unsupported_elsewhere
-from harness.hardware.described_cluster import DescribedCluster, run_hardware
-from harness.hardware.machine import CORES_PER_GPU_RANK, Machine
+from harness.engines.base import (
+    device_count,
+    drives_several_devices,
+    fully_sharded_preset,
+    load_engine,
+    unsupported_elsewhere,
+)
+from harness.hardware.described_cluster import DescribedCluster, described_cluster, run_hardware
+from harness.hardware.machine import CORES_PER_GPU_RANK, Machine, torch_release
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, refusals, resolve_layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
-from harness.runner.simulation import simulation_problems
 from harness.util import native_build
 from harness.util.errors import UserError
 from harness.util.text import count_text
+
+# The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
+FILLING_RELEASE = (2, 13)
 
 
 @dataclass(frozen=True)
@@ -107,6 +118,24 @@ class RunPlan:
         """The number of ranks that this machine runs at once."""
         return 1 if self.config.launch == "virtual" else self.ranks_per_node
 
+    @property
+    def ranks_alone(self) -> tuple[int, ...]:
+        """The ranks that simulate.rank names; one of a pipeline's stage stands for all that share the stage.
+
+        Under DeepSpeed's stages 1 and 2 it is one with the highest peak.
+        """
+        config, layout, rank = self.config, self.layout, self.config.simulate.rank
+        if isinstance(rank, int):
+            return (rank,)
+        if layout.uses_deepspeed_zero and layout.zero_stage < 3:
+            return (fullest_rank(config, layout, self.widths, split_into_stages(config.model, layout)),)
+        stage_ranks = layout.world_size // layout.pp
+        if rank == "all":
+            return tuple(range(0, layout.world_size, stage_ranks))
+        if layout.pp == 1 or not model_profile(config.model).is_project_decoder:
+            return (0,)
+        return (highest_peak(rank_steps(config, layout, self.widths, self.machine.device)).pp_rank * stage_ranks,)
+
 
 def make_plan(
     config: RunConfig, machine: Machine, command: CommandConfig | None = None, *, is_reference: bool = False
@@ -138,6 +167,24 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
         return
     yield from machine_problems(config, layout, machine)
     yield from engine.unsupported(config, layout, machine)
+
+
+def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield every reason why this layout cannot be simulated, or a rank of it cannot run alone, a line each."""
+    is_simulated, is_virtual = config.launch == "simulated", config.launch == "virtual"
+    if is_simulated and config.cluster.hardware is not None:
+        problem = described_cluster(config.cluster).world_size_problem(layout.world_size)
+        if problem:
+            yield problem
+    rank, last_rank = config.simulate.rank, layout.world_size - 1
+    rules = {
+        "simulated_compile": is_simulated and config.train.compile,
+        "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
+        "virtual_release": is_virtual and torch_release() < FILLING_RELEASE,
+        "virtual_nodes": is_virtual and config.cluster.nodes > 1,
+        "virtual_devices": is_virtual and drives_several_devices(layout),
+    }
+    yield from refusals(rules, config, layout, last_rank=last_rank)
 
 
 def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
@@ -225,12 +272,3 @@ def core_note(device: Device, ranks: int, cores: int) -> str | None:
         f"{count_text(ranks, 'rank')} on GPUs and {count_text(cores, 'core')}, fewer than {CORES_PER_GPU_RANK} for a"
         " rank: steps may wait for the processor. Slurm gives more with --cpus-per-task"
     )
-
-
-def rank_memory_limit(config: RunConfig, machine: Machine) -> int | None:
-    """Return the bytes that a rank may use: the budget, else all memory of its GPU.
-
-    Return None on a CPU without a budget: ranks share its memory, and the share of one is not known.
-    """
-    budget = config.cluster.memory_budget_bytes
-    return machine.device_bytes if budget is None else budget

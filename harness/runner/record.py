@@ -36,10 +36,10 @@ from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import write_record
 from harness.runner.config_columns import config_columns
-from harness.runner.plan import RunPlan, rank_memory_limit
+from harness.runner.local_machine import machine_of_run
+from harness.runner.plan import RunPlan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
-from harness.runner.simulation import machine_of_run
 from harness.util.errors import UserError
 from harness.util.files import JsonObject
 from harness.util.text import one_line
@@ -85,11 +85,14 @@ def build_record(
     `ending` has its status, reason and figures; `layout` is None where none could be resolved; `parts` are those that
     only some runs have.
     """
+    budget = (
+        config.cluster.memory_budget_bytes
+    )  # without one, ranks on a CPU share its memory, of which no share is known
     row = config_columns(config, layout) | {
         "name": command.name,
         "run_id": run_id,
         "measured_on": machine.device_name,
-        "memory_limit_bytes": rank_memory_limit(config, machine),
+        "memory_limit_bytes": machine.device_bytes if budget is None else budget,
         "started_at": datetime.now(UTC).isoformat(),
     }
     local_ranks = layout.world_size // machine.nodes_needed(layout.world_size) if layout else None
@@ -237,7 +240,7 @@ def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refu
     """Write and return the record of values that are no valid configuration, or whose job vanished."""
     ending = {"run_id": fallback_run_id(values), "name": str(values["name"]), "status": status, "reason": reason}
     row = group_names(values) | ending | {"started_at": datetime.now(UTC).isoformat()}
-    entries = {"row": row, "config": values, "ranks": [], "versions": versions(), "commit": git_commit()}
+    entries: JsonObject = {"row": row, "config": values, "ranks": [], "versions": versions(), "commit": git_commit()}
     return write_without_plan(values, Record.from_json(entries))
 
 

@@ -18,6 +18,7 @@ from harness.cost_model.flops import executed_flops
 from harness.hardware.peak_flops import peak_flops
 from harness.launcher.rank_entry import worker_entry
 from harness.layout.layout import Layout, resolve_layout
+from harness.proof import simulation
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import ComparisonFolder
@@ -32,8 +33,6 @@ from harness.util.errors import UserError
 from harness.util.locks import run_lock
 from harness.util.text import count_text
 
-SINGLE = "a single process"
-SINGLE_PROCESS = StrategyConfig(name="single")
 FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
 OFFLOADED = replace(FULLY_SHARDED, offload="parameters")
 ASSUMED_MFU = 0.4  # the share of the device's peak that large models reach, for devices that have timed nothing yet
@@ -54,6 +53,8 @@ class FailedReferenceError(Exception):
 
 def get_reference(plan: RunPlan, context: RunContext) -> Reference:
     """Return the run's reference, which is trained once for a comparison and then reused."""
+    if plan.config.launch in simulation.NO_REFERENCE:
+        return Reference(simulation.NO_REFERENCE[plan.config.launch])
     if not plan.command.proof.reference:
         return Reference(NO_REFERENCE)
     if plan.config.model.dropout:
@@ -106,7 +107,7 @@ def single_process(config: RunConfig, checkpointing: Checkpointing = "none", los
     """Return the same training by one process; by default without any option that only saves time or memory."""
     return replace(
         config,
-        strategy=SINGLE_PROCESS,
+        strategy=StrategyConfig(name="single"),
         checkpointing=CheckpointingConfig(checkpointing),
         train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False),
         world_size=None,
@@ -141,10 +142,10 @@ def is_single_process(plan: RunPlan) -> bool:
 
 def layout_text(config: RunConfig) -> str:
     """Return the name of a reference's layout in a sentence."""
-    ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else SINGLE
+    ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else ""
     offload = "" if config.strategy.offload == "none" else f" with strategy.offload={config.strategy.offload}"
     checkpointing = "" if config.checkpointing.name == "none" else f" with checkpointing={config.checkpointing.name}"
-    return ranks + offload + checkpointing
+    return (ranks or "a single process") + offload + checkpointing
 
 
 def devices_used(plan: RunPlan) -> int:
@@ -275,10 +276,8 @@ def predict_cost(plan: RunPlan) -> tuple[float, str] | None:
     flops_per_second, source = max(measured_speeds(plan, rows), key=itemgetter(0), default=assumed)
     if not flops_per_second:
         return None
-    device = plan.machine.device
-    flops = executed_flops(plan.config, plan.layout, device, plan.widths.recomputes_last_projection)
-    per_device = flops / (plan.layout.world_size if device == "cuda" else 1)
-    return TRAININGS * plan.config.train.total_steps * per_device / flops_per_second, source
+    flops = executed_flops(plan.config, plan.layout, plan.machine.device, plan.widths.recomputes_last_projection)
+    return TRAININGS * plan.config.train.total_steps * (flops / devices_used(plan)) / flops_per_second, source
 
 
 def measured_speeds(plan: RunPlan, rows: Iterable[Row]) -> Iterator[tuple[float, str]]:

@@ -11,14 +11,12 @@ from dataclasses import replace
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
-from harness.proof.simulation import NO_REFERENCE
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import RunPlan, capacity_problem
-from harness.runner.record import Reference
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.files import JsonObject
@@ -45,15 +43,12 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
     record = reusable_record(plan.config, plan.command, plan.folder, context.log)
     if record is not None:
         return record
-    if plan.config.launch == "simulated":  # it needs no memory of the machine, and finds out by itself what fits
-        return launch_run(plan, context, Reference(NO_REFERENCE["simulated"]))
-    plan = replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
-    reason = capacity_problem(plan, context.models) or pruning_reason(plan)
-    if reason:  # a stored refusal stays, even if its figures differ
-        stored = stored_rejection(plan.folder, plan.command.force)
-        return stored or write_row(plan, {"status": "refused", "reason": reason})
-    if plan.config.launch == "virtual":
-        return launch_run(plan, context, Reference(NO_REFERENCE["virtual"]))
+    if plan.config.launch != "simulated":  # which needs no memory of the machine, and finds out by itself what fits
+        plan = replace(plan, machine=refresh_machine(plan.machine, plan.config.cluster))
+        reason = capacity_problem(plan, context.models) or pruning_reason(plan)
+        if reason:  # a stored refusal stays, even if its figures differ
+            stored = stored_rejection(plan.folder, plan.command.force)
+            return stored or write_row(plan, {"status": "refused", "reason": reason})
     reference = get_reference(plan, context)
     if reference.failure is not None:
         return write_row(plan, reference.failure | reference.columns)
@@ -68,8 +63,10 @@ def pruning_reason(plan: RunPlan) -> str | None:
     for record in comparable_oom_records(plan):
         grown = grown_sizes(record.config, values)
         if grown and needs_at_least(plan, record.row):
-            smaller = " and ".join(f"{group}.{key}={record.config[group][key]}" for group, key in grown)
-            larger = " and ".join(f"{group}.{key}={values[group][key]}" for group, key in grown)
+            smaller, larger = (
+                " and ".join(f"{group}.{key}={sizes[group][key]}" for group, key in grown)
+                for sizes in (record.config, values)
+            )
             return (
                 f"not tried: {record.run_id} ran out of memory at {smaller} with the same layout, and {larger} needs no"
                 " less; sweep.skip_dominated=false tries it"

@@ -13,8 +13,8 @@ from harness.records.rank_report import RankReport
 from harness.records.store import read_all
 from harness.report.sources import sources
 from harness.report.view import view_of
+from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
-from harness.runner.simulation import machine_of_run, simulated_ranks
 from harness.simulator.process import StepRequest
 from harness.util.errors import UserError
 from tests.support.commands import Harness, compose_config
@@ -90,9 +90,9 @@ STAGES = "strategy=pp_1f1b strategy.pp=4 strategy.dp_replicate=2 strategy.data_p
 )
 def test_the_ranks_that_are_simulated(overrides: str, world_size: int, expected: tuple[int, ...]) -> None:
     base = ("launch=simulated", "cluster=8xh100", "model=7b", "precision=bf16_mixed", "train.global_batch=16")
-    config = compose_config(*overrides.split(), *base, f"model.num_hidden_layers={world_size}")
-    layout = resolve_layout(config.strategy, world_size)
-    assert simulated_ranks(config, layout, machine_of_run(config.to_dict())) == expected
+    sizes = (f"world_size={world_size}", f"model.num_hidden_layers={world_size}", "data=synthetic")
+    config = compose_config(*overrides.split(), *base, *sizes)
+    assert make_plan(config, machine_of_run(config.to_dict())).ranks_alone == expected
 
 
 def problems_with(fault: str, *overrides: str) -> list[str]:

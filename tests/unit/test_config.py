@@ -13,7 +13,7 @@ from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.hydra import compose_values
 from harness.config.schema import RunConfig
 from harness.hardware.machine import Machine
-from harness.runner import simulation
+from harness.runner import plan as run_plan
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.record import fallback_run_id
 from harness.runner.resolve import resolve_auto
@@ -104,7 +104,7 @@ def test_what_a_virtual_run_cannot_do_is_refused(overrides: tuple[str, ...], pro
 
 
 def test_a_virtual_run_needs_a_process_group_that_fills_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(simulation, "torch_release", lambda: (2, 12))
+    monkeypatch.setattr(run_plan, "torch_release", lambda: (2, 12))
     with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13: the fake process group"):
         make_plan(virtual_config(), CPU)
 

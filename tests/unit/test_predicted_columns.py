@@ -18,10 +18,10 @@ from harness.hardware.described_cluster import (
 from harness.hardware.machine import Machine, processor_name
 from harness.planner.problems import predict
 from harness.runner import plan as run_plan
+from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.record import predicted_columns, predicted_step_entry
 from harness.runner.run import needs_at_least
-from harness.runner.simulation import machine_of_run
 from tests.support.commands import compose
 
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)

@@ -7,8 +7,8 @@ import pytest
 
 import harness
 from harness.hardware.machine import Machine
+from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
-from harness.runner.simulation import machine_of_run
 from harness.selftest.run import each_run
 from harness.util.errors import UserError
 from tests.support.commands import compose_config
