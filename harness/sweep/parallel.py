@@ -24,8 +24,8 @@ from harness.runner.launch_run import RunContext, write_row
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.local import LocalExecutor
 from harness.sweep.queued_run import Ended, QueuedRun
+from harness.sweep.scheduler import LocalExecutor
 from harness.util.errors import UserError
 from harness.util.locks import run_lock
 
@@ -221,16 +221,11 @@ def start_process(process: Any) -> None:
     process.start()
 
 
-def raise_interrupt(*_: object) -> None:
-    """Raise KeyboardInterrupt; a signal handler."""
-    raise KeyboardInterrupt
-
-
 def set_signal_handlers() -> None:
     """Let the signals that end a command raise KeyboardInterrupt; one that is ignored, as nohup does, stays ignored."""
     for number in HANDLED:
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, raise_interrupt)
+            signal.signal(number, signal.default_int_handler)
 
 
 def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:

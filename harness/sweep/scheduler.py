@@ -1,36 +1,51 @@
 """The loop of one command: its runs started in order by an executor until every one has its record.
 
-A command may have limits, after which it starts no further run: stop_after=8h,20runs,3failures.
+Here is the executor that makes one run after another in this process, and what it shares with that of parallel runs.
 """
 
-import math
-import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Protocol
 
+from harness.config.command import read_command_config
 from harness.config.from_dict import ConfigValues
+from harness.config.model import ModelConfig
+from harness.config.schema import ClusterConfig
+from harness.hardware.machine import Machine
+from harness.launcher.forkserver import start_forkserver
+from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
-from harness.sweep.queued_run import Ended, QueuedRun, queue_plan
+from harness.runner.launch_run import RunContext
+from harness.runner.local_machine import detect_machine, machine_of_run
+from harness.runner.plan import RunPlan, fits_now, make_plan
+from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.reuse import reusable_record
+from harness.runner.run import execute
+from harness.sweep.display import ProgressDisplay
+from harness.sweep.queued_run import (
+    Ended,
+    MicroBatchSearch,
+    QueuedRun,
+    StopAfter,
+    feasible_plans,
+    queue_plan,
+    wants_max_micro_batch,
+)
 from harness.util.disk_reserve import has_free_space
 from harness.util.errors import UserError
 from harness.util.text import count_text
-
-if TYPE_CHECKING:  # a command's limits are checked before what shows its runs is loaded
-    from harness.sweep.display import ProgressDisplay
 
 RETRY_SECONDS = 0.5  # before a run that another command works on is tried again
 
 FAILURES = ("error", "timeout")  # the statuses of failed runs
 
-UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}  # of a limit in seconds
-
 
 class Executor(Protocol):
     """The part of a command that makes runs: in this process, side by side in others, or as jobs of a cluster."""
 
-    display: "ProgressDisplay"
+    display: ProgressDisplay
 
     @property
     def max_parallel(self) -> int:
@@ -56,37 +71,6 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release what the executor has."""
-
-
-@dataclass
-class StopAfter:
-    """The limits of a command, by their units, and how much of them is used up."""
-
-    limits: dict[str, float] = field(default_factory=dict)  # of "s", "runs" and "failures"
-    started_at: float = field(default_factory=time.monotonic)
-    started: int = 0  # runs
-    failed: int = 0  # runs
-
-    def exceeded_limit(self) -> str:
-        """Return a phrase such as "stop_after=20runs is reached" if a limit is reached; '' while none is."""
-        used = {"s": time.monotonic() - self.started_at, "runs": self.started, "failures": self.failed}
-        reached = (unit for unit, number in used.items() if number >= self.limits.get(unit, math.inf))
-        return next((f"stop_after={self.limits[unit]:.15g}{unit} is reached" for unit in reached), "")
-
-
-def parse_stop_after(entries: Sequence[str | int | float]) -> StopAfter:
-    """Return the limits of stop_after's entries: seconds, or a number with s, m, h, d, runs or failures.
-
-    Raises UserError for any other entry.
-    """
-    limits: dict[str, float] = {}
-    for entry in entries:
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smhd]?)|(\d+)\s*(runs|failures)", str(entry))
-        if match is None:
-            raise UserError(f"stop_after={entry} is not a limit: choose a time such as 90m or 8h, 20runs, or 3failures")
-        seconds, unit, number, counted = match.groups()
-        limits[counted or "s"] = float(number) if counted else float(seconds) * UNITS[unit]
-    return StopAfter(limits)
 
 
 @dataclass
@@ -172,3 +156,81 @@ class Scheduler:
         following = queue_plan(plan, run.repeat_index, run.search)
         if not self.is_done(following):
             self.waiting.insert(0, following)
+
+
+class LocalExecutor:
+    """The part of an executor that plans runs for this machine and reuses the records in their folders."""
+
+    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay) -> None:
+        self.models, self.display = models, display
+
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """Return this machine. Raises UserError if the cluster is more than one machine."""
+        if cluster.nodes > 1:
+            raise UserError(
+                f"cluster.nodes={cluster.nodes} is more than this machine: choose 1, or hydra/launcher=slurm"
+            )
+        return detect_machine(cluster)
+
+    def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
+        """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
+        machine = machine_of_run(values, self.machine)
+        values = resolve_auto(values, machine.device, machine.compute_capability)
+
+        def plan(candidate: ConfigValues) -> RunPlan:
+            return make_plan(resolve_run_config(candidate), machine, read_command_config(candidate))
+
+        if not wants_max_micro_batch(values):
+            return queue_plan(plan(values), repeat_index)
+        search = MicroBatchSearch(feasible_plans(values, plan), fits_now)
+        return queue_plan(search.first, repeat_index, search)
+
+    def stored_record(self, run: QueuedRun) -> Record | None:
+        """Return the run's stored record if it can be reused."""
+        return reusable_record(run.config, run.command, run.planned.folder, self.display.print_line)
+
+
+class SequentialExecutor(LocalExecutor):
+    """The executor of one run after another in this process; in a cluster's job, over the nodes that it leads."""
+
+    max_parallel = 1
+
+    def __init__(self, models: Sequence[ModelConfig], display: ProgressDisplay, nodes: NodeGroup | None = None) -> None:
+        super().__init__(models, display)
+        self.nodes = nodes
+        self.done: Ended = []
+
+    def machine(self, cluster: ClusterConfig) -> Machine:
+        """Return the machine to run on; ranks import torch in the background while runs are planned."""
+        machine = detect_machine(cluster) if self.nodes else super().machine(cluster)
+        start_forkserver(machine.device)
+        return machine
+
+    def can_start(self, run: QueuedRun) -> bool:
+        """Return whether the last run's record was collected."""
+        return not self.done
+
+    def start(self, run: QueuedRun) -> None:
+        """Make the run and return when it has ended."""
+        context = RunContext(
+            models=self.models,
+            on_progress=partial(self.display.update, run),
+            log=self.display.print_line,
+            nodes=self.nodes,
+        )
+        self.done.append((run, execute(run.planned, context)))
+
+    def poll(self) -> Ended:
+        """Return the run that was made. Raises KeyboardInterrupt if a signal to this process interrupted it."""
+        ((run, record),) = self.done
+        if record is not None and record.status == "interrupted":
+            raise KeyboardInterrupt
+        self.done = []
+        return [(run, record)]
+
+    def interrupt(self) -> Ended:
+        """Return the run that was interrupted, if one was."""
+        return self.done
+
+    def close(self) -> None:
+        """Do nothing: this executor has nothing to release."""

@@ -29,10 +29,16 @@ from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.sweep import command_file, scheduler
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.local import SequentialExecutor
 from harness.sweep.parallel import ParallelExecutor, WorkerSlot, start_process
-from harness.sweep.queued_run import MicroBatchSearch, QueuedRun, deduplicate_and_sort, queue_plan
-from harness.sweep.scheduler import Scheduler, StopAfter, parse_stop_after
+from harness.sweep.queued_run import (
+    MicroBatchSearch,
+    QueuedRun,
+    StopAfter,
+    deduplicate_and_sort,
+    parse_stop_after,
+    queue_plan,
+)
+from harness.sweep.scheduler import Scheduler, SequentialExecutor
 from harness.util.errors import UserError
 from harness.util.text import format_duration
 from tests.support import faults

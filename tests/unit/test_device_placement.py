@@ -20,7 +20,7 @@ from harness.launcher.forkserver import rank_environment
 from harness.layout.layout import resolve_layout
 from harness.probe import Probe
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
-from harness.sweep import local, parallel
+from harness.sweep import parallel, scheduler
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.parallel import ParallelExecutor, WorkerSlot
 from harness.sweep.queued_run import queue_plan
@@ -127,7 +127,7 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> ParallelExecutor:
     install(monkeypatch, EIGHT)
     monkeypatch.setattr(parallel, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(device_placement, "physical_core", PHYSICAL.__getitem__)
-    monkeypatch.setattr(local, "detect_machine", lambda _: gpus(8))
+    monkeypatch.setattr(scheduler, "detect_machine", lambda _: gpus(8))
     monkeypatch.setattr(parallel, "set_signal_handlers", lambda: None)
     return ParallelExecutor("auto", (), ProgressDisplay())
 
@@ -157,7 +157,7 @@ class Pipe:
 def test_a_sweep_of_runs_side_by_side_needs_devices_of_one_model(
     executor: ParallelExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "detect_machine", lambda _: gpus(2, device_names=("NVIDIA A40", "NVIDIA A10")))
+    monkeypatch.setattr(scheduler, "detect_machine", lambda _: gpus(2, device_names=("NVIDIA A40", "NVIDIA A10")))
     with pytest.raises(UserError, match=r"sweep\.parallel=auto: the run would use NVIDIA A40 and NVIDIA A10"):
         executor.machine(ClusterConfig("local"))
 

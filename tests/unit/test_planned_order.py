@@ -20,8 +20,7 @@ from harness.records.schema import Record
 from harness.report.findings import validation_sentences
 from harness.report.view import View
 from harness.runner.plan import make_plan
-from harness.sweep.planned_order import order_by_plan
-from harness.sweep.queued_run import QueuedRun, queue_plan
+from harness.sweep.queued_run import QueuedRun, order_by_plan, queue_plan
 from harness.util.errors import UserError
 from tests.support.commands import compose
 

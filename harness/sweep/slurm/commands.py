@@ -60,7 +60,7 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     Raises UserError if the run needs GPUs and nothing says how many.
     """
     cluster = config.cluster
-    request = node_request(resources, cluster, config.launch)
+    request, _ = node_request(resources, cluster, config.launch)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
     options: dict[str, Any] = {  # True: an option without a value; None: it is not set
         "job-name": f"harness-{command.name}",
@@ -69,8 +69,7 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "partition": resources.partition or cluster.partition,
         "account": resources.account or cluster.account,
         "qos": resources.qos,
-        "gpus-per-node": request.gpus,
-        "cpus-per-task": request.cores,
+        **request,
         "mem": f"{resources.mem_gb:g}G" if resources.mem_gb else None,
         "time": resources.timeout_min or cluster.time or minutes,
         "constraint": resources.constraint,
@@ -89,18 +88,10 @@ def other_options(resources: SlurmResources) -> dict[str, Any]:
     return {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
 
 
-@dataclass(frozen=True)
-class NodeRequest:
-    """What a job requests of each node; None is no request."""
+def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> tuple[dict[str, int | None], int]:
+    """Return what a job requests of each node, and the GPUs that its ranks find, whichever option requests them.
 
-    gpus: int | None
-    cores: int
-    devices: int  # the GPUs that its ranks find, whichever option requests them
-
-
-def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> NodeRequest:
-    """Return what a job requests of each node, by the launcher's keys, those of the cluster, and the nodes' shape.
-
+    It follows from the launcher's keys, those of the cluster, and the nodes' shape.
     A job that requests no GPU gets none, and one that requests no cores gets a single one, so both are always
     requested. Raises UserError if GPUs are wanted and nothing says how many.
     """
@@ -124,7 +115,7 @@ def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str)
     if cores is None and ranks:
         share = shape.cores * ranks // shape.gpus if shape.cores and shape.gpus else 0
         cores = max(CORES_PER_GPU_RANK * ranks, share)
-    return NodeRequest(gpus or None, cores or cluster.gpus_per_node or CPU_RANKS, ranks)
+    return {"gpus-per-node": gpus or None, "cpus-per-task": cores or cluster.gpus_per_node or CPU_RANKS}, ranks
 
 
 def gpu_count(option: str, value: str) -> int:
@@ -148,7 +139,8 @@ def requested_device(resources: SlurmResources, cluster: ClusterConfig, launch: 
     """Return the kind of device that a job's ranks run on, or are simulated on. Raises UserError as node_request()."""
     if cluster.device != "auto":
         return cluster.device
-    return "cuda" if node_request(resources, cluster, launch).devices else "cpu"
+    _, gpus = node_request(resources, cluster, launch)
+    return "cuda" if gpus else "cpu"
 
 
 def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:

@@ -14,9 +14,8 @@ from harness.records.schema import Record
 from harness.runner.record import write_rejected
 from harness.runner.resolve import load_model_presets
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.local import SequentialExecutor
-from harness.sweep.queued_run import QueuedRun
-from harness.sweep.scheduler import Scheduler, StopAfter
+from harness.sweep.queued_run import QueuedRun, StopAfter
+from harness.sweep.scheduler import Scheduler, SequentialExecutor
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
 
