@@ -22,11 +22,9 @@ from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
 from harness.sweep.command_file import PlannedRun, register_command
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.local import SequentialExecutor
 from harness.sweep.parallel import ParallelExecutor
-from harness.sweep.planned_order import PlannedOrder, order_by_plan
-from harness.sweep.queued_run import QueuedRun, deduplicate_and_sort
-from harness.sweep.scheduler import Executor, Scheduler, parse_stop_after
+from harness.sweep.queued_run import PlannedOrder, QueuedRun, deduplicate_and_sort, order_by_plan, parse_stop_after
+from harness.sweep.scheduler import Executor, Scheduler, SequentialExecutor
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
 from harness.tracking.client import TrackingClient
 from harness.util.errors import UserError
@@ -47,7 +45,7 @@ class TrackedDisplay(ProgressDisplay):
         """Track a run whose ranks are being started; its folder exists, and has nothing of an earlier attempt."""
         self.started_folders.add(run_dir)
         config = merge_values(run.config, run.command)
-        self.tracking_client.start_run(config["tracking"], run_dir, config)
+        self.tracking_client.hand_over("start_run", config["tracking"], run_dir, config)
 
     def run_ended(self, run: QueuedRun, record: Record) -> None:
         """Show and track a run's record. One that an earlier command made is tracked already."""
@@ -56,7 +54,7 @@ class TrackedDisplay(ProgressDisplay):
         super().run_ended(run, record)
         run_dir = run.comparison.run(record.run_id).path
         if is_new or run_dir in self.started_folders:
-            self.tracking_client.finish_run(record.config["tracking"], run_dir)
+            self.tracking_client.hand_over("finish_run", record.config["tracking"], run_dir)
 
     def reject(self, values: ConfigValues, reason: str) -> None:
         """Write the row of an impossible combination, and show and track it."""
@@ -64,7 +62,7 @@ class TrackedDisplay(ProgressDisplay):
         self.records.append(record)
         self.run_rejected(record)
         comparison = comparison_folder(values["name"], values["results_dir"])
-        self.tracking_client.finish_run(values["tracking"], comparison.run(record.run_id).path)
+        self.tracking_client.hand_over("finish_run", values["tracking"], comparison.run(record.run_id).path)
 
 
 @dataclass
@@ -144,7 +142,7 @@ class RunCommand:
             for path in paths:
                 print(path)
             if is_sweep or len(records) > 1:
-                client.log_table(records[-1].config["tracking"], comparison.path)
+                client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
         client.close()
         for path in self.scripts:
             print(f"sbatch {path}")

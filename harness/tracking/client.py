@@ -60,17 +60,34 @@ class TrackingClient:
         self.is_sync_hint_logged = False  # whether the user already knows the command that sends the data later
         self.lock = threading.Lock()  # runs are started in the thread that monitors them
 
-    def start_run(self, tracking: GroupValues, run_dir: Path, config: ConfigValues) -> None:
-        """Announce that a run has started; its folder exists."""
-        self._hand_over("start_run", tracking, run_dir, run_dir.parent, config)
+    def hand_over(self, task: Task, tracking: GroupValues, folder: Path, config: ConfigValues | None = None) -> None:
+        """Announce a run that has started, a run that has its record, or the table of a whole comparison's folder.
 
-    def finish_run(self, tracking: GroupValues, run_dir: Path) -> None:
-        """Announce that a run's record is in its folder, also if the run never started."""
-        self._hand_over("finish_run", tracking, run_dir, run_dir.parent)
-
-    def log_table(self, tracking: GroupValues, folder: Path) -> None:
-        """Announce that a sweep is over, so that the table of the whole folder is logged."""
-        self._hand_over("log_table", tracking, folder, folder)
+        A run's folder exists; one that has its record need not have started. `config` is that of a run that starts.
+        """
+        try:
+            name = from_dict(TrackingConfig, tracking, "tracking").name
+        except UserError:  # the row was refused because of these very keys
+            return
+        if name == "none":
+            return
+        comparison, folder = folder if task == "log_table" else folder.parent, folder.resolve()
+        with self.lock:
+            if self.process is None and not self._start():
+                return
+            if task != "start_run":
+                self.pending[str(folder)] = comparison
+            self.unsent.put(
+                {
+                    "do": task,
+                    "tracking": tracking,
+                    "folder": str(folder),
+                    "upload": self.upload_seconds,
+                    "hint": sync_hint(comparison),
+                    "config": config or {},
+                }
+            )
+            self._exchange()
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Wait at most `seconds` for all answers, end the process, and log how to send what is not tracked by then."""
@@ -89,39 +106,7 @@ class TrackingClient:
         ends_at = time.monotonic() + seconds
         while (self.pending or until_gone) and self.channel is not None and time.monotonic() < ends_at:
             with self.lock:
-                self._exchange(ends_at)
-
-    def _hand_over(
-        self,
-        task: Task,
-        tracking: GroupValues,
-        folder: Path,
-        comparison: Path,
-        values: ConfigValues | None = None,
-    ) -> None:
-        try:
-            config = from_dict(TrackingConfig, tracking, "tracking")
-        except UserError:  # the row was refused because of these very keys
-            return
-        if config.name == "none":
-            return
-        folder = folder.resolve()
-        with self.lock:
-            if self.process is None and not self._start():
-                return
-            if task != "start_run":
-                self.pending[str(folder)] = comparison
-            self.unsent.put(
-                {
-                    "do": task,
-                    "tracking": tracking,
-                    "folder": str(folder),
-                    "upload": self.upload_seconds,
-                    "hint": sync_hint(comparison),
-                    "config": values or {},
-                }
-            )
-            self._exchange(0.0)
+                self._exchange(POLL_SECONDS)
 
     def _start(self) -> bool:
         """Start the process and return whether that worked.
@@ -144,11 +129,11 @@ class TrackingClient:
         threading.Thread(target=send_all, args=(channel, self.unsent), daemon=True).start()
         return True
 
-    def _exchange(self, ends_at: float) -> None:
-        """Read what has arrived; if nothing has, wait for it POLL_SECONDS, unless the time `ends_at` is past."""
+    def _exchange(self, wait_seconds: float = 0.0) -> None:
+        """Read what has arrived; if nothing has, wait for it so long."""
         try:
-            while self.channel is not None and self.channel.poll(POLL_SECONDS if time.monotonic() < ends_at else 0):
-                message, ends_at = self.channel.recv(), 0.0
+            while self.channel is not None and self.channel.poll(wait_seconds):
+                message, wait_seconds = self.channel.recv(), 0.0
                 if "done" in message:
                     self.pending.pop(message["done"], None)
                     self.results[message["done"]] = message["problem"]
@@ -225,8 +210,7 @@ def sync_comparison(
     problem, delivered = "", 0
     try:
         for sent in folders:
-            hand_over = client.log_table if sent == folder else client.finish_run
-            hand_over(online, sent)
+            client.hand_over("log_table" if sent == folder else "finish_run", online, sent)
             client.wait(patience_seconds)
             problem = client.results.get(str(sent.resolve()), f"no answer within {patience_seconds:g} s") or ""
             if problem:
@@ -235,5 +219,4 @@ def sync_comparison(
     finally:
         client.pending.clear()  # the result has the problem, which close() must not log too
         client.close(1.0)
-    runs = min(delivered, len(missing))
-    return SyncResult(runs, len(loaded.records) - len(missing), is_table_missing, problem)
+    return SyncResult(min(delivered, len(missing)), len(loaded.records) - len(missing), is_table_missing, problem)

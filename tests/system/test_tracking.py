@@ -110,14 +110,14 @@ def test_offline_runs_are_read_back_by_wandbs_own_reader(tmp_path: Path) -> None
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
     feed = TrackingClient(messages.append, quiet_seconds=0.0)
-    feed.start_run(OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
+    feed.hand_over("start_run", OFFLINE, run_dir, {"strategy": {"name": "ddp", "tp": 1}})
     other, _ = write_example_record(comparison, 1, status="oom", reason="no memory")
-    feed.finish_run(OFFLINE, other)
+    feed.hand_over("finish_run", OFFLINE, other)
     wait_until_logged(run_dir, "live/rank_0/phase", "timed")
     heartbeats[0]("profiled", 9)
     wait_until_logged(run_dir, "live/rank_0/phase", "profiled")
-    feed.finish_run(OFFLINE, write_example_record(comparison, 0)[0])
-    feed.log_table(OFFLINE, comparison)
+    feed.hand_over("finish_run", OFFLINE, write_example_record(comparison, 0)[0])
+    feed.hand_over("log_table", OFFLINE, comparison)
     feed.close()
     assert messages == []
     rows = history(run_dir)
@@ -161,11 +161,11 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     feed = TrackingClient(messages.append, quiet_seconds=0.0)
     for number in range(2):
         run_dir, record = write_example_record(tmp_path / "mine", number)
-        feed.start_run(ONLINE, run_dir, record.config)
-        feed.finish_run(ONLINE, run_dir)
-        feed.finish_run(ONLINE, run_dir)  # once is enough
-    feed.log_table(ONLINE, run_dir.parent)
-    feed.log_table(ONLINE, run_dir.parent)
+        feed.hand_over("start_run", ONLINE, run_dir, record.config)
+        feed.hand_over("finish_run", ONLINE, run_dir)
+        feed.hand_over("finish_run", ONLINE, run_dir)  # once is enough
+    feed.hand_over("log_table", ONLINE, run_dir.parent)
+    feed.hand_over("log_table", ONLINE, run_dir.parent)
     feed.close()
     assert messages == [] and len(server.runs) == 3
     for run_dir in sorted(path.parent for path in (tmp_path / "mine").glob("*/record.json")):
@@ -210,7 +210,7 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
     if before is not None:
         before(server)
     run_dir, record = write_example_record(folder, 0)
-    feed.start_run(ONLINE, run_dir, record.config)
+    feed.hand_over("start_run", ONLINE, run_dir, record.config)
     if amid is not None:
         deadline = time.monotonic() + 120
         while not server.runs and time.monotonic() < deadline:
@@ -218,8 +218,8 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
         amid(server)
     started = time.monotonic()
     for number in range(2):
-        feed.finish_run(ONLINE, write_example_record(folder, number)[0])
-    feed.log_table(ONLINE, folder)
+        feed.hand_over("finish_run", ONLINE, write_example_record(folder, number)[0])
+    feed.hand_over("log_table", ONLINE, folder)
     assert time.monotonic() - started < HANG_SECONDS / 4  # whatever the server does, a run does not wait for it
     feed.close(3 * CLOSE_SECONDS)  # a busy machine needs longer to keep everything
     return Outcome(time.monotonic() - started, messages, folder, server)
@@ -327,8 +327,8 @@ def test_a_stopped_tracker_delays_no_run(tmp_path: Path) -> None:
 
     def hand_over() -> None:
         for number in range(20):
-            feed.start_run(OFFLINE, run_dir, {"much": "x" * 100_000})
-            feed.finish_run(OFFLINE, tmp_path / "mine" / str(number))
+            feed.hand_over("start_run", OFFLINE, run_dir, {"much": "x" * 100_000})
+            feed.hand_over("finish_run", OFFLINE, tmp_path / "mine" / str(number))
 
     handing = threading.Thread(target=hand_over, daemon=True)
     handing.start()
@@ -354,7 +354,7 @@ feed = TrackingClient(print, quiet_seconds=0.0)
 run_dir, record = write_example_record(Path(sys.argv[1]))
 (run_dir / "ranks").mkdir()
 (run_dir / "ranks" / "rank_00000.pulse").write_text('["timed", 3, null, 5]')
-feed.start_run(OFFLINE, run_dir, {})
+feed.hand_over("start_run", OFFLINE, run_dir, {})
 print(feed.process.pid, flush=True)
 time.sleep(60)
 """
@@ -396,10 +396,10 @@ def test_the_tracker_ends_with_a_parent_that_read_no_answer(tmp_path: Path, last
 def test_tracking_none_starts_and_imports_nothing(tmp_path: Path) -> None:
     feed = TrackingClient(print)
     run_dir, _ = write_example_record(tmp_path / "mine")
-    feed.start_run({"name": "none"}, run_dir, {})
-    feed.finish_run({"name": "none"}, run_dir)
-    feed.finish_run({"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
-    feed.log_table({"name": "none"}, run_dir.parent)
+    feed.hand_over("start_run", {"name": "none"}, run_dir, {})
+    feed.hand_over("finish_run", {"name": "none"}, run_dir)
+    feed.hand_over("finish_run", {"name": "wandb", "mode": "loud"}, run_dir)  # a row that is refused for it
+    feed.hand_over("log_table", {"name": "none"}, run_dir.parent)
     feed.close()
     assert feed.process is None
     probe = "import sys, harness.tracking.client; assert not {'wandb'} & sys.modules.keys()"

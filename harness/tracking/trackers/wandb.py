@@ -71,9 +71,13 @@ class WandB:
             for step in steps:
                 numbers = {key: value for key, value in step.items() if isinstance(value, (int, float))}
                 wandb_run.log({f"train/{STEP_VALUE_NAMES.get(key, key)}": value for key, value in numbers.items()})
-            parts = {key: value for key, value in row.items() if key.startswith("at_peak_") and value is not None}
+            parts = {
+                key.replace("at_peak_", "memory/", 1): value
+                for key, value in row.items()
+                if key.startswith("at_peak_") and value is not None
+            }
             if parts:  # W&B draws a series of one value as a bar, one run beside another
-                wandb_run.log({f"memory/{key.removeprefix('at_peak_')}": value for key, value in parts.items()})
+                wandb_run.log(parts)
             wandb_run.summary.update({key: value for key, value in row.items() if value not in (None, "")})
 
         self.finish(wandb_run, complete, 0 if row["status"] == "ok" else 1)
