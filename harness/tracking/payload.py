@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.config.command import TrackingConfig
+from harness.metrics.memory import max_known
 from harness.records import heartbeat
 from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
@@ -52,16 +53,16 @@ def live_figures(run_dir: Path) -> dict[str, Scalar]:
     if not beats:
         return {}
     last = min(beats.values(), key=lambda beat: beat.step)
-    figures: dict[str, Scalar] = {"step": last.step, "phase": last.phase}
-    for column in ("allocated_bytes", "host_bytes"):
-        sizes = {rank: getattr(beat, column) for rank, beat in beats.items() if getattr(beat, column) is not None}
-        if sizes:
-            figures[column] = max(sizes.values())
-        figures |= {f"rank_{rank}/{column}": size for rank, size in sizes.items() if rank < MAX_LISTED_RANKS}
+    figures: dict[str, Scalar | None] = {
+        "step": last.step,
+        "phase": last.phase,
+        "allocated_bytes": max_known(beat.allocated_bytes for beat in beats.values()),
+        "host_bytes": max_known(beat.host_bytes for beat in beats.values()),
+    }
     for rank, beat in beats.items():
         if rank < MAX_LISTED_RANKS:
-            figures |= {f"rank_{rank}/step": beat.step, f"rank_{rank}/phase": beat.phase}
-    return figures
+            figures |= {f"rank_{rank}/{name}": value for name, value in beat._asdict().items()}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]]]:
