@@ -1,17 +1,17 @@
 """The report that every rank writes when it ends: what it measured, or why it failed."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, get_args
 
 from harness.records.training_report import (
+    FILE_KEYS,
     FromJson,
     StateShard,
     TensorFingerprint,
     TrainingReport,
-    fingerprints,
-    read_shards,
-    to_plain,
+    tensors,
 )
 from harness.util.files import JsonObject
 
@@ -31,7 +31,8 @@ COMPOSED = "composed"  # attention composed of matrix products and a softmax: to
 FUSED_KERNELS = ("flash", "cudnn", "efficient")  # attention kernels that do not materialize the scores
 
 
-class PeakPart(NamedTuple):
+@dataclass(frozen=True)
+class PeakPart:
     """The bytes of one role at the peak; `what` is the kind of buffer, or the operator that made a temporary."""
 
     role: str
@@ -39,7 +40,8 @@ class PeakPart(NamedTuple):
     bytes: int
 
 
-class PhaseShare(NamedTuple):
+@dataclass(frozen=True)
+class PhaseShare:
     """The duration of one phase of a step, and how long it communicated, waited or copied without computing."""
 
     seconds: float
@@ -48,18 +50,15 @@ class PhaseShare(NamedTuple):
     copy_seconds: float = 0.0  # copies of a GPU during which it neither computed nor communicated
 
 
-class TimeBreakdown(NamedTuple):
+@dataclass(frozen=True)
+class TimeBreakdown(FromJson):
     """The durations of the traced steps together; the phases and the time outside of them add up to `seconds`."""
 
     seconds: float
-    phases: Mapping[str, PhaseShare]
+    phases: Mapping[str, PhaseShare] = field(
+        metadata={"read": lambda phases: {name: PhaseShare(**share) for name, share in phases.items()}}
+    )
     overlapped_seconds: float  # of collectives that ran while something was computed
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Build the breakdown from the values in a rank's report."""
-        phases = {name: PhaseShare(**share) for name, share in values["phases"].items()}
-        return cls(values["seconds"], phases, values["overlapped_seconds"])
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,8 @@ class RankReport(TrainingReport):
     step_seconds: Sequence[float] = ()
     phase_seconds: Mapping[str, Sequence[float]] = field(default_factory=dict)
     host_usage: HostUsage = field(default=HostUsage(), metadata={"read": HostUsage.from_json})
-    last_parameters: Sequence[TensorFingerprint] = fingerprints()
-    last_masters: Sequence[TensorFingerprint] = fingerprints()
+    last_parameters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    last_masters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
     profiled: ProfiledStep = field(default=ProfiledStep(), metadata={"read": ProfiledStep.from_json})
@@ -185,8 +184,8 @@ class RankReport(TrainingReport):
     optimizer_bytes: int = 0
     host_state: Sequence[str] = ()  # kinds of state offloaded to the host
     state_bytes_by_device: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    parameter_shards: Sequence[StateShard] = field(default=(), metadata={"read": read_shards})
-    optimizer_shards: Sequence[StateShard] = field(default=(), metadata={"read": read_shards})
+    parameter_shards: Sequence[StateShard] = tensors(StateShard)
+    optimizer_shards: Sequence[StateShard] = tensors(StateShard)
     simulated_time: SimulatedTime | None = field(default=None, metadata={"read": SimulatedTime.from_json})
     # The second training of a reference, which differs from the first in rounding only; None for other runs.
     perturbed: TrainingReport | None = field(default=None, metadata={"read": TrainingReport.from_json})
@@ -201,9 +200,13 @@ class RankReport(TrainingReport):
 
     def to_json(self) -> JsonObject:
         """Return the plain values that the rank's file has: the measurements of an ok rank, the failure of others."""
-        values: JsonObject = to_plain(self)
+        values: JsonObject = dataclasses.asdict(self, dict_factory=_under_file_keys)
         left_out = _OF_FAILED_RANKS if self.status == "ok" else values.keys() - _IDENTIFYING - _OF_FAILED_RANKS
         return {key: value for key, value in values.items() if key not in left_out}
+
+
+def _under_file_keys(values: Sequence[tuple[str, Any]]) -> JsonObject:
+    return {FILE_KEYS.get(name, name): value for name, value in values}
 
 
 _IDENTIFYING = {"rank", "host", "pid", "status", "cores"}

@@ -1,7 +1,7 @@
 """What one rank reports of a training itself: losses, gradient norms, and fingerprints of gradients and updates."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -28,28 +28,17 @@ class StateShard(NamedTuple):
     dtype: str
 
 
-def read_fingerprints(entries: Sequence[Sequence[Any]]) -> list[TensorFingerprint]:
-    """Return the fingerprints in a rank's file, which are arrays there."""
-    return [
-        TensorFingerprint(name, tuple(shape), tuple((start, stop) for start, stop in box), square, projection)
-        for name, shape, box, square, projection in entries
-    ]
+def tensors(cls: Callable[..., NamedTuple]) -> Any:
+    """Return a field of fingerprints or shards, which a rank's file has as arrays, because there are many."""
+
+    def read(entries: Sequence[Sequence[Any]]) -> list[NamedTuple]:
+        return [cls(*map(_as_tuples, entry)) for entry in entries]
+
+    return field(default=(), metadata={"read": read})
 
 
-def read_shards(entries: Sequence[Sequence[Any]]) -> list[StateShard]:
-    """Return the shards in a rank's file, which are arrays there."""
-    return [
-        StateShard(name, state_name, tuple(shape), tuple((start, stop) for start, stop in box), dtype)
-        for name, state_name, shape, box, dtype in entries
-    ]
-
-
-_AS_ARRAY = (TensorFingerprint, StateShard)  # written as JSON arrays, because there are many
-
-
-def fingerprints() -> Any:
-    """Return a field of fingerprints."""
-    return field(default=(), metadata={"read": read_fingerprints})
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 # The keys of attributes in a rank's file where these are others.
@@ -87,18 +76,6 @@ class FromJson:
         return cls(**known)
 
 
-def to_plain(value: Any) -> Any:
-    """Return dataclasses and named tuples as the plain values that stand for them in a file."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        entries = dataclasses.fields(value)
-        return {FILE_KEYS.get(e.name, e.name): to_plain(getattr(value, e.name)) for e in entries}
-    if isinstance(value, tuple) and hasattr(value, "_asdict") and not isinstance(value, _AS_ARRAY):
-        return {key: to_plain(entry) for key, entry in value._asdict().items()}
-    if isinstance(value, Mapping):
-        return {key: to_plain(entry) for key, entry in value.items()}
-    return [to_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingReport(FromJson):
     """The evidence of what one rank trained, by which two trainings are compared.
@@ -110,8 +87,8 @@ class TrainingReport(FromJson):
     losses: Sequence[float | None] = ()
     grad_norms: Sequence[float | None] = ()
     skipped_steps: int = 0  # because gradients overflowed
-    first_gradients: Sequence[TensorFingerprint] = fingerprints()
-    first_moments: Sequence[TensorFingerprint] = fingerprints()
+    first_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    first_moments: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     # The differences between the parameters, or their masters, after the first update and the initial weights.
-    first_updates: Sequence[TensorFingerprint] = fingerprints()
-    last_gradients: Sequence[TensorFingerprint] = fingerprints()
+    first_updates: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    last_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
