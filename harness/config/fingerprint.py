@@ -43,15 +43,21 @@ def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
 
 
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a plain config dict that affect a run's result. Groups may be missing."""
+    """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
+
+    A memory budget is in bytes, however it is written.
+    """
     affecting = without_new_defaults({key: value for key, value in values.items() if key not in COMMAND_KEYS})
     for group, names in _NO_IDENTITY.items():
         if isinstance(affecting.get(group), Mapping):
-            affecting[group] = {key: value for key, value in affecting[group].items() if key not in names}
+            items = affecting[group].items()  # before there was the key memory_budget, no run had one
+            affecting[group] = {k: v for k, v in items if k not in names and (k, v) != ("memory_budget", None)}
     if "model" in affecting:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
-    if isinstance(affecting.get("cluster"), Mapping):
-        affecting["cluster"] = normalize_memory_budget(affecting["cluster"])
+    cluster = affecting.get("cluster")
+    if isinstance(cluster, dict) and "memory_budget" in cluster:
+        with suppress(UserError):  # the values are those of a rejected combination
+            cluster["memory_budget"] = parse_bytes(cluster["memory_budget"])
     return affecting
 
 
@@ -66,18 +72,6 @@ def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
         items = rest["checkpointing"].items()
         rest["checkpointing"] = {key: value for key, value in items if (key, value) != ("saved_products", "all")}
     return rest
-
-
-def normalize_memory_budget(cluster: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a cluster with its memory budget in bytes, however it is written.
-
-    A budget of null is left out, so that runs have the identity they had before there was the key.
-    """
-    values = {key: value for key, value in cluster.items() if (key, value) != ("memory_budget", None)}
-    if "memory_budget" in values:
-        with suppress(UserError):  # the values are those of a rejected combination
-            values["memory_budget"] = parse_bytes(values["memory_budget"])
-    return values
 
 
 def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -34,14 +34,16 @@ def from_dict(cls: type[T], values: Any, key: str = "") -> T:
     """
     if not isinstance(values, dict):
         raise UserError(f"{key}={values} is not a group of keys: choose one of the files in conf/{key}")
-    keys = _keys(cls)  # type: ignore[arg-type]  # a class is hashable
-    values = {keys.new_names.get(name, name): value for name, value in values.items()}
-    for unknown in sorted(values.keys() - keys.hints.keys()):
-        raise UserError(f"{_dotted_key(key, unknown)} is not a key: choose one of {', '.join(keys.hints)}")
-    for name in keys.required:
-        if name not in values:
-            raise UserError(f"{_dotted_key(key, name)} is missing: give it a value")
-    return cls(**{name: _from_values(keys.hints[name], values[name], _dotted_key(key, name)) for name in values})
+    entries = _entries(cls)  # type: ignore[arg-type]  # a class is hashable
+    new_names = {entry.metadata.get("old_key", name): name for name, (entry, _) in entries.items()}
+    values = {new_names.get(name, name): value for name, value in values.items()}
+    prefix = f"{key}." if key else ""
+    for unknown in sorted(values.keys() - entries.keys()):
+        raise UserError(f"{prefix}{unknown} is not a key: choose one of {', '.join(entries)}")
+    for name, (entry, _) in entries.items():
+        if name not in values and default_of(entry) is dataclasses.MISSING:
+            raise UserError(f"{prefix}{name} is missing: give it a value")
+    return cls(**{name: _from_values(entries[name][1], value, f"{prefix}{name}") for name, value in values.items()})
 
 
 def _from_values(hint: Any, value: Any, key: str) -> Any:
@@ -51,15 +53,13 @@ def _from_values(hint: Any, value: Any, key: str) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, int):
         require(-INT_LIMIT <= value < INT_LIMIT, key, value, "does not fit 64 bits: choose a smaller number")
-    if origin is typing.Annotated:
+    if origin is typing.Literal:
+        arguments = type(arguments[0]), one_of(*arguments)
+    if origin in (typing.Annotated, typing.Literal):
         kind, check = arguments
         checked = _from_values(kind, value, key)
         check(checked, key)
         return checked
-    if origin is typing.Literal:
-        _from_values(type(arguments[0]), value, key)
-        one_of(*arguments)(value, key)
-        return value
     if origin in (types.UnionType, typing.Union):
         if type(value) in arguments:
             return value
@@ -81,24 +81,11 @@ def _from_values(hint: Any, value: Any, key: str) -> Any:
     raise UserError(f"{key}={value} is not {wanted}: give it {wanted}")
 
 
-class _Keys(typing.NamedTuple):
-    """The keys of a group: the fields of its dataclass."""
-
-    hints: dict[str, Any]  # the type of each key, with its rule
-    required: tuple[str, ...]
-    new_names: dict[str, str]  # by the name that old records have
-
-
 @cache
-def _keys(cls: type) -> _Keys:
-    """Return the keys of a class, whose type hints are slow to resolve."""
-    fields = dataclasses.fields(cls)
+def _entries(cls: type) -> "dict[str, tuple[dataclasses.Field[Any], Any]]":
+    """Return the field and the type, with its rule, of each key of a class, whose type hints are slow to resolve."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return _Keys(
-        {entry.name: hints[entry.name] for entry in fields},
-        tuple(entry.name for entry in fields if default_of(entry) is dataclasses.MISSING),
-        {entry.metadata["old_key"]: entry.name for entry in fields if "old_key" in entry.metadata},
-    )
+    return {entry.name: (entry, hints[entry.name]) for entry in dataclasses.fields(cls)}
 
 
 def default_of(entry: "dataclasses.Field[Any]") -> Any:
@@ -109,10 +96,6 @@ def default_of(entry: "dataclasses.Field[Any]") -> Any:
 def is_group(hint: Any) -> bool:
     """Return whether the type of a key is a dataclass, so that the key is a group of keys."""
     return isinstance(hint, type) and dataclasses.is_dataclass(hint)
-
-
-def _dotted_key(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
 
 
 GroupValues = dict[str, Any]  # the values of one group; harness.config.from_dict checks their keys and types

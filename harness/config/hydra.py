@@ -118,18 +118,14 @@ def composition_error(error: Exception) -> str:
             return unknown_choice(group, name)
         return f"{group}={name} is not known: choose {', '.join(sorted(error.options))}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
-    if isinstance(cause, OmegaConfBaseException) and cause.full_key and isinstance(error, HydraException):
-        return _unknown_key_error(cause.full_key)
-    return one_line(str(error).split("\nSee https", maxsplit=1)[0])
-
-
-def _unknown_key_error(key: str) -> str:
-    """Return why a key cannot be set that the composed configuration does not have."""
+    key = cause.full_key if isinstance(cause, OmegaConfBaseException) and isinstance(error, HydraException) else None
+    if not key:
+        return one_line(str(error).split("\nSee https", maxsplit=1)[0])
+    if key not in known_keys():
+        return unknown_key(key, "")
     group = key.partition(".")[0]
-    if key in known_keys():
-        choices = ", ".join(f"{group}={choice}" for choice in choices_of(group) if choice != "auto")
-        return f"{key} is not part of the chosen {group}: choose one of {choices} beside it"
-    return unknown_key(key, "")
+    choices = ", ".join(f"{group}={choice}" for choice in choices_of(group) if choice != "auto")
+    return f"{key} is not part of the chosen {group}: choose one of {choices} beside it"
 
 
 def expand_repeats(values: ConfigValues) -> list[ConfigValues]:

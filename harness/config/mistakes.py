@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from harness.config.command import CommandConfig
-from harness.config.from_dict import is_group
+from harness.config.from_dict import TYPE_NAMES, is_group
 from harness.config.locations import files_in, preset_folders
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
@@ -24,7 +24,7 @@ from harness.util.text import join_words
 
 MOST_SUGGESTIONS = 3
 
-BOOLEANS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
 
 
 def canonical(name: str) -> str:
@@ -171,14 +171,13 @@ def wrong_value(key: str, value: str) -> str | None:
     other = KEY_VALUES.get(key, {}).get(canonical(value))
     if other is not None and other != value:
         return f"{key}={value} is not known: did you mean {key}={other}?"
-    if hint is bool and value.lower() in BOOLEANS and value.lower() not in ("true", "false"):
-        return f"{key}={value} is not true or false: did you mean {key}={str(BOOLEANS[value.lower()]).lower()}?"
-    duration = re.fullmatch(r"(\d+)\s*([smh])[a-z]*", value)
-    if hint is float and key.endswith("_seconds") and duration:
-        return f"{key}={value} is not a number: did you mean {key}={int(duration[1]) * _SECONDS[duration[2]]}?"
-    if hint is int and _whole_number(value) is not None:
-        return f"{key}={value} is not a whole number: did you mean {key}={_whole_number(value)}?"
-    return None
+    duration = re.fullmatch(r"(\d+)\s*([smh])[a-z]*", value) if key.endswith("_seconds") else None
+    meant = {
+        bool: _BOOLEANS.get(value.lower()),
+        float: int(duration[1]) * _SECONDS[duration[2]] if duration else None,
+        int: _whole_number(value),
+    }.get(hint)
+    return None if meant is None else f"{key}={value} is not {TYPE_NAMES[hint]}: did you mean {key}={meant}?"
 
 
 def _whole_number(value: str) -> int | None:

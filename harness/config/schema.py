@@ -127,20 +127,14 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class OptimizerState:
-    """A tensor that an optimizer keeps for each parameter, divided among ranks as the optimizer is."""
-
-    name: str  # torch's name of it
-    width: float = 1.0  # of an element, in the width of a master
-
-
-@dataclass(frozen=True)
 class OptimizerSpec:
     """An optimizer of torch. Its update works element by element, and so sends nothing beside what the layout sends."""
 
     name: str  # its class in torch.optim
     settings: tuple[str, ...]  # its arguments that are keys of `train`
-    states: tuple[OptimizerState, ...]
+    # The tensors that it keeps for each parameter, divided among ranks as the optimizer is: by torch's names, the width
+    # of an element in the width of a master.
+    states: Mapping[str, float]
     gradient_state: str  # the state that is a multiple of the clipped gradient after the first update
     update_bytes: float  # read and written for each parameter in 16-bit mixed precision, by one pass over all tensors
     foreach_copies: int  # the masters' copies that torch's foreach operators make at once; the fused kernel makes none
@@ -151,7 +145,7 @@ class OptimizerSpec:
 ADAMW = OptimizerSpec(
     name="AdamW",
     settings=("lr", "betas", "eps", "weight_decay"),
-    states=(OptimizerState("exp_avg"), OptimizerState("exp_avg_sq")),
+    states={"exp_avg": 1.0, "exp_avg_sq": 1.0},
     gradient_state="exp_avg",
     update_bytes=4 + 2 * 3 * 4 + 2,
     foreach_copies=1,  # the roots of all second moments
@@ -159,7 +153,7 @@ ADAMW = OptimizerSpec(
 )
 
 OPTIMIZERS = (ADAMW,)
-STATE_NAMES = tuple(dict.fromkeys(state.name for optimizer in OPTIMIZERS for state in optimizer.states))
+STATE_NAMES = tuple(dict.fromkeys(name for optimizer in OPTIMIZERS for name in optimizer.states))
 
 
 @dataclass(frozen=True)
@@ -276,7 +270,7 @@ class RunConfig:
     @property
     def optimizer_state_bytes(self) -> int:
         """The bytes of the optimizer's states for each parameter, without its master."""
-        return int(self.precision.master_bytes * sum(state.width for state in self.optimizer.states))
+        return int(self.precision.master_bytes * sum(self.optimizer.states.values()))
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""

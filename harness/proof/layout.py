@@ -67,7 +67,7 @@ def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankR
 
     The widths are those that the precision has in this engine.
     """
-    precision, states = config.precision, {state.name for state in config.optimizer.states}
+    precision, states = config.precision, config.optimizer.states.keys()
     has_masters = widths.optimizer > config.optimizer_state_bytes  # a master is stored beside the states
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {

@@ -18,7 +18,7 @@ class Shard(NamedTuple):
 
     `shape` is that of the whole tensor, and `box` the (start, stop) that this rank holds along each dimension. A part
     of the flattened tensor has shape (numel,) and a box of one pair. `state_name` is "master" or that
-    of an OptimizerState for a tensor of the optimizer, and a ShardOrigin for a copy beside the state itself.
+    of an OptimizerSpec's states for a tensor of the optimizer, and a ShardOrigin for a copy beside the state itself.
     """
 
     name: str
