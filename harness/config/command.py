@@ -83,15 +83,6 @@ class TrackingConfig:
     tags: tuple[str, ...] = ()
 
 
-def _between_attempts(default: Any) -> Any:
-    """Return a field that may change from one attempt at a combination to the next.
-
-    The row of a combination that is no valid configuration is named by the hash of all other values, because any of
-    them may be the invalid one (harness.runner.record).
-    """
-    return field(default=default, metadata={"names_rejected": False})
-
-
 @dataclass(frozen=True)
 class CommandConfig:
     """The configuration of a command: where its results go, which runs it repeats, and when it stops."""
@@ -101,27 +92,26 @@ class CommandConfig:
     proof: ProofConfig = field(default_factory=ProofConfig)
     tracking: TrackingConfig = field(default_factory=lambda: TrackingConfig("none"))
     measure: MeasureConfig = field(default_factory=MeasureConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig, metadata={"names_rejected": False})
-    plan: PlanConfig = field(default_factory=PlanConfig, metadata={"names_rejected": False})
+    sweep: SweepConfig = field(default_factory=SweepConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     repeats: Positive = 1  # How many times each configuration is measured, numbered from `repeat` on.
     timeout_seconds: Seconds = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
     hang_seconds: Seconds = 600.0  # The seconds without progress of any rank after which a run has failed.
     preflight: bool = True  # Whether a run that is predicted not to fit into memory is refused before a process starts.
     # The statuses whose runs are run again: error, timeout, oom; interrupted runs always are.
-    retry: tuple[RetryableStatus, ...] = _between_attempts(())
+    retry: tuple[RetryableStatus, ...] = ()
     # The limits after which no further run starts, such as 8h, 20runs or 3failures.
-    stop_after: tuple[str | int | float, ...] = _between_attempts(())
-    force: bool = _between_attempts(False)  # Whether runs that are already recorded are run again.
+    stop_after: tuple[str | int | float, ...] = ()
+    force: bool = False  # Whether runs that are already recorded are run again.
 
 
 RUN_KEYS = tuple(entry.name for entry in dataclasses.fields(RunConfig))
 
 COMMAND_KEYS = tuple(entry.name for entry in dataclasses.fields(CommandConfig))
 
-# Command keys that leave the name of a rejected combination's row as it is.
-BETWEEN_ATTEMPTS = tuple(
-    e.name for e in dataclasses.fields(CommandConfig) if not e.metadata.get("names_rejected", True)
-)
+# Command keys that may change from one attempt at a combination to the next. The row of a combination that is no valid
+# configuration is named by the hash of all other values, because any of them may be the invalid one.
+BETWEEN_ATTEMPTS = ("sweep", "plan", "retry", "stop_after", "force")
 
 
 def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

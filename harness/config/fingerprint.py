@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any, get_type_hints
+from typing import Any
 
 from harness.config.byte_size import parse_bytes
 from harness.config.command import COMMAND_KEYS
@@ -16,11 +16,11 @@ from harness.util.errors import UserError
 
 NAME_BYTES = 160  # of the readable part of an id; file systems take 255 for a file's whole name
 
-# By group, the keys whose fields say that they are no part of a run's identity.
+# By group, the keys that name, find or place something without changing any result.
 _NO_IDENTITY = {
-    group: [entry.name for entry in dataclasses.fields(cls) if not entry.metadata.get("identity", True)]
-    for group, cls in get_type_hints(RunConfig).items()
-    if dataclasses.is_dataclass(cls)
+    "model": ("path",),
+    "data": ("cache",),
+    "cluster": ("name", "partition", "account", "time", "hardware"),
 }
 
 _OLD_KEYS = {

@@ -63,7 +63,7 @@ class ModelConfig:
     layer_norm_epsilon: float = 1e-5  # The epsilon of LayerNorm, for family gpt.
     initializer_range: float = 0.02  # The standard deviation of the initial weights.
     # The file or folder from which family hf takes its configuration.
-    path: str | None = field(default=None, metadata={"identity": False})
+    path: str | None = None
     # The trace of a model of family hf.
     hf_info: HFModelInfo | None = field(default=None, metadata={"old_key": "asked"})
 
@@ -72,12 +72,11 @@ class ModelConfig:
         require(self.path is None or self.family == "hf", "model.path", self.path, rule)
         if self.family not in ARCHITECTURES:
             return  # the transformers library has built its models, and so accepted their sizes
-        if self.architecture.dropout:
-            rule = "must be in [0, 1): choose 0 or more, below 1"
-            require(0 <= self.dropout < 1, "model.dropout", self.dropout, rule)
-        else:
-            rule = f"is not part of the {self.family} family: choose 0"
-            require(self.dropout == 0, "model.dropout", self.dropout, rule)
+        if not self.architecture.dropout:
+            require(
+                self.dropout == 0, "model.dropout", self.dropout, f"is not part of the {self.family} family: choose 0"
+            )
+        require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be in [0, 1): choose 0 or more, below 1")
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         # Rotary position embedding rotates pairs of a head's elements.
         unit, even = (heads, "equal") if self.architecture.learned_positions else (2 * heads, "even")

@@ -1,9 +1,7 @@
 """The configuration of one run as frozen, validated dataclasses: what is measured, and so what identifies it.
 
-The configuration of the command itself is in harness.config.command. A field whose metadata have `identity: False`
-names, finds or places something without changing any result: it is no part of a run's identity
-(harness.config.fingerprint). A field whose metadata have `old_key` had that key before: old records have it, and it is
-still the key that enters a run's identity.
+The configuration of the command itself is in harness.config.command. A field whose metadata have `old_key` had that key
+before: old records have it, and it is still the key that enters a run's identity (harness.config.fingerprint).
 The comments of the fields are the reference of all keys (docs/reference/configuration.md).
 """
 
@@ -11,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from harness.config.byte_size import Size, parse_bytes
 from harness.config.from_dict import ConfigValues, Finite, Natural, Positive, is_above_zero, one_of, require, rule
@@ -33,11 +31,6 @@ SimulatedRank = Annotated[
 ]
 
 
-def _no_identity(default: Any) -> Any:
-    """Return a field with a default that is no part of a run's identity."""
-    return field(default=default, metadata={"identity": False})
-
-
 Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
 SavedProducts = Literal["all", "every_second"]
 
@@ -57,13 +50,13 @@ class CheckpointingConfig:
     saved_products: SavedProducts = "all"
 
     def __post_init__(self) -> None:
-        is_every_n = self.name == "every_n"
-        rule = f"is for checkpointing=every_n, not {self.name}: choose it, or 1"
-        require(is_every_n or self.every == 1, "checkpointing.every", self.every, rule)
-        require(not is_every_n or self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
-        key, products = "checkpointing.saved_products", self.saved_products
-        rule = f"is for checkpointing=selective, not {self.name}: choose it, or all"
-        require(self.name == "selective" or products == "all", key, products, rule)
+        if self.name == "every_n":
+            require(self.every > 1, "checkpointing.every", self.every, "is full: choose 2 or more")
+        for key, default, mode in (("every", 1, "every_n"), ("saved_products", "all", "selective")):
+            rule = f"is for checkpointing={mode}, not {self.name}: choose it, or {default}"
+            require(
+                self.name == mode or getattr(self, key) == default, f"checkpointing.{key}", getattr(self, key), rule
+            )
 
     def recomputes_layer(self, layer: int) -> bool:
         """Return whether a decoder layer, by its index in the whole model, runs its forward a second time."""
@@ -164,7 +157,7 @@ class DataConfig:
     kind: DataKind  # The kind of tokens: text is the bytes of real files, synthetic is uniform random tokens.
     # A text file or a folder of them; null means the source text of the running Python's standard library.
     path: str | None = None
-    cache: str = _no_identity("~/.cache/harness")  # The folder of prepared corpora and compiled libraries.
+    cache: str = "~/.cache/harness"  # The folder of prepared corpora and compiled libraries.
 
     def __post_init__(self) -> None:
         if self.kind == "text" and self.path is not None:
@@ -176,19 +169,19 @@ class DataConfig:
 class ClusterConfig:
     """The machines to run on, and what one rank may use of them."""
 
-    name: str = field(metadata={"identity": False})  # The name of the cluster.
+    name: str  # The name of the cluster.
     nodes: Positive = 1  # The number of machines.
     gpus_per_node: Positive | None = None  # The number of GPUs of each machine; null means as many as this machine has.
     # The kind of device that trains; auto means cuda wherever the machine has a GPU, otherwise cpu.
     device: RequestedDevice = "auto"
     # The most bytes of tensors that a rank may hold, such as 24GiB; null means all that its device has.
     memory_budget: Size | None = None
-    partition: str | None = _no_identity(None)  # The partition of Slurm; null means the site's default.
-    account: str | None = _no_identity(None)  # The account of Slurm; null means the user's default.
+    partition: str | None = None  # The partition of Slurm; null means the site's default.
+    account: str | None = None  # The account of Slurm; null means the user's default.
     # The time limit of a Slurm job as Slurm writes it, such as '4:00:00'; null derives it from timeout_seconds.
-    time: str | None = _no_identity(None)
+    time: str | None = None
     # What a device and the links can do, for `harness plan`; null where plans are not made for this cluster.
-    hardware: HardwareConfig | None = field(default=None, metadata={"identity": False})
+    hardware: HardwareConfig | None = None
 
     @property
     def memory_budget_bytes(self) -> int | None:

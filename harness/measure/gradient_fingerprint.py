@@ -24,7 +24,7 @@ from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.models.init_weights import initial_value
 from harness.probe import Listener, ShardSource
-from harness.records.training_report import TensorFingerprint
+from harness.records.rank_report import TensorFingerprint
 from harness.tensors.shard import Shard
 
 # The most elements that are in memory as fp64 at a time. A CPU's cache has room for its number, which makes it four

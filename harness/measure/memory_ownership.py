@@ -16,8 +16,7 @@ from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotation
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example, peak_without_backend
 from harness.probe import ShardSource
-from harness.records.rank_report import AtPeak
-from harness.records.training_report import StateShard
+from harness.records.rank_report import AtPeak, StateShard
 from harness.tensors.shard import BUCKET, GATHERED, STAGING, Shard
 from harness.tensors.storage import PLAIN_TYPES, element_bytes, storage_addresses, storage_bytes
 

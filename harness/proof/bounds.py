@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from harness.proof.deviations import ROUNDING, Aspect, Difference, differences, largest
-from harness.records.training_report import TrainingReport
+from harness.records.rank_report import TrainingReport
 
 LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison proves nothing
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
-from harness.records.training_report import Box, TensorFingerprint, TrainingReport
+from harness.records.rank_report import Box, TensorFingerprint, TrainingReport
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # the relative error of one operation
 

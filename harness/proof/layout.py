@@ -12,8 +12,7 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards
 from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
-from harness.records.rank_report import RankReport
-from harness.records.training_report import Box, StateShard
+from harness.records.rank_report import Box, RankReport, StateShard
 from harness.tensors.shard import GATHERED
 
 MASTER_BYTES = 4  # per parameter element, in fp32

@@ -5,8 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.records.rank_report import RankReport
-from harness.records.training_report import Box, TensorFingerprint
+from harness.records.rank_report import Box, RankReport, TensorFingerprint
 
 
 def merge_reports(ranks: Sequence[RankReport]) -> RankReport:

@@ -16,8 +16,7 @@ from harness.proof.layout import (
     rank_shares,
     shard_numel,
 )
-from harness.records.rank_report import RankReport
-from harness.records.training_report import StateShard
+from harness.records.rank_report import RankReport, StateShard
 
 
 def share_problems(

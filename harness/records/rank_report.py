@@ -1,18 +1,10 @@
 """The report that every rank writes when it ends: what it measured, or why it failed."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from harness.records.training_report import (
-    FILE_KEYS,
-    FromJson,
-    StateShard,
-    TensorFingerprint,
-    TrainingReport,
-    tensors,
-)
 from harness.util.files import JsonObject
 
 RankStatus = Literal["", "ok", "oom", "error"]  # "" for a rank that has reported nothing yet
@@ -23,12 +15,98 @@ STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
 # What a block of memory can be used for. Where several claim a block, the first of these counts. "gathered" is a
 # parameter made whole for compute, "communication" a buffer of a collective, "temporary" whatever nothing else claims.
 MEMORY_ROLES = ("parameter", "optimizer", "gradient", "gathered", "activation", "communication", "temporary")
-
 OUTSIDE_PHASES = "rest"  # the name for the time of a step outside its phases
-
 COMPOSED = "composed"  # attention composed of matrix products and a softmax: torch's math, or the model's own
-
 FUSED_KERNELS = ("flash", "cudnn", "efficient")  # attention kernels that do not materialize the scores
+
+
+Box = tuple[tuple[int, int], ...]  # (start, stop) along each dimension of a whole tensor
+
+
+class TensorFingerprint(NamedTuple):
+    """A rank's shard of a tensor, reduced to two numbers. NaN is None after it was written to a file."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    square: float | None  # sum of squares
+    projection: float | None  # inner product with the parameter's random vector of unit variance
+
+
+class StateShard(NamedTuple):
+    """A rank's shard of a parameter, gradient or optimizer state, without its values."""
+
+    name: str
+    state_name: str  # which optimizer state it is; empty for the values themselves
+    shape: tuple[int, ...]  # of the whole tensor
+    box: Box
+    dtype: str
+
+
+def tensors(cls: Callable[..., NamedTuple]) -> Any:
+    """Return a field of fingerprints or shards, which a rank's file has as arrays, because there are many."""
+
+    def read(entries: Sequence[Sequence[Any]]) -> list[NamedTuple]:
+        return [cls(*map(_as_tuples, entry)) for entry in entries]
+
+    return field(default=(), metadata={"read": read})
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+# The keys of attributes in a rank's file where these are others.
+FILE_KEYS = {
+    "peak_rss_bytes": "peak_host_bytes",
+    "gradient_bytes_by_device": "placed_gradients",
+    "max_in_flight_micro_batches": "in_flight",
+    "host_usage": "used",
+    "time_breakdown": "traced",
+    "non_torch_bytes": "outside_bytes",
+    "num_alloc_retries": "allocation_retries",
+    "num_ooms": "out_of_memory_errors",
+    "dropout_seed": "masks_seed",
+    "dropout_rng_ranks": "masks_ranks",
+    "host_state": "on_host",
+    "state_bytes_by_device": "placed",
+    "parameter_shards": "parameters",
+    "optimizer_shards": "optimizer",
+    "rss_bytes": "host_bytes",
+}
+
+
+class FromJson:
+    """A frozen dataclass that is read from JSON: unknown keys are ignored, and missing ones leave the default."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """Build the dataclass from the values of a file."""
+        known: dict[str, Any] = {}
+        for entry in dataclasses.fields(cls):  # type: ignore[arg-type]
+            value = values.get(FILE_KEYS.get(entry.name, entry.name))
+            if value is not None:
+                read = entry.metadata.get("read")
+                known[entry.name] = read(value) if read else value
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingReport(FromJson):
+    """The evidence of what one rank trained, by which two trainings are compared.
+
+    Losses and gradient norms cover every step, and are None where they are not finite. The first gradients, moments and
+    updates are those of the first step whose gradients did not overflow.
+    """
+
+    losses: Sequence[float | None] = ()
+    grad_norms: Sequence[float | None] = ()
+    skipped_steps: int = 0  # because gradients overflowed
+    first_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    first_moments: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    # The differences between the parameters, or their masters, after the first update and the initial weights.
+    first_updates: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    last_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
 
 
 @dataclass(frozen=True)
@@ -200,17 +278,14 @@ class RankReport(TrainingReport):
 
     def to_json(self) -> JsonObject:
         """Return the plain values that the rank's file has: the measurements of an ok rank, the failure of others."""
-        values: JsonObject = dataclasses.asdict(self, dict_factory=_under_file_keys)
+        values: JsonObject = dataclasses.asdict(
+            self, dict_factory=lambda entries: {FILE_KEYS.get(name, name): value for name, value in entries}
+        )
         left_out = _OF_FAILED_RANKS if self.status == "ok" else values.keys() - _IDENTIFYING - _OF_FAILED_RANKS
         return {key: value for key, value in values.items() if key not in left_out}
 
 
-def _under_file_keys(values: Sequence[tuple[str, Any]]) -> JsonObject:
-    return {FILE_KEYS.get(name, name): value for name, value in values}
-
-
 _IDENTIFYING = {"rank", "host", "pid", "status", "cores"}
-
 _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "reason", "traceback"}
 
 # The keys of the file whose values only the proof reads; they are too long for the run's record.

@@ -44,21 +44,21 @@ _RECORD = "record.json"
 _REFERENCES = "references"
 
 
+@dataclass(frozen=True)
 class Entry:
     """A file or a folder within the folder that has it as an attribute, by its name."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __get__(self, folder: "RunFolder | ComparisonFolder", _: type) -> Path:
         return folder.path / self.name
 
 
+@dataclass(frozen=True)
 class NumberedEntry:
     """A file of each rank, or of each run, within the folder that has it as an attribute: a function of the key."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __get__(self, folder: "RunFolder | ComparisonFolder", _: type) -> Callable[[int | str], Path]:
         return lambda key: folder.path / self.name.format(key)

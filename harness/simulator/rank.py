@@ -28,9 +28,8 @@ from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.records.run_folder import RunFolder, RunSpec
-from harness.records.training_report import TensorFingerprint
 from harness.simulator.allocator_blocks import parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError, replay
 from harness.simulator.cuda_api import cuda_api

@@ -24,9 +24,8 @@ from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import RankReport, TrainingReport
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
-from harness.records.training_report import TrainingReport
 from harness.tensors.fp32_sums import fp32_sums
 from harness.util.files import atomic_write_json
 from harness.util.text import one_line

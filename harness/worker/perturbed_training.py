@@ -17,7 +17,7 @@ from harness.engines.base import Batch, Engine
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.memory import DeviceMemory
 from harness.probe import Probe
-from harness.records.training_report import TrainingReport
+from harness.records.rank_report import TrainingReport
 from harness.worker.train_loop import FirstUpdate
 
 aten = torch.ops.aten

@@ -19,8 +19,7 @@ from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
 from harness.models.build import compiled_graph_count
 from harness.probe import Probe
-from harness.records.rank_report import RankReport
-from harness.records.training_report import TensorFingerprint
+from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step

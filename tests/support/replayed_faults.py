@@ -14,9 +14,8 @@ from harness.cost_model.communication import LAYOUT
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.verify import verify_run
-from harness.records.rank_report import RankReport, Traffic
+from harness.records.rank_report import RankReport, StateShard, TensorFingerprint, Traffic
 from harness.records.run_folder import RunFolder
-from harness.records.training_report import StateShard, TensorFingerprint
 from tests.support.combinations import Combination
 from tests.support.commands import COMPARISON, compose, run_folder
 

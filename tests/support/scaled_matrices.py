@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.proof.training import compare_training, deviation_problems
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.records.run_folder import RunFolder
-from harness.records.training_report import TensorFingerprint
 from harness.worker import main as worker_main
 from tests.support.campaigns import complete_table, parse_options
 from tests.support.commands import compose, execute_run

@@ -13,7 +13,7 @@ from harness.config.model import ModelConfig
 from harness.measure import gradient_fingerprint
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.models.init_weights import initial_value
-from harness.records.training_report import Box
+from harness.records.rank_report import Box
 from harness.tensors.shard import Shard
 from tests.support.commands import compose_config
 

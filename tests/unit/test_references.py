@@ -8,8 +8,7 @@ from harness.cost_model.flops import executed_flops
 from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.proof.reference import merge_reports
-from harness.records.rank_report import RankReport
-from harness.records.training_report import TensorFingerprint
+from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan, make_plan
 from harness.runner.reference_runs import (
