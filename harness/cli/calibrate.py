@@ -69,8 +69,7 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
     hardware = dataclasses.replace(hardware, fitted_to=fitted_to(measured, errors), notes=assumptions(rates, datasheet))
     path.parent.mkdir(parents=True, exist_ok=True)
     write_cluster(path, name, ranks, hardware)
-    for line in table(errors):
-        print(line)
+    print(*table(errors), sep="\n")
     print(f"launching an operator takes the host {1e6 * rates.launch_seconds:.1f} µs")
     if rates.overlap_slowdown is not None:
         print(f"a collective slows down the kernels beside it by {rates.overlap_slowdown:.0%} of its own time")

@@ -10,8 +10,6 @@ from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
 from harness.util.errors import UserError, run_command
 
-HELP = ("-h", "--help")
-
 # Words that other programs have, which are no command because settings alone make runs.
 RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep")
 
@@ -31,7 +29,7 @@ def run_words(words: Sequence[str]) -> int | None:
     then run. Without words the help is shown and nothing is trained. Raises UserError for a mistake.
     """
     is_run = bool(words) and words[0] not in COMMANDS
-    if not words or words[0] == "help" or (is_run and set(HELP) & set(words)):
+    if not words or words[0] == "help" or (is_run and {"-h", "--help"} & set(words)):
         print(help_text())
         return None
     if words[0] == "--version":

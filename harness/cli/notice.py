@@ -29,11 +29,6 @@ class Notice:
             self.printed_at = time.monotonic()
             print(text, file=sys.stderr, flush=True)
 
-    def clear(self) -> None:
-        """Remove the line from a terminal."""
-        if self.is_terminal:
-            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
-
 
 @contextmanager
 def showing(text: str) -> Iterator[Notice]:
@@ -43,7 +38,8 @@ def showing(text: str) -> Iterator[Notice]:
     try:
         yield notice
     finally:
-        notice.clear()
+        if notice.is_terminal:
+            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
 
 
 def import_slowly(module: str, text: str) -> ModuleType:

@@ -139,8 +139,7 @@ class RunCommand:
                 paths = write_files(comparison.path, shown, sections(shown))
             else:
                 paths = [write_runs_csv(comparison.path, rows_of(shown.records))]
-            for path in paths:
-                print(path)
+            print(*paths, sep="\n")
             if is_sweep or len(records) > 1:
                 client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
         client.close()

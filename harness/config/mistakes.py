@@ -83,14 +83,13 @@ def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def unknown_choice(group: str, value: str) -> str:
     """Return that a group has no such name, with what to type instead."""
-    choices = choices_of(group)
+    remedy = f"choose {', '.join(choices_of(group))}"
     instead = similar_choices(group, value)
     if instead:
-        return f"{group}={value} is not known: did you mean {join_words(instead, 'or')}?"
-    if group == "model" and "/" in value:
-        rest = "type model=hf model.path=FOLDER with the folder that has its config.json; nothing is downloaded"
-        return f"model={value} is not known: {rest}"
-    return f"{group}={value} is not known: choose {', '.join(choices)}"
+        remedy = f"did you mean {join_words(instead, 'or')}?"
+    elif group == "model" and "/" in value:
+        remedy = "type model=hf model.path=FOLDER with the folder that has its config.json; nothing is downloaded"
+    return f"{group}={value} is not known: {remedy}"
 
 
 def similar_choices(group: str, value: str) -> list[str]:
@@ -153,9 +152,8 @@ def setting(key: str, value: str) -> list[str]:
         if value in choices_of(key):
             return [f"{key}={value}"]
         return similar_choices(key, value) or [f"{key}={choice}" for choice in choices_of(key)[:MOST_SUGGESTIONS]]
-    if (key, value) in _OTHER_SETTINGS:
-        return [_OTHER_SETTINGS[key, value]]
-    return [f"{key}={KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"]
+    meant = f"{key}={KEY_VALUES.get(key, {}).get(canonical(value), value) or 'VALUE'}"
+    return [_OTHER_SETTINGS.get((key, value), meant)]
 
 
 def wrong_value(key: str, value: str) -> str | None:

@@ -12,16 +12,6 @@ from harness.config.from_dict import Natural, NotNegative, from_dict, one_of, ru
 from harness.config.locations import files_in
 from harness.config.schema import ADAMW
 
-# Which engine's memory a stack has: `harness` is this project's own, which the exact model predicts from the widths and
-# the layout, `replicated` keeps weights whole beside sharded or whole optimizer state, and `flat_units` is FSDP1, whose
-# flat parameter of each layer is sharded at rest and gathered for use.
-MemoryKind = Literal["harness", "replicated", "flat_units"]
-
-
-# How layers are spread over pipeline stages: evenly, by their parameters as this project does, or by their products'
-# FLOPs with the head's, as nanotron does.
-StageBalance = Literal["layers", "parameters", "products"]
-
 VocabularyMultiple = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
 RangeAroundOne = Annotated[
     tuple[float, float],
@@ -36,7 +26,10 @@ RangeAroundOne = Annotated[
 class StackMemory:
     """The tensors that an implementation allocates where implementations differ."""
 
-    kind: MemoryKind = "replicated"  # The engine's kind: harness, replicated or flat_units.
+    # Which engine's memory: harness is this project's own, which the exact model predicts from the widths and the
+    # layout, replicated keeps weights whole beside sharded or whole optimizer state, and flat_units is FSDP1, whose
+    # flat parameter of each layer is sharded at rest and gathered for use.
+    kind: Literal["harness", "replicated", "flat_units"] = "replicated"
     # The ZeRO stages that the implementation has, and whether it divides matrices, layers or sequences too.
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     has_model_parallelism: bool = True
@@ -54,7 +47,9 @@ class StackMemory:
     optimizer_copies: Natural = 0
     # The vocabulary is padded to a multiple of this times tp; 1 means it is not.
     vocabulary_multiple: VocabularyMultiple = 1
-    balance: StageBalance = "layers"  # How layers are spread over pipeline stages: layers, parameters or products.
+    # How layers are spread over pipeline stages: evenly, by their parameters as this project does, or by their
+    # products' FLOPs with the head's, as nanotron does.
+    balance: Literal["layers", "parameters", "products"] = "layers"
     # Activations that a layer keeps for backward.
     # Whether sequence parallelism keeps the inputs of matrices as shards and gathers them again in backward.
     gathers_inputs_again: bool = True

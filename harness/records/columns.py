@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 Aggregate = Literal["", "maximum", "median", "sum"]  # over ranks or repeats; "" where it is the same for all
-Better = Literal["", "higher", "lower"]
 Group = Literal[
     "run", "model", "layout", "batch", "options", "outcome", "training", "time", "throughput", "memory", "bytes"
 ]
@@ -28,7 +27,7 @@ class Column:
     help: str
     unit: str = ""
     aggregate: Aggregate = ""
-    better: Better = ""
+    better: Literal["", "higher", "lower"] = ""
     short: str = ""  # the title in labels and narrow tables; empty where the title is short enough
 
     @property
@@ -38,10 +37,10 @@ class Column:
 
 
 _TYPES = {entry.__name__: entry for entry in (str, int, float, bool)}
-_FILE = Path(__file__).with_suffix(".toml")
 
 COLUMNS = tuple(
-    Column(name, _TYPES[facts.pop("type")], **facts) for name, facts in tomllib.loads(_FILE.read_text("utf-8")).items()
+    Column(name, _TYPES[facts.pop("type")], **facts)
+    for name, facts in tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8")).items()
 )
 COLUMN_NAMES = tuple(column.name for column in COLUMNS)
 COLUMN_TYPES = {column.name: column.type for column in COLUMNS}

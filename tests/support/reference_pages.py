@@ -88,11 +88,8 @@ FAMILIES = {
 
 def default(node: ast.AnnAssign) -> object:
     """Return the default of a field if it is a plain value, else the ellipsis."""
-    value = node.value
-    if isinstance(value, ast.Call) and len(value.args) == 1 and not value.keywords:  # such as _no_identity(None)
-        value = value.args[0]
     try:
-        return ... if value is None else ast.literal_eval(value)
+        return ... if node.value is None else ast.literal_eval(node.value)
     except ValueError:  # a call, such as field(...)
         return ...
 
