@@ -134,7 +134,8 @@ class OptimizerSpec:
     kernels: Mapping[str, str]  # the implementation, fused or foreach, by the operator that shows that it ran
 
 
-# The update reads the gradient, and reads and writes master and both moments, in fp32; it writes the 16-bit weight.
+# The update by torch/optim/adamw.py with fused=True is one pass: it reads the gradient, reads and writes master and
+# both moments, in fp32, and writes the 16-bit weight.
 ADAMW = OptimizerSpec(
     name="AdamW",
     settings=("lr", "betas", "eps", "weight_decay"),

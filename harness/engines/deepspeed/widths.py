@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from harness.config.schema import RunConfig
     from harness.layout.layout import Layout
 
+DEFAULT_BUCKET = 5e8  # elements, by deepspeed/runtime/zero/config.py
+
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that DeepSpeed allocates.
@@ -29,7 +31,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         gathers_for_each_use=True,
         padding="elements" if layout.zero_stage == 3 else "partition",
         parameter_alignment=parameter_alignment(config),
-        reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", 5e8)),
+        reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", DEFAULT_BUCKET)),
         buffer_bytes=(buckets if layout.zero_stage != 2 else 0) + (staging_bytes(config, layout) if offloads else 0),
         backward_buffer_bytes=buckets if layout.zero_stage == 2 else 0,  # stage_1_and_2.py, setup_buckets
         recomputes_last_projection=replaces_linear,
@@ -54,7 +56,7 @@ def bucket_bytes(config: "RunConfig", layout: "Layout") -> int:
     options, stage, precision = config.strategy.options, layout.zero_stage, config.precision
     buckets = 2 if stage < 3 and options.get("overlap_comm", False) else 1
     width = precision.compute_bytes if stage == 2 else precision.reduce_bytes
-    return buckets * int(options.get("reduce_bucket_size", 5e8)) * width
+    return buckets * int(options.get("reduce_bucket_size", DEFAULT_BUCKET)) * width
 
 
 def uses_bf16_optimizer(config: "RunConfig", layout: "Layout") -> bool:
@@ -74,7 +76,7 @@ def gradient_width(config: "RunConfig", layout: "Layout") -> int:
         return 6  # fp32 sums, and the bf16 gradients of the last micro-batch
     if stage == 2 and not mixed and layout.grad_accumulation_steps(config.train) > 1:
         return 2 * width  # the sum so far, and the next micro-batch's gradient
-    if stage == 2 and mixed and options.get("reduce_bucket_size", 5e8) < config.model.hidden_size**2:
+    if stage == 2 and mixed and options.get("reduce_bucket_size", DEFAULT_BUCKET) < config.model.hidden_size**2:
         return 6  # a matrix larger than a bucket keeps its bf16 gradient until the end of backward
     return width
 
