@@ -19,5 +19,5 @@
         time   ---+--- timing/step_time.py <- stage_time.py, data_parallel_time.py
                             <- kernels.py, collectives.py        seconds by the cluster's figures, in closed form
 
-What a decoder layer multiplies, keeps and sends is one table of operators (harness.config.architecture).
+What a decoder layer multiplies, keeps and sends is one table of operators (harness.config.model).
 """

@@ -7,7 +7,7 @@ results are alive beside them. The gradients of one tensor by several operators 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from harness.config.architecture import Branch, Operator
+from harness.config.model import Branch, Operator
 from harness.cost_model.activations import attention_backward_operators, eager_score_tensors, forward_copies_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.layout.layer_spec import layer_matrices

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from harness.config.architecture import ARCHITECTURES, Branch
-from harness.config.model import ModelConfig
+from harness.config.model import ARCHITECTURES, Branch, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 

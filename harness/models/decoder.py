@@ -17,7 +17,7 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (posi
 
 
 class Projections(nn.Module):
-    """A branch of a layer with the matrices that the layer's table (harness.config.architecture) has for it."""
+    """A branch of a layer with the matrices that the layer's table (harness.config.model) has for it."""
 
     def __init__(self, model: ModelConfig, branch: str) -> None:
         super().__init__()

@@ -1,6 +1,7 @@
 """runs.csv: the rows of all runs of a comparison, written and read."""
 
 import csv
+import functools
 import io
 import itertools
 from collections.abc import Iterable, Sequence
@@ -42,27 +43,22 @@ def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([csv_cell(column) for column in columns])
-    writer.writerows(zip(*map(_cells, columns.values()), strict=True))
+    writer.writerows(zip(*(map(csv_cell, values) for values in columns.values()), strict=True))
     path = ComparisonFolder(Path(results_dir)).runs_csv
     atomic_write_text(path, text.getvalue())
     return path
 
 
-def _cells(values: Sequence[Cell]) -> list[Cell]:
-    """Return the cells of a column as `csv_cell` makes them; csv itself writes numbers exactly, and no value empty."""
-    if str not in set(map(type, values)):
-        return list(values)
-    texts = {text: csv_cell(text) for text in {value for value in values if isinstance(value, str)}}
-    return [texts[value] if isinstance(value, str) else value for value in values]
-
-
 def csv_cell(value: Cell) -> str:
     """Return a cell: numbers exact, unknown values empty, text on one line, a ' before what looks like a formula."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        return repr(value)
-    text = sanitize(value)
+    if isinstance(value, str):
+        return _text_cell(value)
+    return "" if value is None else repr(value)
+
+
+@functools.lru_cache
+def _text_cell(text: str) -> str:
+    text = sanitize(text)
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "'")) else text
 
 

@@ -11,8 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cache
 
-from harness.config.architecture import ARCHITECTURES, Architecture
-from harness.config.model import ModelConfig
+from harness.config.model import ARCHITECTURES, Architecture, ModelConfig
 from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
