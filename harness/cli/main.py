@@ -3,7 +3,7 @@
 import re
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from harness import __version__
 from harness.cli.notice import import_slowly
@@ -118,12 +118,15 @@ def help_text() -> str:
         *(f"  {command}\n      {about}" for command, about in EXAMPLES),
         "",
         "configuration groups (GROUP=NAME), searched in ./conf first:",
-        *(_listed(group, files_in(group)) for group in (*GROUPS, "sweeps")),
+        *(
+            textwrap.fill(
+                " ".join(files_in(group)),
+                _WIDTH,
+                initial_indent=f"  {group:<14}",
+                subsequent_indent=" " * 16,
+                break_on_hyphens=False,
+            )
+            for group in (*GROUPS, "sweeps")
+        ),
     ]
     return "\n".join(lines)
-
-
-def _listed(group: str, names: Iterable[str]) -> str:
-    return textwrap.fill(
-        " ".join(names), _WIDTH, initial_indent=f"  {group:<14}", subsequent_indent=" " * 16, break_on_hyphens=False
-    )

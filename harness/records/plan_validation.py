@@ -41,7 +41,7 @@ class PlanValidation:
     @property
     def measured_best(self) -> PlannedConfiguration | None:
         """The configuration with the best measured speed, None if nothing was measured."""
-        return max(self.measured, key=_measured_speed, default=None)
+        return max(self.measured, key=lambda entry: entry.tokens_per_second or 0.0, default=None)
 
     @property
     def regret(self) -> float | None:
@@ -50,9 +50,7 @@ class PlanValidation:
         Times are those of a token, because batches may differ within a sweep.
         """
         best, planned = self.measured_best, self.planned_best.tokens_per_second
-        if best is None or not planned:
-            return None
-        return _measured_speed(best) / planned - 1
+        return best.tokens_per_second / planned - 1 if best and best.tokens_per_second and planned else None
 
     def sentence(self) -> str:
         """Return what came of the validation."""
@@ -68,10 +66,6 @@ class PlanValidation:
             f"Plan: {planned.run_id} was predicted to be the fastest and took {self.regret:.1%} more time than"
             f" {best.run_id}, which was ({of_all})."
         )
-
-
-def _measured_speed(entry: PlannedConfiguration) -> float:
-    return entry.tokens_per_second or 0.0
 
 
 def write_plan_validation(comparison: ComparisonFolder, validation: PlanValidation) -> None:

@@ -7,7 +7,6 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 from harness.util.files import JsonObject
 
-RankStatus = Literal["", "ok", "oom", "error"]  # "" for a rank that has reported nothing yet
 LaunchStatus = Literal["ok", "oom", "error", "timeout", "interrupted"]
 RunStatus = Literal["ok", "oom", "refused", "timeout", "error", "interrupted"]
 STATUSES: tuple[RunStatus, ...] = get_args(RunStatus)
@@ -235,7 +234,7 @@ class RankReport(TrainingReport):
     rank: int = 0
     host: str = ""
     pid: int = 0
-    status: RankStatus = ""
+    status: Literal["", "ok", "oom", "error"] = ""  # "" for a rank that has reported nothing yet
     cores: Sequence[int] = ()
 
     step_seconds: Sequence[float] = ()
