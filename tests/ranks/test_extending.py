@@ -56,8 +56,13 @@ def test_a_strategy_a_model_a_column_and_a_tracker_are_added_by_their_blocks(clo
     (row,) = read_rows(clone / "results", "blocks").to_dict("records")
     assert row["sequences_per_second"] * 32 == pytest.approx(row["tokens_per_second"])
     assert row["parameters"] == 180800
-    (line,) = (clone / "results" / "blocks" / "lines.jsonl").read_text().splitlines()
+    tracked = clone / "results" / "blocks" / "lines.jsonl"
+    line = tracked.read_text()
     assert json.loads(line)["sequences_per_second"] == row["sequences_per_second"]
+    tracked.unlink()
+    command = [sys.executable, "-m", "harness", "sync", "results/blocks", "--tracker", "lines", "--again"]
+    subprocess.run(command, cwd=clone, check=True, timeout=300, capture_output=True)
+    assert json.loads(tracked.read_text()) == json.loads(line)
 
 
 @pytest.mark.long

@@ -51,6 +51,13 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
 
+    def fail(self, part: str, status: int | None) -> None:
+        """Misbehave in this part from now on, or die if there is no status."""
+        if status is None:
+            self.die()
+        else:
+            self.misbehaves = (part, status)
+
     def die(self) -> None:
         self.shutdown()
         self.server_close()
