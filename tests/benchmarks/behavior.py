@@ -11,7 +11,6 @@ processes of its own. What was made in `--scratch` is used again.
 
 import ast
 import difflib
-import functools
 import json
 import os
 import re
@@ -21,6 +20,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table
 
@@ -188,10 +189,9 @@ def identities(roots: Roots, scratch: Path) -> list[Side]:
     asked = json.dumps([row["overrides"] for row in rows])
     draws = [row["draw"] for row in rows]
     before, after = (dict(zip(draws, map(tuple, run_code(root, IDENTITIES, asked)), strict=True)) for root in roots)
-    for row in rows:
-        run_id, _ = after[row["draw"]]
-        if run_id and row["run_id"] not in ("", run_id):
-            before[f"{row['draw']} as recorded"], after[f"{row['draw']} as recorded"] = row["run_id"], run_id
+    recorded = {row["draw"]: row["run_id"] for row in rows if row["run_id"] and after[row["draw"]][0]}
+    before |= {f"{draw} as recorded": run_id for draw, run_id in recorded.items()}
+    after |= {f"{draw} as recorded": after[draw][0] for draw in recorded}
     return [before, after]
 
 
@@ -245,13 +245,9 @@ def peaks(roots: Roots, scratch: Path) -> list[Side]:
 
 def peak_rows(folder: Path) -> Side:
     """Return the least value of every column of peaks, of each comparison in a folder."""
-    found = {}
-    for path in runs_csv(folder):
-        rows = read_table(path)
-        for name in (name for name in rows[0] if "peak" in name and name.endswith("_bytes") and "rss" not in name):
-            if values := [float(row[name]) for row in rows if row[name]]:
-                found[f"{path.parent.name} {name}"] = min(values)
-    return found
+    tables = {path.parent.name: pd.read_csv(path) for path in runs_csv(folder)}
+    least = {name: table.filter(regex="^(?!.*rss).*peak.*_bytes$").min().dropna() for name, table in tables.items()}
+    return {f"{name} {column}": value for name, figures in least.items() for column, value in figures.items()}
 
 
 # Exports every run of the folders, and prints the files that this writes, or why it is refused.
@@ -278,42 +274,7 @@ def exports(roots: Roots, scratch: Path) -> list[Side]:
     return [{name: text.splitlines() for name, text in side.items()} for side in sides]
 
 
-def figures(roots: Roots, scratch: Path) -> list[Side]:
-    """Return every figure of the reports: the rows of all tables, and of the tables behind the charts."""
-    return [
-        {name: figure_rows(name, text) for name, text in files.items() if not name.endswith("terminal")}
-        for files in written_reports(roots, scratch)
-    ]
-
-
-def figure_rows(name: str, text: str) -> list[str]:
-    """Return the rows of the tables in a file of a report."""
-    if name.endswith(".html"):
-        return [" | ".join(cells(row)) for row in re.findall(r"<tr.*?</tr>", text, re.DOTALL)]
-    is_table = name.endswith((".csv", ".tex"))
-    return [line for line in text.splitlines() if is_table or (name.endswith(".md") and line.startswith("|"))]
-
-
-def cells(row: str) -> list[str]:
-    """Return the texts of the cells of a row of HTML."""
-    texts = re.findall(r"<t[dh].*?>(.*?)</t[dh]>", row, re.DOTALL)
-    return [" ".join(re.sub(r"<.*?>", "", text).split()) for text in texts]
-
-
-def sentences(roots: Roots, scratch: Path) -> list[Side]:
-    """Return everything else that the reports say, on their Markdown pages and on the terminal."""
-    return [
-        {
-            name: [line for line in text.splitlines() if not line.startswith("|")]
-            for name, text in files.items()
-            if name.endswith((".md", "terminal"))
-        }
-        for files in written_reports(roots, scratch)
-    ]
-
-
-@functools.cache
-def written_reports(roots: Roots, scratch: Path) -> list[dict[str, str]]:
+def reports(roots: Roots, scratch: Path) -> list[Side]:
     """Return the files of the reports that both checkouts write of the same records, by comparison and name.
 
     These are the older code's fresh runs, the records of schema 1, and every folder of records in `records` of the
@@ -323,7 +284,7 @@ def written_reports(roots: Roots, scratch: Path) -> list[dict[str, str]]:
     sources = {"fresh runs": sorted((scratch / "before").glob("run_*"))}
     sources["schema 1"] = [ROOT / "tests" / "data" / "schema_1" / "all"]
     sources |= {path.name: [path] for path in sorted((scratch / "records").glob("*"))}
-    both = []
+    both: list[Side] = []
     for side, root in zip(("reported_before", "reported_after"), roots, strict=True):
         versions = run_code(root, VERSIONS)
         shutil.rmtree(scratch / side, ignore_errors=True)
@@ -343,7 +304,8 @@ def written_reports(roots: Roots, scratch: Path) -> list[dict[str, str]]:
                 arguments = (*line.split(), "--report", str(page.with_suffix(suffix)))
                 files[f"{page.parent.name} terminal"] = run(root, "-m", "harness", "plan", *arguments)
             files |= {f"{page.parent.name} {path.name}": path.read_text() for path in sorted(page.parent.glob("*.*"))}
-        both.append({key: text.replace(versions["code"], "CODE").replace(side, "") for key, text in files.items()})
+        texts = {key: text.replace(versions["code"], "CODE").replace(side, "") for key, text in files.items()}
+        both.append({key: text.splitlines() for key, text in texts.items()})
     return both
 
 
@@ -356,8 +318,7 @@ COMPARISONS = {
     "fresh runs": fresh_runs,
     "peaks": peaks,
     "exports": exports,
-    "figures of reports": figures,
-    "sentences of reports": sentences,
+    "reports": reports,
 }
 
 if __name__ == "__main__":
