@@ -48,7 +48,7 @@ class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.formulas = counter().flop_registry
+        self.formulas = FlopCounterMode(display=False, custom_mapping=CPU_KERNEL).flop_registry
         self.flops: int = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,23 +71,17 @@ def part_of(config: RunConfig, stage: Stage) -> Decoder:
     return part
 
 
-def counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping=CPU_KERNEL)
-
-
 def counted(config: RunConfig) -> tuple[int, int]:
     """Return the operations of the forwards and of the backwards of one step in one process."""
-    forward = backward = 0
+    forward, backward = Operators(), Operators()
     with FakeTensorMode():
         model = part_of(config, whole_model(config.model))
         for batch in micro_batches(config):
-            with counter() as flop_counter:
+            with forward:
                 loss = loss_function(model(batch), batch)
-            forward += flop_counter.get_total_flops()
-            with counter() as flop_counter:
+            with backward:
                 loss.backward()  # type: ignore[no-untyped-call]
-            backward += flop_counter.get_total_flops()
-    return forward, backward
+    return forward.flops, backward.flops
 
 
 def alone(config: RunConfig) -> Layout:
@@ -134,7 +128,8 @@ def shaped(name: str = "tiny", **sizes: object) -> ModelConfig:
 
 
 def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: str = "none", **train: int) -> RunConfig:
-    batches = {"global_batch": 4096, "micro_batch": 1, "seq_len": 128, "steps": 1, "warmup_steps": 1, "seed": 0} | train
+    batches = {"global_batch": 4096, "micro_batch": 1, "seq_len": 128, "steps": 1, "warmup_steps": 1, "seed": 0}
+    adam = {"lr": 1e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "gradient_clipping": 1.0}
     values = {
         "name": "test",
         "results_dir": "results",
@@ -144,14 +139,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
         "precision": dataclasses.asdict(precision),
         "data": {"name": "synthetic", "kind": "synthetic"},
         "cluster": {"name": "local"},
-        "train": {
-            **batches,
-            "lr": 1e-3,
-            "weight_decay": 0.1,
-            "betas": [0.9, 0.95],
-            "eps": 1e-8,
-            "gradient_clipping": 1.0,
-        },
+        "train": batches | adam | train,
         "proof": {},
         "tracking": {"name": "none"},
     }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pandas as pd
 import psutil
@@ -39,11 +40,7 @@ def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.
 
 def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> str:
     """Run a command inside this process and return what it wrote on standard error."""
-    with pytest.MonkeyPatch.context() as patched:
-        for name in os.environ.keys() - slurm.environment.keys():
-            patched.delenv(name)
-        for name, value in slurm.environment.items():
-            patched.setenv(name, value)
+    with mock.patch.dict(os.environ, slurm.environment, clear=True):
         done = run_harness(results, *arguments, *SLURM)
     assert done.returncode == status, done.stderr
     return done.stderr
