@@ -69,29 +69,23 @@ class Tally:
             print(f"VIOLATED {where}: {problem}", flush=True)
 
 
-@dataclass(frozen=True)
-class Undisturbed:
-    folder: Path
-    seconds: float
-
-
-def undisturbed(way: Way, folder: Path) -> Undisturbed:
-    """Run the sweep without kills first, so that everything that is built once exists afterwards."""
+def undisturbed(way: Way, folder: Path) -> tuple[Path, float]:
+    """Run the sweep without kills first, so that all that is built once exists; return its folder and its seconds."""
     started = time.monotonic()
     status, output = run_to_end(folder, *way.arguments)
     if status != 0 or not read_all(folder / "sweep").records:
         raise SystemExit(f"the undisturbed sweep ended with {status}: {output}")
-    return Undisturbed(folder, time.monotonic() - started)
+    return folder, time.monotonic() - started
 
 
-def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, tally: Tally, most: int) -> None:
+def disturbed(way: Way, calm: tuple[Path, float], folder: Path, chance: random.Random, tally: Tally, most: int) -> None:
     """Start one folder's sweep until it is finished, with at most so many kills, and compare its table."""
     tally.folders += 1
-    ledger, goal = Ledger(folder), tally.kills.total() + most
+    ledger, goal, longest_seconds = Ledger(folder), tally.kills.total() + most, min(way.longest_seconds, calm[1])
     for attempt in range(most + 3):
         where = f"{folder.name} attempt {attempt}"
         commands = [start(folder, way.arguments) for _ in range(way.commands)]
-        killed = kills(way, calm, commands, ledger, chance, tally, where, goal)
+        killed = kills(way, longest_seconds, commands, ledger, chance, tally, where, goal)
         rows = [record.row for record in read_all(folder / "sweep").records] if (folder / "sweep").exists() else []
         reasons = [row["reason"] for row in rows if row["status"] == "error"]
         tally.reasons.update(reason.partition(";")[0][:90] for reason in reasons)
@@ -104,7 +98,7 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
             if status not in (0, 1) and not any((command, kind) in killed for kind in PARENTS):
                 tally.violated([f"exit status {status}: {command.output()[-500:]}"], where)
         if not killed and rows and all(row["status"] == "ok" for row in rows):
-            tally.violated(differences(folder, calm.folder), where)
+            tally.violated(differences(folder, calm[0]), where)
             tally.violated([f"left behind: {name}" for name in litter(folder)], where)
             return
     tally.violated([f"not done: {[(row['run_id'], row['status'], row['reason']) for row in rows]}"], folder.name)
@@ -112,7 +106,7 @@ def disturbed(way: Way, calm: Undisturbed, folder: Path, chance: random.Random, 
 
 def kills(
     way: Way,
-    calm: Undisturbed,
+    longest_seconds: float,
     commands: Sequence[Command],
     ledger: Ledger,
     chance: random.Random,
@@ -128,7 +122,7 @@ def kills(
 
     while living():
         is_over = tally.kills.total() >= goal
-        wait = PATIENCE_SECONDS if is_over else chance.uniform(0, min(way.longest_seconds, calm.seconds))
+        wait = PATIENCE_SECONDS if is_over else chance.uniform(0, longest_seconds)
         ends_at = time.monotonic() + wait
         while time.monotonic() < ends_at and living():
             tally.violated(ledger.look(), where)
@@ -173,7 +167,7 @@ def main() -> None:
     arguments = parse_options(__doc__, kills={"default": 100}, seed={"default": 0})
     chance, tally, started = random.Random(arguments.seed), Tally(), time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
-        calm: dict[tuple[str, ...], Undisturbed] = {}
+        calm: dict[tuple[str, ...], tuple[Path, float]] = {}
         while tally.kills.total() < arguments.kills:
             way = chance.choices(list(WAYS), list(WAYS.values()))[0]
             if way.arguments not in calm:
