@@ -124,19 +124,18 @@ class Pair:
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
         self.config, self.command = compose(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
         planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
-        self.directory = planned.folder.path
-        job, _ = build_run_spec(planned)
-        self.folder = scratch / "bare"
+        self.directory, self.folder = planned.folder.path, scratch / "bare"
         self.folder.mkdir(parents=True)
-        job.write(self.folder)
+        build_run_spec(planned)[0].write(self.folder)
 
     def run_alternately(self, index: int) -> dict[str, Result]:
-        sides = {"bare": self.run_script, "harness": self.run_row}
+        sides = {"bare": lambda: self.start_script().finish(), "harness": self.run_row}
         return {name: sides[name]() for name in sorted(sides, reverse=index % 2 == 0)}
 
     def run_in_turns(self, index: int) -> dict[str, Result]:
         script = self.start_script()
-        script.wait_until_warm()
+        assert script.command.stdout
+        script.command.stdout.readline()  # it is warm
         with taking_turns(script.command.pid, self.phase):
             row = self.run_row()
         return {"bare": script.finish(), "harness": row}
@@ -148,22 +147,16 @@ class Pair:
         beat = heartbeat.read_heartbeat(self.directory, 0)
         return beat.phase if beat else ""
 
-    def run_script(self) -> Result:
-        return self.start_script().finish()
-
     def run_row(self) -> Result:
-        from harness.runner import local_machine
-        from harness.runner.launch_run import RunContext
-        from harness.runner.plan import make_plan
-        from harness.runner.run import execute
+        from harness.worker import main as worker_main
+        from tests.support.commands import execute_run
 
         started = time.perf_counter()
-        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
-        record = execute(planned, RunContext())
+        record = execute_run(self.config, self.command, worker_main.main)
         wall_seconds = time.perf_counter() - started
         if record.row["status"] != "ok":
             raise SystemExit(f"the harness's run ended without a measured row: {record.row['reason']}")
-        lines = (planned.folder.path / "steps.jsonl").read_text().splitlines()
+        lines = (self.directory / "steps.jsonl").read_text().splitlines()
         entries = [json.loads(line) for line in lines[: self.config.train.warmup_steps + self.steps]]  # then profiled
         return {
             "step_seconds": record.row["step_seconds"],
@@ -191,10 +184,6 @@ class Script:
     command: "subprocess.Popen[str]"
     messages: Any
     started: float
-
-    def wait_until_warm(self) -> None:
-        assert self.command.stdout
-        self.command.stdout.readline()
 
     def finish(self) -> Result:
         output, _ = self.command.communicate()
@@ -254,12 +243,12 @@ def check_same_losses(bare: Sequence[float], harness: Sequence[float]) -> None:
 
 def summarize(ratios: Sequence[float]) -> dict[str, Any]:
     """Return the median and its 95 % interval by the bootstrap's percentiles (Efron 1979); None with too few ratios."""
-    median, interval = statistics.median(ratios) if ratios else None, None
+    interval = None
     if len(ratios) >= FEWEST:
         chance = random.Random(0)
         medians = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(RESAMPLES))
         interval = [medians[round(share * (RESAMPLES - 1))] for share in (0.025, 0.975)]
-    return {"median": median, "interval": interval}
+    return {"median": statistics.median(ratios) if ratios else None, "interval": interval}
 
 
 def describe(comparison: dict[str, Any]) -> str:
