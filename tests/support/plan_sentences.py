@@ -42,9 +42,9 @@ def label(row: Row) -> str:
     """Return a layout in a few words."""
     kind = row["engine"] if row["data_parallel"] == "none" else row["data_parallel"]
     degrees = " x ".join(f"{axis} {row[axis]}" for axis in AXES if row[axis] != 1) or "one rank"
-    words = [kind + (f" zero {row['zero_stage']}" if row["zero_stage"] else "")]
+    stage = f" zero {row['zero_stage']}" if row["zero_stage"] else ""
     settings = {"tuned": " tuned for speed", "defaults": " with the library's defaults"}
-    words[0] += settings.get(row["strategy"].rpartition("_")[2], "")
+    words = [kind + stage + settings.get(row["strategy"].rpartition("_")[2], "")]
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
     if row["pp"] > 1:
         virtual = row["virtual_stages"]
@@ -59,13 +59,17 @@ def label(row: Row) -> str:
 
 def parts_of_step(row: Row) -> dict[str, float]:
     """Return the seconds of a step by what they are spent on."""
-    parts = {"compute": row["forward_seconds"] + row["backward_seconds"]}
-    parts |= {
-        f"exposed {axis} communication": row[f"exposed_{axis}_seconds"]
-        for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+    return {
+        "compute": row["forward_seconds"] + row["backward_seconds"],
+        **{
+            f"exposed {axis} communication": row[f"exposed_{axis}_seconds"]
+            for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp")
+        },
+        "pipeline bubble": row["idle_seconds"],
+        "copies to and from the host": row["exposed_copy_seconds"],
+        "optimizer": row["optimizer_seconds"],
+        "rest of the step": row["other_seconds"],
     }
-    parts |= {"pipeline bubble": row["idle_seconds"], "copies to and from the host": row["exposed_copy_seconds"]}
-    return parts | {"optimizer": row["optimizer_seconds"], "rest of the step": row["other_seconds"]}
 
 
 def longer(row: Row, first: Row) -> str:
@@ -148,12 +152,10 @@ def sent_is_right(line: str, row: Row) -> bool:
 
 def counts(page: Mapping[str, Any]) -> str:
     """Return what a search went through."""
-    beyond = page["beyond"]
-    valid = f"{page['valid']} could run"
-    if beyond:
-        valid = f"{beyond} need two devices' memory for their state alone, {page['valid']} others could run"
-    exact = page["memory_estimates"]
-    return f"{page['considered']} candidates were considered: {valid}, and {exact} needed an exact estimate of memory."
+    beyond = f"{page['beyond']} need two devices' memory for their state alone, " if page["beyond"] else ""
+    valid = f"{beyond}{page['valid']} {'others ' if beyond else ''}could run"
+    exact = f"{page['memory_estimates']} needed an exact estimate of memory"
+    return f"{page['considered']} candidates were considered: {valid}, and {exact}."
 
 
 def misfit(row: Row) -> str:
@@ -166,11 +168,8 @@ def misfit(row: Row) -> str:
 
 def notes(row: Row) -> list[str]:
     """Return the sentences on what a plan rests on that its row says itself."""
-    lines = []
-    if row["datasheet_only"]:
-        lines.append(
-            f"cluster={row['cluster']} is datasheet-only: no published measurement stands behind its efficiencies."
-        )
+    datasheet = "is datasheet-only: no published measurement stands behind its efficiencies."
+    lines = [f"cluster={row['cluster']} {datasheet}"] if row["datasheet_only"] else []
     if row["offload"] != "none" or row["offload_activations"]:
         cluster = yaml.safe_load((ROOT / "conf" / "cluster" / f"{row['cluster']}.yaml").read_text())
         memory = cluster["hardware"].get("host_memory")

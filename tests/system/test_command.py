@@ -19,8 +19,6 @@ from tests.support.processes import run_python
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
-QUICK_SECONDS = 240.0  # for the quick comparison
-
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
@@ -114,13 +112,12 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(harness: Harness
     started = time.monotonic()
     done = harness("strategy=zero3", "model=70b", "name=big")
     assert time.monotonic() - started < 60
-    assert done.returncode == 1
     (row,) = read_rows(tmp_path / "results", "big").itertuples()
-    assert row.status == "refused"
+    assert (done.returncode, row.status) == (1, "refused")
     # ZeRO-3 in fp32 under DeepSpeed: 4 + 4 + 12 bytes a parameter over two ranks.
-    assert f"parameters {row.parameters * 2 / 2**30:.1f}" in row.reason
-    assert f"optimizer {row.parameters * 6 / 2**30:.1f}" in row.reason
-    assert "x 2 ranks on one host" in row.reason and "are available: choose preflight=false" in row.reason
+    sizes = [f"{part} {row.parameters * width / 2**30:.1f}" for part, width in (("parameters", 2), ("optimizer", 6))]
+    words = [*sizes, "x 2 ranks on one host", "are available: choose preflight=false"]
+    assert [part for part in words if part not in row.reason] == []
     assert row.reason.rpartition(", or ")[2].startswith("model=")  # a smaller model comes last
     assert (done.stdout + done.stderr).count("are available: choose") == 1
     assert not (tmp_path / "results" / "big" / row.run_id / "ranks").exists()  # no process was started
@@ -129,8 +126,7 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(harness: Harness
 def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> None:
     """A run is made again only with force=true or by other code; a key that affects the result makes another run."""
     results = tmp_path / "results"
-    first = harness("name=again", *SMALL)
-    assert first.returncode == 0, first.stderr
+    assert harness("name=again", *SMALL).returncode == 0
     (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
     record = run_dir / "record.json"
     recorded_at = record.stat().st_mtime_ns
@@ -189,7 +185,7 @@ def test_the_quick_comparison_is_proven_and_read_back(tmp_path: Path) -> None:
     few_steps = ("train.steps=1", "train.warmup_steps=1", "repeats=1")
     done = run_python(ROOT, "-m", "harness", "sweeps=quickstart", f"results_dir={tmp_path}", *few_steps)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert time.monotonic() - started < QUICK_SECONDS
+    assert time.monotonic() - started < 240
     rows = read_rows(tmp_path, "quickstart")
     data = ["single", "ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op"]
     assert (list(rows.strategy), set(rows.status)) == ([*data, "tp", "pp_1f1b"], {"ok"})
