@@ -158,7 +158,7 @@ def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
 
     Raises UserError if it does not fit or is too slow, and FailedReferenceError if it or its proof fails.
     """
-    if reusable_record(plan.config, plan.command, plan.folder, lambda _: None) is None:
+    if reusable_record(plan.config, plan.command, plan.folder) is None:
         refusal = capacity_problem(plan, ())
         if refusal:
             raise UserError(refusal.partition(": choose ")[0])
@@ -224,7 +224,7 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
     """
     with run_lock(plan.folder.lock):
-        record, ranks = reusable_record(plan.config, plan.command, plan.folder, lambda _: None), read_reports(plan)
+        record, ranks = reusable_record(plan.config, plan.command, plan.folder), read_reports(plan)
         is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
         if record is None or (record.status == "ok" and not (is_compared and ranks)):
             context.log(f"reference {plan.run_id}{refuse_slow(plan)}")

@@ -45,7 +45,7 @@ def ensure_writable(comparison: ComparisonFolder) -> None:
 
 
 def reusable_record(
-    config: RunConfig, command: CommandConfig, folder: RunFolder, log: Callable[[str], None]
+    config: RunConfig, command: CommandConfig, folder: RunFolder, log: Callable[[str], None] = lambda _: None
 ) -> Record | None:
     """Return the stored record of a run that need not be repeated; log why it is reused or is not.
 

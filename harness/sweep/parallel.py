@@ -208,7 +208,7 @@ def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     with run_lock(folder.lock, wait=False) as is_acquired:
         if not is_acquired:
             return None
-        return reusable_record(run.config, run.command, folder, lambda _: None) or write_row(run.planned, ending)
+        return reusable_record(run.config, run.command, folder) or write_row(run.planned, ending)
 
 
 def start_process(process: Any) -> None:

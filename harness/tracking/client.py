@@ -200,16 +200,14 @@ def sync_comparison(
         state = payload.read_sync_state(sent, tracking.name)
         return state is not None and state.has(content_key, is_online=True)
 
-    missing = [
-        record for record in loaded.records if again or not is_sent(folder / record.run_id, payload.record_key(record))
-    ]
+    content_keys = {folder / record.run_id: payload.record_key(record) for record in loaded.records}
+    missing = [sent for sent, content_key in content_keys.items() if again or not is_sent(sent, content_key)]
     is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
-    folders = [folder / record.run_id for record in missing] + ([folder] if is_table_missing else [])
     client = TrackingClient(log, upload_seconds=timeout_seconds)
     patience_seconds = 2 * timeout_seconds + LOCAL_SECONDS
     problem, delivered = "", 0
     try:
-        for sent in folders:
+        for sent in [*missing, folder] if is_table_missing else missing:
             client.hand_over("log_table" if sent == folder else "finish_run", online, sent)
             client.wait(patience_seconds)
             problem = client.results.get(str(sent.resolve()), f"no answer within {patience_seconds:g} s") or ""
