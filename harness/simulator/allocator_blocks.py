@@ -53,7 +53,8 @@ class MemoryBlock:
 
     def split(self, size: int) -> MemoryBlock:
         """Keep the first bytes, and return a block of the rest; neither is in a pool."""
-        rest = MemoryBlock(self.address + size, self.size - size, self.stream, self.pool, self.is_expandable)
+        address, rest_size = self.address + size, self.size - size
+        rest = MemoryBlock(address, rest_size, self.stream, self.pool, self.is_expandable, self.is_mapped)
         self.size = size
         _connect(rest, self.next)
         _connect(self, rest)

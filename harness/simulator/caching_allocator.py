@@ -6,8 +6,8 @@ and CUDA's context take.
 """
 
 import sys
-from collections.abc import Iterable
-from itertools import chain
+from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import fmean
 
 from harness.config.byte_size import format_bytes
@@ -69,19 +69,17 @@ class CachingAllocator:
         rounded = self.round_size(size)
         pool = self._small if rounded <= SMALL_BYTES else self._large
         block = self._find_free_block(pool, rounded, stream)
-        if block is None:
-            self._collect_garbage()
-            block = self._reserve(pool, rounded, stream)
-        if block is None and self._release_oversized(pool, rounded, stream):
-            block = self._reserve(pool, rounded, stream)
-        if block is None:
-            self.empty_cache()
-            block = self._reserve(pool, rounded, stream)
+        remedies: tuple[Callable[[], object], ...]
+        remedies = (self._collect_garbage, partial(self._release_oversized, pool, rounded, stream), self.empty_cache)
+        for give_back in remedies:
+            if block is None and give_back() is not False:  # else what was given back is too little
+                block = self._reserve(pool, rounded, stream)
         if block is None:
             allocated, reserved = (format_bytes(self.readings[f"{kind}_bytes"]) for kind in ("allocated", "reserved"))
-            in_use = f"{allocated} allocated and {reserved} reserved"
-            limit = f"the {format_bytes(self.most_bytes)} that the process may reserve"
-            raise OutOfDeviceMemoryError(f"{format_bytes(size)} do not fit beside {in_use} of {limit}")
+            raise OutOfDeviceMemoryError(
+                f"{format_bytes(size)} do not fit beside {allocated} allocated and {reserved} reserved of the"
+                f" {format_bytes(self.most_bytes)} that the process may reserve"
+            )
         if self._should_split(block, rounded):
             pool.insert(block.split(rounded))
         block.is_allocated, block.requested_bytes = True, size
@@ -224,46 +222,42 @@ class CachingAllocator:
         mapped = round_up(size, block.pool.segment_bytes)
         if not self._take(mapped):
             return False
-        block.pool.remove(block)
-        block.is_mapped = True
-        if mapped < block.size:
-            rest = block.split(mapped)
-            rest.is_mapped = False
-            rest.pool.insert(rest)
-        block.settle()
+        self._exchange(block, block.address, block.address + mapped)
         return True
 
     def _unmap(self, block: MemoryBlock) -> None:
         """Give back the whole pages of a free block of an expandable segment (unmap_block)."""
         page_bytes = block.pool.segment_bytes
         start, end = round_up(block.address, page_bytes), (block.address + block.size) // page_bytes * page_bytes
-        if start >= end or not block.is_mapped:
-            return
+        if start < end and block.is_mapped:
+            self._exchange(block, start, end)
+            self._count(reserved_bytes=start - end)
+
+    def _exchange(self, block: MemoryBlock, start: int, end: int) -> None:
+        """Map the pages of an unmapped block between two addresses, or unmap those of a free one."""
         block.pool.remove(block)
         if start > block.address:
             before, block = block, block.split(start - block.address)
             block.pool.insert(before)
         if block.address + block.size > end:
             block.pool.insert(block.split(end - block.address))
-        self._count(reserved_bytes=-block.size)
-        block.is_mapped = False
+        block.is_mapped = not block.is_mapped
         block.settle()
 
 
-def replay(requests: Iterable[Request], allocator: CachingAllocator, pauses: Iterable[range], peaks_from: int) -> None:
+def replay(requests: Iterable[Request], allocator: CachingAllocator, peaks_from: int) -> None:
     """Let an allocator serve requests, with peaks from the number `peaks_from` on.
 
-    What a measurement allocated in pauses, which are numbers of requests, is left out. Raises OutOfDeviceMemoryError,
-    with the number of the request, if memory runs out.
+    What a measurement allocated in pauses is left out. Raises OutOfDeviceMemoryError, with the number of the request,
+    if memory runs out.
     """
-    paused = set(chain.from_iterable(pauses))
     addresses: dict[int, int] = {}
     for number, request in enumerate(requests):
         if number == peaks_from:
             allocator.reset_peaks()
         if request.bytes < 0 and request.identity in addresses:
             allocator.free(addresses.pop(request.identity))
-        elif request.bytes > 0 and number not in paused:
+        elif request.bytes > 0 and not request.is_paused:
             try:
                 addresses[request.identity] = allocator.allocate(request.bytes, request.stream)
             except OutOfDeviceMemoryError as error:

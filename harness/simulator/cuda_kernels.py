@@ -43,13 +43,11 @@ def can_use_flash(params: SDPAParams) -> bool:
     head_dims = {params.query.shape[-1], params.key.shape[-1], params.value.shape[-1]}
     return (
         _settings.flash_sdp_enabled()
-        and _has_dense_layout(params)
+        and _is_supported(params, HALF_WIDTHS, supports_groups=True)
         and params.attn_mask is None
         and len(head_dims) == 1
         and max(head_dims) <= MAX_FLASH_HEAD_DIM
         and not (params.is_causal and params.query.shape[-2] != params.key.shape[-2])
-        and _has_dtype(params, HALF_WIDTHS)
-        and _has_matching_heads(params, supports_groups=True)
     )
 
 
@@ -61,11 +59,9 @@ def can_use_cudnn(params: SDPAParams) -> bool:
     """
     return (
         _settings.cudnn_sdp_enabled()
-        and _has_dense_layout(params)
+        and _is_supported(params, HALF_WIDTHS, supports_groups=True)
         and params.query.shape[-1] <= 128
         and params.query.shape[-1] % 8 == params.value.shape[-1] % 8 == 0
-        and _has_dtype(params, HALF_WIDTHS)
-        and _has_matching_heads(params, supports_groups=True)
     )
 
 
@@ -79,33 +75,29 @@ def can_use_efficient(params: SDPAParams) -> bool:
     alignment = GEMM_ALIGNMENT_BYTES // params.query.element_size()
     return (
         _settings.mem_efficient_sdp_enabled()
-        and _has_dense_layout(params)
+        and _is_supported(params, (*HALF_WIDTHS, torch.float32), supports_groups=False)
         and params.query.shape[-1] == params.key.shape[-1]
         and params.query.shape[-1] % alignment == params.value.shape[-1] % alignment == 0
-        and _has_dtype(params, (*HALF_WIDTHS, torch.float32))
-        and _has_matching_heads(params, supports_groups=False)
     )
 
 
-def _has_dense_layout(params: SDPAParams) -> bool:
-    """Return whether check_tensor_shapes, check_nonzero_sequence_lengths and check_last_dim_stride_equals_1 pass."""
+def _is_supported(params: SDPAParams, dtypes: tuple[torch.dtype, ...], supports_groups: bool) -> bool:
+    """Return whether the constraints that all kernels share pass.
+
+    They are check_tensor_shapes, check_nonzero_sequence_lengths, check_last_dim_stride_equals_1, check_tensor_dtype and
+    check_batch_size_and_num_heads_dense.
+    """
     tensors = (params.query, params.key, params.value)
-    return all(tensor.dim() == 4 and tensor.shape[-2] > 0 and tensor.stride(-1) == 1 for tensor in tensors)
-
-
-def _has_dtype(params: SDPAParams, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Return whether check_tensor_dtype passes."""
-    return params.query.dtype == params.key.dtype == params.value.dtype and params.query.dtype in dtypes
-
-
-def _has_matching_heads(params: SDPAParams, supports_groups: bool) -> bool:
-    """Return whether check_batch_size_and_num_heads_dense passes."""
-    if not params.query.shape[0] == params.key.shape[0] == params.value.shape[0]:
+    if not all(tensor.dim() == 4 and tensor.shape[-2] > 0 and tensor.stride(-1) == 1 for tensor in tensors):
         return False
-    queries, keys, values = (tensor.shape[1] for tensor in (params.query, params.key, params.value))
-    if params.enable_gqa and supports_groups:
-        return keys == values and queries % keys == 0
-    return queries == keys == values
+    queries, keys, values = (tensor.shape[1] for tensor in tensors)
+    is_grouped = params.enable_gqa and supports_groups
+    return (
+        params.query.dtype in dtypes
+        and len({(tensor.dtype, tensor.shape[0]) for tensor in tensors}) == 1
+        and keys == values
+        and (queries % keys == 0 if is_grouped else queries == keys)
+    )
 
 
 # By kernel, its rules and the operator that scaled_dot_product_attention calls for it.

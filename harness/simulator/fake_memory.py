@@ -30,6 +30,7 @@ class Request(NamedTuple):
     identity: int
     bytes: int
     stream: int  # the number of the stream that is current, which is the storage's if it is allocated
+    is_paused: bool  # whether the measurement makes it, and not the step
 
 
 class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -124,7 +125,8 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         freed = self.sizes.pop(identity, 0)
         for change in (-freed, size or 0):
             if change:
-                self.requests.append(Request(identity, change, cuda_api.current_stream().number))
+                stream = cuda_api.current_stream().number
+                self.requests.append(Request(identity, change, stream, self.is_log_paused))
         self._live_bytes += (size or 0) - freed
         self._peak_bytes = max(self._peak_bytes, self._live_bytes)
         if not self.is_log_paused:

@@ -104,17 +104,17 @@ class StreamRecorder(StreamObserver):
         elif call.operator in ("c10d::send", "c10d::recv_"):
             self._on_transfer(call, result)
         elif call.operator in RULES and len(call.ranks) > 1:
-            size = sum(tensor.nbytes * times for tensor, times in call.moved_tensors())
-            self._communicate(func._opname, Collective(call.operation, size, call.ranks), call, result)
+            self._communicate(func._opname, call, result)
 
-    def _communicate(self, name: str, work: Collective, call: CollectiveCall, result: Any) -> None:
+    def _communicate(self, name: str, call: CollectiveCall, result: Any) -> None:
         """Record a collective on the current stream, or on its communicator's, and after that communicator's last."""
         communicator = _group_name(call.group)
         is_synchronous = call.arguments.get("async_op", call.arguments.get("asyncOp", True)) is False
         stream = current_stream() if is_synchronous else f"communicator {communicator}"
-        if not is_synchronous:
-            self.wait(stream, self.moment(current_stream()))
+        self.wait(stream, self.moment(current_stream()))  # nothing where it is the current stream
         self.wait(stream, self._last_of_communicator.get(communicator))
+        size = sum(tensor.nbytes * times for tensor, times in call.moved_tensors())
+        work = Collective(call.operation, size, call.ranks)
         moment = self.launch(name, work, stream, group_axes(work.ranks, self.layout))
         self._last_of_communicator[communicator] = moment
         if not is_synchronous:

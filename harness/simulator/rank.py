@@ -218,9 +218,7 @@ def peaks_of_step(
     device_bytes = request.device_bytes
     capacity = 2**62 if device_bytes is None else device_bytes - PROCESS_BYTES["cuda"]
     allocator = CachingAllocator(capacity, settings, budget)
-    first = counter.first_line
-    pauses = (range(first + pause.start, first + pause.end) for pause in listener.recorder.annotations.pauses)
-    replay(counter.requests, allocator, pauses, last_step_at)
+    replay(counter.requests, allocator, last_step_at)
     return {f"peak_{name}": size for name, size in allocator.peaks.items()}
 
 

@@ -101,53 +101,46 @@ class StageStep:
     def __init__(self, step: TimedStep, stage_ranks: int) -> None:
         self.step, self.stage_ranks = step, stage_ranks
         self.kernels: list[StageKernel] = []
-        self.kernel_of_launch: list[int] = []
+        self.kernel_of_launch: list[StageKernel] = []
+        self._segment = StageKernel(step.rank, MAIN)  # the present one, which began at the last meeting
         self._now = self._main_end = 0.0
         self._transfers: dict[int, StageKernel] = {}  # that nothing has waited for, by number of launch
         for number, launch in enumerate(step.launches):
             self._add(number, launch)
-        self._end_segment(step.summary.step_seconds)
+        self._meet(step.summary.step_seconds, StageKernel(step.rank, MAIN))  # the step's end
 
     def _add(self, number: int, launch: Launch) -> None:
         """Add a launch to the present segment, and end the segment where the launch meets other stages."""
-        work, start, ends = launch.work, self.step.starts[number], self.step.ends
+        work, rank, start, end = launch.work, self.step.rank, self.step.starts[number], self.step.ends[number]
         for other in launch.after:
             if other in self._transfers:
-                self._end_segment(self._main_end)
-                self._append(StageKernel(self.step.rank, MAIN, after=(self._transfers.pop(other),)))
-                self._now = max(self._now, ends[other])
-        meets_others = True
+                self._meet(self._main_end, StageKernel(rank, MAIN, after=(self._transfers.pop(other),)))
+                self._now = max(self._now, self.step.ends[other])
+        kernel = self._segment
         if isinstance(work, Transfers):
-            self._end_segment(self._main_end)
             stream = launch.stream if launch.stream.startswith(PAIR) else "group"
-            transfer = StageKernel(self.step.rank, stream, ends[number] - start, (self.kernels[-1],), work.parts)
-            self._transfers[number] = transfer
-            self._append(transfer)
-        elif isinstance(work, Collective) and len({rank // self.stage_ranks for rank in work.ranks}) > 1:
-            self._end_segment(start)
-            self._append(StageKernel(self.step.rank, MAIN, ends[number] - start, is_meeting=True))
-            self._now = self._main_end = ends[number]
-        else:
-            meets_others = False
-        self.kernel_of_launch.append(len(self.kernels) - meets_others)  # else it is in the segment that ends next
+            kernel = self._transfers[number] = StageKernel(rank, stream, end - start, (self._segment,), work.parts)
+            self._meet(self._main_end, kernel)
+        elif isinstance(work, Collective) and len({other // self.stage_ranks for other in work.ranks}) > 1:
+            kernel = StageKernel(rank, MAIN, end - start, is_meeting=True)
+            self._meet(start, kernel)
+            self._now = self._main_end = end
+        self.kernel_of_launch.append(kernel)
         if launch.stream == MAIN:
-            self._main_end = ends[number]
+            self._main_end = end
 
-    def _append(self, kernel: StageKernel) -> None:
-        kernel.own_start = self._now
-        self.kernels.append(kernel)
-
-    def _end_segment(self, end: float) -> None:
-        """End the segment that began at the last meeting; transfers that no launch depends on do not end it later."""
-        self._append(StageKernel(self.step.rank, MAIN, max(0.0, end - self._now)))
-        self._now = max(self._now, end)
+    def _meet(self, end: float, kernel: StageKernel) -> None:
+        """End the segment, and add what follows; transfers that no launch depends on do not end a segment later."""
+        self._segment.own_start, self._segment.seconds = self._now, max(0.0, end - self._now)
+        self._now = kernel.own_start = max(self._now, end)
+        self.kernels += [self._segment, kernel]
+        self._segment = StageKernel(self.step.rank, MAIN)
 
     def moved(self) -> TimedStep:
         """Return the step with its launches moved to when their segments run beside the other stages."""
-        moves = [kernel.end - kernel.seconds - kernel.own_start for kernel in self.kernels]
-        by_launch = [moves[number] for number in self.kernel_of_launch]
-        starts = [start + move for start, move in zip(self.step.starts, by_launch, strict=True)]
-        ends = [end + move for end, move in zip(self.step.ends, by_launch, strict=True)]
+        moves = [kernel.end - kernel.seconds - kernel.own_start for kernel in self.kernel_of_launch]
+        starts = [start + move for start, move in zip(self.step.starts, moves, strict=True)]
+        ends = [end + move for end, move in zip(self.step.ends, moves, strict=True)]
         return dataclasses.replace(self.step, starts=starts, ends=ends)
 
 
