@@ -24,7 +24,7 @@ from harness.models.decoder import Decoder
 from harness.probe import Probe
 from harness.tensors.storage import storage_identities
 
-RebuildFn = Callable[[Tensor], Tensor]  # wraps a plain tensor in the subclass that it came from
+RebuildFn = Callable[[torch.UntypedStorage], Tensor]  # returns the view of a storage that was saved, of its subclass
 
 
 def offload_activations(model: Decoder, probe: Probe) -> None:
@@ -60,12 +60,13 @@ class HostCopy:
     """
 
     __slots__ = (
-        *("__weakref__", "arriving", "device", "fetched", "host", "layer", "leaving", "source", "streams", "version"),
+        *("__weakref__", "arriving", "before", "device", "fetched", "host", "layer", "leaving", "source", "streams"),
+        "version",
     )
 
     @torch.no_grad()
-    def __init__(self, tensor: Tensor, streams: CopyStreams | None = None, layer: "LayerCopies | None" = None) -> None:
-        self.device, self.streams, self.layer = tensor.device, streams, layer or LayerCopies(None)
+    def __init__(self, tensor: Tensor, streams: CopyStreams | None, layer: "Copies", before: "Copies") -> None:
+        self.device, self.streams, self.layer, self.before = tensor.device, streams, layer, before
         self.leaving: tuple[Tensor, Any] | None = None  # the source, and the event of its copy to the host
         self.arriving: tuple[Tensor, Any] | None = None  # the copy on the device, and the event of its arrival
         whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
@@ -78,10 +79,6 @@ class HostCopy:
         self.source = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
         self.version = tensor._version
         self.fetched: StorageWeakRef | None = None
-
-    def matches(self, tensor: Tensor) -> bool:
-        """Return whether this copy still holds the tensor's current values."""
-        return not self.source.expired() and self.version == tensor._version  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
         """Let go of the source once it is on the host."""
@@ -124,24 +121,7 @@ class HostCopy:
                 self.streams.wait(event)
 
 
-class LayerCopies:
-    """The copies of one call of a layer, and the call before it."""
-
-    def __init__(self, before: "LayerCopies | None") -> None:
-        self.copies: weakref.WeakSet[HostCopy] = weakref.WeakSet()
-        self.before = None if before is None else weakref.ref(before)
-
-    def release(self) -> None:
-        """Let go of all sources that are on the device for the copies' sake alone."""
-        for copy in self.copies:
-            copy.release()
-
-    def fetch_before(self) -> None:
-        """Begin to bring back what the call before needs, whose backward comes next."""
-        before = self.before and self.before()
-        self.before = None
-        for copy in before.copies if before else ():
-            copy.fetch()
+Copies = weakref.WeakSet[HostCopy]  # those of one call of a layer
 
 
 class SavedTensor(NamedTuple):
@@ -149,10 +129,6 @@ class SavedTensor(NamedTuple):
 
     copy: HostCopy
     packed: Any
-    dtype: torch.dtype
-    offset: int
-    shape: torch.Size
-    stride: tuple[int, ...]
     rebuild: RebuildFn
 
 
@@ -166,15 +142,15 @@ class OffloadHooks:
         self.probe = probe
         self.copies: weakref.WeakValueDictionary[int, HostCopy] = weakref.WeakValueDictionary()
         self.streams = streams  # created with the first copy from a CUDA device
-        self.layer = LayerCopies(None)
+        self.layer, self.before = Copies(), Copies()  # of the present call of a layer, and of the one before it
 
     def wrap_forward(self, block: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
         """Run a layer's forward so that what it saves goes to the host."""
         outer = torch._C._autograd._top_saved_tensors_default_hooks(False) or (_identity, _identity)
-        before, self.layer = self.layer, LayerCopies(self.layer)
+        self.before, self.layer = self.layer, Copies()
         with saved_tensors_hooks(functools.partial(self.pack, block, outer[0]), functools.partial(unpack, outer[1])):
             output = forward(*arguments)
-        before.release()
+        release(self.before)
         return output
 
     def pack(self, block: nn.Module, outer_pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
@@ -184,54 +160,64 @@ class OffloadHooks:
             return outer_pack(tensor)
         local, rebuild = to_plain_tensor(tensor)
         copy = self.copy_once(local)
-        offset = int(local.storage_offset())
-        return SavedTensor(copy, outer_pack(copy.host), local.dtype, offset, local.shape, local.stride(), rebuild)
+        return SavedTensor(copy, outer_pack(copy.host), rebuild)
 
     def copy_once(self, tensor: Tensor) -> HostCopy:
-        """Return the host copy of a tensor's storage, created now unless a current one exists."""
+        """Return the host copy of a tensor's storage, created now unless one has the tensor's current values."""
         key = tensor.untyped_storage()._cdata
         copy = self.copies.get(key)
-        if copy is None or not copy.matches(tensor):
+        if copy is None or copy.source.expired() or copy.version != tensor._version:  # type: ignore[no-untyped-call]
             if tensor.is_cuda and self.streams is None:
                 self.streams = CopyStreams(tensor.device)
-            copy = self.copies[key] = HostCopy(tensor, self.streams, self.layer)
-            self.layer.copies.add(copy)
+            copy = self.copies[key] = HostCopy(tensor, self.streams, self.layer, self.before)
+            self.layer.add(copy)
             self.probe.offloaded(copy.host)
         return copy
 
 
+def release(copies: Copies) -> None:
+    """Let go of all sources that are on the device for the copies' sake alone."""
+    for copy in copies:
+        copy.release()
+
+
 def unpack(outer_unpack: Callable[[Any], Tensor], saved: Any) -> Tensor:
-    """Return a saved tensor, copied back to the device."""
+    """Return a saved tensor, copied back to the device, and begin to bring back what the next backward needs."""
     if not isinstance(saved, SavedTensor):
         return outer_unpack(saved)
-    saved.copy.layer.release()
+    release(saved.copy.layer)
     storage = saved.copy.restore(outer_unpack(saved.packed))
-    saved.copy.layer.fetch_before()
-    local = torch.empty(0, dtype=saved.dtype, device=saved.copy.device)
-    local.set_(storage, saved.offset, saved.shape, saved.stride)  # type: ignore[call-overload]
-    return saved.rebuild(local)
+    while saved.copy.before:
+        saved.copy.before.pop().fetch()
+    return saved.rebuild(storage)
 
 
 def to_plain_tensor(tensor: Tensor) -> tuple[Tensor, RebuildFn]:
-    """Return the plain tensor with this rank's data of a tensor, and a function that rebuilds the tensor's subclass.
+    """Return the plain tensor with this rank's data of a tensor, and a function that rebuilds the tensor on a storage.
 
     The function keeps no reference to the tensor.
     """
     if isinstance(tensor, AsyncCollectiveTensor):
         return to_plain_tensor(tensor.wait())  # type: ignore[no-untyped-call]  # its collective may still run
     if not is_traceable_wrapper_subclass(tensor):
-        return tensor, _identity
+        place = (int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        return tensor, functools.partial(view_of_storage, tensor.dtype, tensor.device, place)
     names, context = tensor.__tensor_flatten__()
     parts = {name: getattr(tensor, name) for name in names}
     (inner,) = (name for name, part in parts.items() if isinstance(part, Tensor))
     local, rebuild_inner = to_plain_tensor(parts.pop(inner))
     kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
 
-    def rebuild(data: Tensor) -> Tensor:
-        rebuilt: Tensor = kind.__tensor_unflatten__(parts | {inner: rebuild_inner(data)}, context, shape, stride)
+    def rebuild(storage: torch.UntypedStorage) -> Tensor:
+        rebuilt: Tensor = kind.__tensor_unflatten__(parts | {inner: rebuild_inner(storage)}, context, shape, stride)
         return rebuilt
 
     return local, rebuild
+
+
+def view_of_storage(dtype: torch.dtype, device: torch.device, place: Any, storage: torch.UntypedStorage) -> Tensor:
+    """Return the plain tensor with this offset, shape and stride in a storage."""
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, *place)
 
 
 def _identity(value: Any) -> Any:

@@ -97,7 +97,8 @@ def stale_copy(_: Any, self: Any, tensor: Any) -> Any:
     """Take a copy on the host for that of every tensor of its size."""
     size = tensor.untyped_storage().nbytes()
     if size not in self.copies:
-        self.copies_alive = [*getattr(self, "copies_alive", []), host_copy := HostCopy(tensor)]
+        host_copy = HostCopy(tensor, None, self.layer, self.before)
+        self.copies_alive = [*getattr(self, "copies_alive", []), host_copy]
         self.copies[size] = host_copy
         self.probe.offloaded(host_copy.host)
     return self.copies[size]
