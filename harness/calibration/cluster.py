@@ -6,15 +6,17 @@ otherwise an assumption that the file names as such.
 
 import dataclasses
 import re
-from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from harness.calibration.fit import CurveError, FittedRates
 from harness.calibration.points import Measurements
 from harness.config.hardware import FittedHardware, HardwareConfig
+from harness.hardware.machine import Machine, processor_name
 from harness.hardware.peak_flops import peak_flops
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
@@ -26,23 +28,6 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 ASSUMED_NETWORK = 1.25e9
 ASSUMED_NETWORK_EFFICIENCY = 0.8
 ASSUMED_NETWORK_LATENCY = 1.4e-5
-
-
-@dataclass(frozen=True)
-class CalibratedMachine:
-    """What a calibration knows of its machine beside what it measured."""
-
-    device_name: str  # "cpu", or as CUDA reports it
-    memory_bytes: int  # of one device, or of the whole host
-    processor: str | None
-    cores: int
-    date: str
-    torch_version: str
-
-    @property
-    def is_cpu(self) -> bool:
-        """Whether ranks compute on the host's cores."""
-        return self.device_name == "cpu"
 
 
 def default_name(device_name: str, ranks: int) -> str:
@@ -61,11 +46,12 @@ def cluster_path(folder: Path, name: str, overwrites: bool) -> Path:
 
 
 def calibrated_hardware(
-    machine: CalibratedMachine, measured: Measurements, rates: FittedRates, datasheet: HardwareConfig | None
+    machine: Machine, measured: Measurements, rates: FittedRates, datasheet: HardwareConfig | None
 ) -> HardwareConfig:
     """Return the hardware of the measured machine; `datasheet` is that of a file with this device, if there is one."""
-    shared = measured.ranks if machine.is_cpu else 1  # a CPU's figures are those of all ranks together
-    known_peak = None if machine.is_cpu else peak_flops(machine.device_name, measured.dtype)
+    is_cpu = machine.device == "cpu"
+    shared = measured.ranks if is_cpu else 1  # a CPU's figures are those of all ranks together
+    known_peak = None if is_cpu else peak_flops(machine.device_name, measured.dtype)
     peak = known_peak or max(rates.peak_flops, rates.matmul_flops)
     memory_bandwidth = datasheet.memory_bandwidth if datasheet else rates.peak_memory_bandwidth
     link = datasheet.intra_node_bandwidth if datasheet else rates.link_bandwidth or ASSUMED_NETWORK
@@ -87,7 +73,7 @@ def calibrated_hardware(
     )
     return HardwareConfig(
         device_name=machine.device_name,
-        memory=machine.memory_bytes,
+        memory=machine.device_bytes or psutil.virtual_memory().total,
         memory_bandwidth=_rounded(memory_bandwidth * shared),
         intra_node_bandwidth=_rounded(link),
         inter_node_bandwidth=datasheet.inter_node_bandwidth if datasheet else ASSUMED_NETWORK,
@@ -100,8 +86,8 @@ def calibrated_hardware(
         peak_flops=None if known_peak else _rounded(peak * shared),
         peak_flops_dtype=None if known_peak else measured.dtype,
         calibrated=True,
-        processor=machine.processor if machine.is_cpu else None,
-        cores=machine.cores if machine.is_cpu else None,
+        processor=processor_name() if is_cpu else None,
+        cores=machine.cores if is_cpu else None,
     )
 
 
@@ -109,11 +95,13 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _measured_on(machine: CalibratedMachine, measured: Measurements) -> str:
+def _measured_on(machine: Machine, measured: Measurements) -> str:
     """Return when and on what the figures were measured."""
-    device = f"{machine.processor or 'a CPU'}, {machine.cores} cores" if machine.is_cpu else machine.device_name
-    on = f"torch {machine.torch_version}, {device}, {measured.ranks} ranks"
-    return f"measured by harness calibrate on {machine.date}: {on}"
+    import torch
+
+    is_cpu, date = machine.device == "cpu", datetime.now(UTC).date().isoformat()
+    device = f"{processor_name() or 'a CPU'}, {machine.cores} cores" if is_cpu else machine.device_name
+    return f"measured by harness calibrate on {date}: torch {torch.__version__}, {device}, {measured.ranks} ranks"
 
 
 def assumptions(rates: FittedRates, datasheet: HardwareConfig | None) -> str:

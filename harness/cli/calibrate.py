@@ -3,7 +3,6 @@
 import dataclasses
 from argparse import Namespace
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,11 +36,7 @@ def main(options: Namespace) -> None:
 
 def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: bool) -> None:
     """Measure the machine and write its file."""
-    import psutil
-    import torch
-
     from harness.calibration.cluster import (
-        CalibratedMachine,
         assumptions,
         calibrated_hardware,
         fitted_to,
@@ -50,21 +45,12 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
     from harness.calibration.fit import curve_errors, fit_rates
     from harness.calibration.points import measure_machine
     from harness.hardware.described_cluster import described_devices
-    from harness.hardware.machine import processor_name
     from harness.runner.resolve import computes_bf16
 
     dtype = "bfloat16" if computes_bf16(machine.device, machine.compute_capability) else "float32"
     measured = measure_machine(machine.device, ranks, dtype, quick)
     rates, datasheet = fit_rates(measured), described_devices().get(machine.device_name)
-    described = CalibratedMachine(
-        machine.device_name,
-        machine.device_bytes or psutil.virtual_memory().total,
-        processor_name(),
-        machine.cores,
-        datetime.now(UTC).date().isoformat(),
-        torch.__version__,
-    )
-    hardware = calibrated_hardware(described, measured, rates, datasheet)
+    hardware = calibrated_hardware(machine, measured, rates, datasheet)
     errors = curve_errors(measured, hardware)
     hardware = dataclasses.replace(hardware, fitted_to=fitted_to(measured, errors), notes=assumptions(rates, datasheet))
     path.parent.mkdir(parents=True, exist_ok=True)
