@@ -5,7 +5,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,26 +81,24 @@ _FIRST_STEP = 2  # the fault happens once the rank has reached this step
 
 def killed_rank(run_dir: str) -> None:
     """Run a rank; the last rank of the world is killed by SIGKILL while it trains."""
-    _fail_in_training(run_dir, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    _raise_in_training(run_dir, signal.SIGKILL)
 
 
 def hanging_rank(run_dir: str) -> None:
     """Run a rank; the main thread of the last rank of the world sleeps from some moment of its training on."""
-    main_thread = threading.main_thread().ident
-    assert main_thread is not None
-    signal.signal(signal.SIGALRM, lambda *_: time.sleep(24 * 3600))
-    _fail_in_training(run_dir, lambda: signal.pthread_kill(main_thread, signal.SIGALRM))
+    signal.signal(signal.SIGALRM, lambda *_: time.sleep(24 * 3600))  # Python runs it in the main thread
+    _raise_in_training(run_dir, signal.SIGALRM)
 
 
-def _fail_in_training(run_dir: str, fail: Callable[[], None]) -> None:
-    """Run a rank, and call `fail` in another thread once the last rank of the world has reached _FIRST_STEP."""
+def _raise_in_training(run_dir: str, number: signal.Signals) -> None:
+    """Run a rank that gets a signal, from another thread, once the last rank of the world has reached _FIRST_STEP."""
     rank = int(os.environ["RANK"])
 
-    def wait_and_fail() -> None:
+    def wait_and_raise() -> None:
         while (beat := read_heartbeat(Path(run_dir), rank)) is None or beat.step < _FIRST_STEP:
             time.sleep(_POLL_SECONDS)
-        fail()
+        signal.raise_signal(number)
 
     if rank == int(os.environ["WORLD_SIZE"]) - 1:
-        threading.Thread(target=wait_and_fail, daemon=True).start()
+        threading.Thread(target=wait_and_raise, daemon=True).start()
     worker_entry(run_dir)
