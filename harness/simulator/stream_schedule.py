@@ -11,7 +11,7 @@ Collectives of different communicators do not share their links here.
 import json
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -83,7 +83,9 @@ class Player:
             self.launch_from_host()
             next_start = self.start_kernels(now)
             running = sorted(self.running.values(), key=lambda number: self.launches[number].stream)
-            speeds = self.speeds(running)
+            kinds = {number: self.kinds[number] for number in running}
+            beside = max(0.0, 1.0 - self.hardware.overlap_slowdown) if "communication" in kinds.values() else 1.0
+            speeds = {number: beside if kind == "compute" else 1.0 for number, kind in kinds.items()}
             then = min([next_start, *(now + self.left[number] / speed for number, speed in speeds.items() if speed)])
             if then == math.inf:
                 break
@@ -131,12 +133,6 @@ class Player:
             self.copy_seconds += seconds
         else:
             self.idle_seconds += seconds
-
-    def speeds(self, running: Sequence[int]) -> Mapping[int, float]:
-        """Return the speed of each launch that runs."""
-        kinds = {number: self.kinds[number] for number in running}
-        beside = max(0.0, 1.0 - self.hardware.overlap_slowdown) if "communication" in kinds.values() else 1.0
-        return {number: beside if kind == "compute" else 1.0 for number, kind in kinds.items()}
 
     def launch_from_host(self) -> None:
         """Let the host launch until it has to wait for a kernel that has not ended."""

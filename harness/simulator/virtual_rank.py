@@ -47,7 +47,10 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
     with (
         own_tokens(spec.config.model.vocab_size, layout, rank),
         communication_hook(keep_bucket),
-        lone_stages(),
+        pipeline_stages(),
+        around(PipelineStage, "get_fwd_recv_ops", partial(receives_filled, RECEIVED_HIDDEN_STATE)),
+        around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
+        around(schedules, "_batch_p2p", start_and_hold),
         filled_parts(device) if layout.uses_deepspeed_zero else nullcontext(),
         fake_process_group(rank, layout.world_size),
     ):
@@ -99,18 +102,6 @@ class HeldMessages:
             work.wait()
         if any(tensor.is_cuda for tensor in self.tensors):
             self.tensors.clear()
-
-
-@contextmanager
-def lone_stages() -> Iterator[None]:
-    """Return a context in which pipeline stages run without the other ranks' stages."""
-    with (
-        pipeline_stages(),
-        around(PipelineStage, "get_fwd_recv_ops", partial(receives_filled, RECEIVED_HIDDEN_STATE)),
-        around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
-        around(schedules, "_batch_p2p", start_and_hold),
-    ):
-        yield
 
 
 def start_and_hold(start: Any, operations: list[dist.P2POp], desc: str | None = None) -> list[HeldMessages]:
