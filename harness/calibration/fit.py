@@ -15,8 +15,14 @@ import numpy as np
 from harness.calibration.points import Measurements, Point
 from harness.config.byte_size import format_bytes
 from harness.config.hardware import HardwareConfig
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
-from harness.cost_model.timing.kernels import kernel_rates, rank_hardware
+from harness.cost_model.timing.kernels import (
+    RankGroup,
+    all_reduce_seconds,
+    gather_seconds,
+    kernel_rates,
+    rank_hardware,
+    send_seconds,
+)
 from harness.util.errors import UserError
 
 ITERATIONS = 30
@@ -124,7 +130,7 @@ def fit_links(measured: Measurements) -> tuple[float, float]:
     """
     points = measured.of(*RING_PASSES)
     rings = [(RING_PASSES[p.curve], p.sizes[0], p.work) for p in points]
-    # A ring's steps and the bytes that a rank sends, as harness.cost_model.timing.collectives has them.
+    # A ring's steps and the bytes that a rank sends, as harness.cost_model.timing.kernels has them.
     terms = [(passes * (ranks - 1.0), passes * (ranks - 1) / ranks * size) for passes, ranks, size in rings]
     latency, per_byte = fit_terms(terms, points)
     steps, moved = max(terms, key=lambda term: term[1])

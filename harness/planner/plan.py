@@ -18,11 +18,10 @@ from harness.cost_model.prediction import Prediction
 from harness.hardware.described_cluster import described_cluster
 from harness.layout.layout import resolve_layout
 from harness.planner.hf_config import hf_values
-from harness.planner.problems import plan_problems, predict
 from harness.planner.row import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.sentences import say
-from harness.planner.space import SearchedSpace
+from harness.planner.space import SearchedSpace, plan_problems, predict
 from harness.runner.resolve import AUTO, TRAIN_DEFAULTS, resolve_auto, resolve_run_config
 from harness.util.errors import UserError
 

@@ -22,8 +22,7 @@ from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import RankStep, rank_steps
 from harness.cost_model.stack_memory import stack_steps, workspace_bytes
 from harness.layout.layout import Layout
-from harness.planner.problems import plan_problems, predict
-from harness.planner.space import SearchedSpace, candidates
+from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
 from harness.util.errors import UserError
 
 BEST = 5  # candidates that are shown

@@ -13,9 +13,9 @@ from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.layout.state_widths import STATE_KINDS
-from harness.planner.problems import offers
 from harness.planner.row import run_command
 from harness.planner.search import SearchResult
+from harness.planner.space import offers
 from harness.util.sentences import Sentences
 
 MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, each with a sentence

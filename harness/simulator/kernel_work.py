@@ -12,8 +12,16 @@ import torch
 from torch import Tensor
 
 from harness.config.hardware import HardwareConfig
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
-from harness.cost_model.timing.kernels import PAYLOAD, fused_attention_flops, host_update_seconds, kernel_rates
+from harness.cost_model.timing.kernels import (
+    PAYLOAD,
+    RankGroup,
+    all_reduce_seconds,
+    fused_attention_flops,
+    gather_seconds,
+    host_update_seconds,
+    kernel_rates,
+    send_seconds,
+)
 from harness.measure.collective_rules import iter_tensors
 
 BACKWARD_PRODUCTS = 2.5  # of a fused attention kernel's backward, in units of its forward's (arXiv 2205.14135)

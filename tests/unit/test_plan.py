@@ -17,8 +17,8 @@ from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import WORKSPACE_BYTES
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
-from harness.planner.problems import predict
 from harness.planner.row import PLAN_COLUMNS
+from harness.planner.space import predict
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv
 from harness.records.store import read_record

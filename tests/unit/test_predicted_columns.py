@@ -16,7 +16,7 @@ from harness.hardware.described_cluster import (
     machine_hardware,
 )
 from harness.hardware.machine import Machine, processor_name
-from harness.planner.problems import predict
+from harness.planner.space import predict
 from harness.runner import plan as run_plan
 from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import RunPlan, capacity_problem, make_plan

@@ -12,8 +12,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.fits import fit_verdict
 from harness.cost_model.stack_memory import predict_highest_rank
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds
-from harness.cost_model.timing.kernels import kernel_rates
+from harness.cost_model.timing.kernels import RankGroup, all_reduce_seconds, kernel_rates
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, nanotron, vtrain

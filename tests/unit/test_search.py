@@ -17,9 +17,8 @@ from harness.cost_model.prediction import Prediction
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.planner.plan import search_layouts
-from harness.planner.problems import plan_problems, predict
 from harness.planner.search import LOWER_BOUNDS, LowerBound, SearchResult, search
-from harness.planner.space import SearchedSpace, candidates
+from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
 from tests.support.models import BF16, FP32, run, shaped
 from tests.support.planned import cluster_of_eight
 from tests.support.rank_memory import estimate_rank_memory

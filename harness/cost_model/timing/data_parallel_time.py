@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, ring_latency
+from harness.cost_model.timing.kernels import all_reduce_seconds, gather_seconds, ring_latency
 from harness.cost_model.timing.stage_time import MicroBatchTime, RankStages, StepSetting, stage_time
 from harness.layout.layer_spec import numel
 from harness.layout.model_profile import layer_parameter_count, model_profile

@@ -1,9 +1,14 @@
-"""The seconds of single kernels on one device.
+"""The seconds of single kernels on one device, and of collectives by the devices of a group in a node and its nodes.
 
 A kernel takes the time of its operations, of its bytes and of its start, one after another: an upper bound of the
 roofline (Williams et al. 2009), whose sum in the place of the larger one stands for what a kernel does not overlap. A
 matrix product with short sides has fewer operations a byte and so a smaller share of the peak, without a parameter of
 its own. Left out are the quantization of tiles to the number of multiprocessors and the clock's dependence on power.
+
+A ring has a latency for every step and a bandwidth, as NCCL's own tuning has it (src/graph/tuning.cc): steps between
+nodes and in them have their own latency, and the bandwidth is that of the narrowest link, where every device of the
+group in a node uses a network card of its own. Left out are trees, reductions in the switch (NVLS, SHARP), and the
+choice of protocol by size.
 """
 
 import dataclasses
@@ -11,7 +16,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
+from harness.config.strategy import AXES
 from harness.hardware.peak_flops import peak_flops
+from harness.layout.layout import Layout
 from harness.util.errors import UserError
 
 # The elements of a head whose products take a fused attention kernel as long as the exponentials and sums of a score:
@@ -109,3 +116,65 @@ def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
         memory_bytes=hardware.memory_bandwidth * fitted.memory_efficiency,
         kernel_seconds=fitted.kernel_seconds,
     )
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """The devices that one collective connects: their number, and over how many nodes they are spread."""
+
+    ranks: int
+    nodes: int
+
+
+@lru_cache(maxsize=4096)
+def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
+    """Return the group of a rank along axes of a layout, whose ranks fill one node after another, innermost first.
+
+    Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
+    """
+    wide = [AXES.index(axis) for axis in axes if layout.axis_sizes[axis] > 1]
+    ranks, stride = layout.axes_size(axes), layout.axes_size(AXES[max(wide, default=0) + 1 :])
+    in_node = max(1, min(ranks, gpus_per_node // stride))
+    return RankGroup(ranks, -(-ranks // in_node))
+
+
+@lru_cache(maxsize=4096)
+def ring_bandwidth(group: RankGroup, hardware: HardwareConfig) -> float:
+    """Return the bytes per second that each rank of a ring sends."""
+    fitted = hardware.fitted
+    in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
+    if group.nodes == 1:
+        return in_node
+    between = group.ranks / group.nodes * hardware.inter_node_bandwidth * fitted.inter_node_efficiency  # by all cards
+    contention: float = (2 / group.nodes) ** fitted.node_contention
+    return min(in_node, between * contention)
+
+
+@lru_cache(maxsize=4096)
+def ring_latency(group: RankGroup, hardware: HardwareConfig) -> float:
+    """Return the seconds in which one element goes around the ring."""
+    fitted = hardware.fitted
+    between = group.nodes if group.nodes > 1 else 0
+    return between * fitted.inter_node_latency + (group.ranks - max(1, between)) * fitted.intra_node_latency
+
+
+def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
+    """Return the seconds of an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
+    if group.ranks == 1:
+        return 0.0
+    share = (group.ranks - 1) / group.ranks
+    return ring_latency(group, hardware) + share * total_bytes / ring_bandwidth(group, hardware)
+
+
+def all_reduce_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
+    """Return the seconds of an all-reduce, a reduce-scatter and an all-gather."""
+    return 2 * gather_seconds(total_bytes, group, hardware)
+
+
+def send_seconds(sent_bytes: float, stride: int, gpus_per_node: int, hardware: HardwareConfig) -> float:
+    """Return the seconds of a transfer to the rank `stride` further, where all devices of a node send at once."""
+    fitted = hardware.fitted
+    if stride < gpus_per_node:
+        bandwidth = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
+        return fitted.intra_node_latency + sent_bytes / bandwidth
+    return fitted.inter_node_latency + sent_bytes / (hardware.inter_node_bandwidth * fitted.inter_node_efficiency)

@@ -10,12 +10,15 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, group_of
 from harness.cost_model.timing.kernels import (
     SCORE_BYTES_BACKWARD,
     SCORE_BYTES_FORWARD,
     KernelRates,
+    RankGroup,
+    all_reduce_seconds,
     fused_attention_flops,
+    gather_seconds,
+    group_of,
     kernel_rates,
 )
 from harness.layout.layer_spec import layer_branches, projection_flops
