@@ -16,8 +16,8 @@
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them
         work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight
-        time   ---+--- timing/step_time.py <- stage_time.py, data_parallel_time.py
-                            <- kernels.py                        seconds by the cluster's figures, in closed form
+        time   ---+--- timing/step_time.py <- stage_time.py <- kernels.py
+                                                                 seconds by the cluster's figures, in closed form
 
 What a decoder layer multiplies, keeps and sends is one table of operators (harness.config.model).
 """

@@ -1,4 +1,4 @@
-"""The seconds of single kernels on one device, and of collectives by the devices of a group in a node and its nodes.
+"""The seconds of kernels on one device, one by one and in a layer, and of collectives among the devices of a group.
 
 A kernel takes the time of its operations, of its bytes and of its start, one after another: an upper bound of the
 roofline (Williams et al. 2009), whose sum in the place of the larger one stands for what a kernel does not overlap. A
@@ -12,13 +12,17 @@ choice of protocol by size.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
+from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
+from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 from harness.util.errors import UserError
 
 # The elements of a head whose products take a fused attention kernel as long as the exponentials and sums of a score:
@@ -30,6 +34,14 @@ SOFTMAX_ELEMENTS = 24
 PAYLOAD = 256 / 280
 
 SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of a score by attention without a kernel
+
+# Tensors of tokens x hidden_size that elementwise operators of the residual stream read and write in a layer's forward:
+# two norms, and two sums.
+RESIDUAL_TENSORS = 10
+BACKWARD_TENSORS = 2  # times as many in backward
+DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
+
+EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
 
 
 @dataclass(frozen=True)
@@ -116,6 +128,90 @@ def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
         memory_bytes=hardware.memory_bandwidth * fitted.memory_efficiency,
         kernel_seconds=fitted.kernel_seconds,
     )
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """The seconds of a decoder layer for one micro-batch, and of what is a part of them."""
+
+    forward: float
+    backward: float
+    weight_gradient: float  # of backward: the gradients of matrices
+    attention: float  # of forward: attention's core
+    last_projection: float  # of forward: the last matrix product
+
+
+@lru_cache(maxsize=8192)
+def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> LayerSeconds:
+    """Return the seconds of one decoder layer.
+
+    A product takes as long as the one that computes the gradient of its input, or of its weight.
+    """
+    rates, tokens = kernel_rates(hardware, shape.compute_dtype), shape.tokens
+    matrices = [matrix.cut(shape.tp) for matrix in model_profile(shape.model).layer_matrices]
+    products = [rates.product_seconds(tokens, rows, columns, shape.width) for rows, columns in matrices]
+    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, sum(map(math.prod, matrices)))
+    forward_attention, backward_attention = attention_seconds(shape, rates, timing)
+    elementwise = rates.elementwise_seconds(_elementwise_bytes(shape)) * timing.elementwise_traffic
+    return LayerSeconds(
+        forward=sum(products) + forward_attention + elementwise,
+        backward=sum(products) + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
+        weight_gradient=weight_gradient,
+        attention=forward_attention,
+        last_projection=products[-1],
+    )
+
+
+def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: float) -> float:
+    """Return the seconds in which so many elements of a gradient are added to those of earlier micro-batches."""
+    return rates.elementwise_seconds(elements * (shape.width + 2 * shape.accumulate_bytes))
+
+
+def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
+    """Return the seconds of attention's core in forward and in backward.
+
+    A fused kernel computes 2.5 times as many products in backward, with the scores' own (arXiv 2205.14135). Plain
+    operators write and read all scores in device memory, and compute those that the mask hides.
+    """
+    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
+    if model.attention == "flash":
+        computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
+        work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
+        forward = work / rates.attention_flops + rates.kernel_seconds
+        return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
+    scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
+    products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
+    forward = products + rates.elementwise_seconds(scores * SCORE_BYTES_FORWARD)
+    return forward, 2 * products + rates.elementwise_seconds(scores * SCORE_BYTES_BACKWARD)
+
+
+def _elementwise_bytes(shape: MicroBatchShape) -> float:
+    """Return the bytes that a layer's norms, rotations, sums and activation functions move in forward."""
+    model = shape.model
+    residual_parts = shape.tp if shape.sequence_parallel else 1
+    residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
+    head_tensors, inner_tensors = model_profile(model).elementwise_tensors
+    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
+    return shape.tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
+
+
+@lru_cache(maxsize=8192)
+def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
+    """Return the seconds of final norm, head and loss in forward and in backward."""
+    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
+    vocabulary = shape.model.vocab_size / shape.vocabulary_tp
+    loss = rates.elementwise_seconds(shape.tokens * vocabulary * timing.logit_bytes)
+    product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
+    return product + loss / 2, 2 * product + _accumulation_seconds(shape, rates, vocabulary * width) + loss / 2
+
+
+@lru_cache(maxsize=8192)
+def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple[float, float]:
+    """Return the seconds of the embedding in forward and in backward; its gradient is as large as the table."""
+    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
+    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * width * shape.width)
+    table = shape.model.vocab_size / shape.vocabulary_tp * width
+    return rows, rows + _accumulation_seconds(shape, rates, table)
 
 
 @dataclass(frozen=True)

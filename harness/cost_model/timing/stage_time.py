@@ -1,9 +1,9 @@
-"""The seconds of a pipeline stage for one micro-batch: compute, and what tensor and context parallelism expose."""
+"""The seconds of a rank of a pipeline: its layers, its ends, and what tensor, context and data parallelism expose."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import NamedTuple
+from functools import cached_property
 
 from harness.config.hardware import HardwareConfig
 from harness.config.schema import RunConfig
@@ -11,28 +11,24 @@ from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.cost_model.timing.kernels import (
-    SCORE_BYTES_BACKWARD,
-    SCORE_BYTES_FORWARD,
-    KernelRates,
+    LayerSeconds,
     RankGroup,
     all_reduce_seconds,
-    fused_attention_flops,
+    embedding_seconds,
     gather_seconds,
     group_of,
-    kernel_rates,
+    head_seconds,
+    layer_seconds,
+    ring_latency,
 )
-from harness.layout.layer_spec import layer_branches, projection_flops
+from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
+from harness.layout.model_profile import layer_parameter_count, model_profile
+from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
-# Tensors of tokens x hidden_size that elementwise operators of the residual stream read and write in a layer's forward:
-# two norms, and two sums.
-RESIDUAL_TENSORS = 10
-BACKWARD_TENSORS = 2  # times as many in backward
-DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
-
-EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
+# The buckets in which gradients leave backward: the share that is reduced after it has ended.
+LAST_BUCKET = 0.05
 
 
 @dataclass(frozen=True)
@@ -57,98 +53,6 @@ class StepSetting:
 
 
 @dataclass(frozen=True)
-class LayerSeconds:
-    """The seconds of a decoder layer for one micro-batch, and of what is a part of them."""
-
-    forward: float
-    backward: float
-    weight_gradient: float  # of backward: the gradients of matrices
-    attention: float  # of forward: attention's core
-    last_projection: float  # of forward: the last matrix product
-
-
-@lru_cache(maxsize=8192)
-def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> LayerSeconds:
-    """Return the seconds of one decoder layer.
-
-    A product takes as long as the one that computes the gradient of its input, or of its weight.
-    """
-    rates, tokens = kernel_rates(hardware, shape.compute_dtype), shape.tokens
-    matrices = [matrix.cut(shape.tp) for matrix in model_profile(shape.model).layer_matrices]
-    products = [rates.product_seconds(tokens, rows, columns, shape.width) for rows, columns in matrices]
-    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, sum(map(math.prod, matrices)))
-    forward_attention, backward_attention = attention_seconds(shape, rates, timing)
-    elementwise = rates.elementwise_seconds(_elementwise_bytes(shape)) * timing.elementwise_traffic
-    return LayerSeconds(
-        forward=sum(products) + forward_attention + elementwise,
-        backward=sum(products) + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
-        weight_gradient=weight_gradient,
-        attention=forward_attention,
-        last_projection=products[-1],
-    )
-
-
-def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: float) -> float:
-    """Return the seconds in which so many elements of a gradient are added to those of earlier micro-batches."""
-    return rates.elementwise_seconds(elements * (shape.width + 2 * shape.accumulate_bytes))
-
-
-def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
-    """Return the seconds of attention's core in forward and in backward.
-
-    A fused kernel computes 2.5 times as many products in backward, with the scores' own (arXiv 2205.14135). Plain
-    operators write and read all scores in device memory, and compute those that the mask hides.
-    """
-    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
-    if model.attention == "flash":
-        computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
-        work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
-        forward = work / rates.attention_flops + rates.kernel_seconds
-        return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
-    scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
-    products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
-    forward = products + rates.elementwise_seconds(scores * SCORE_BYTES_FORWARD)
-    return forward, 2 * products + rates.elementwise_seconds(scores * SCORE_BYTES_BACKWARD)
-
-
-def _elementwise_bytes(shape: MicroBatchShape) -> float:
-    """Return the bytes that a layer's norms, rotations, sums and activation functions move in forward."""
-    model = shape.model
-    residual_parts = shape.tp if shape.sequence_parallel else 1
-    residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
-    head_tensors, inner_tensors = model_profile(model).elementwise_tensors
-    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
-    return shape.tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
-
-
-@lru_cache(maxsize=8192)
-def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
-    """Return the seconds of final norm, head and loss in forward and in backward."""
-    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
-    vocabulary = shape.model.vocab_size / shape.vocabulary_tp
-    loss = rates.elementwise_seconds(shape.tokens * vocabulary * timing.logit_bytes)
-    product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
-    return product + loss / 2, 2 * product + _accumulation_seconds(shape, rates, vocabulary * width) + loss / 2
-
-
-@lru_cache(maxsize=8192)
-def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple[float, float]:
-    """Return the seconds of the embedding in forward and in backward; its gradient is as large as the table."""
-    rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
-    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * width * shape.width)
-    table = shape.model.vocab_size / shape.vocabulary_tp * width
-    return rows, rows + _accumulation_seconds(shape, rates, table)
-
-
-class RankStages(NamedTuple):
-    """The stages of the ranks at one place of the pipeline."""
-
-    layers: int
-    holds_embedding: bool
-    holds_head: bool
-
-
-@dataclass(frozen=True)
 class MicroBatchTime:
     """The seconds of a layer or a stage for a micro-batch on one rank."""
 
@@ -161,6 +65,121 @@ class MicroBatchTime:
     def seconds(self) -> float:
         """All of them."""
         return self.forward + self.backward + self.tp + self.cp
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """The seconds of a rank of the pipeline; what its ranks of data send is exposed, or hidden beside compute."""
+
+    passes: MicroBatchTime
+    per_micro_batch: float  # of all that a micro-batch takes
+    data_per_micro_batch: float  # exposed
+    data_per_step: float
+    hidden_per_micro_batch: float
+    hidden_per_step: float
+    replica_share: float  # of the exposed seconds, those among replicas
+    parameters: float  # on one tensor-parallel rank, not sharded
+
+
+def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]) -> RankTime:
+    """Return the seconds of a rank with stages of such layers, and what data parallelism adds.
+
+    A tied head counts as well: gradients of both uses are in one table, but in a pipeline each end has its own.
+    Stage 3 gathers parameters before use and reduces gradients, layer by layer (arXiv 2304.11277): the first layer's
+    gather and the last layer's reduction have nothing to hide behind, nor have embedding and head. Replicas of shards
+    reduce what the shards' ranks have of a layer after these have reduced it, in every micro-batch or in the last one.
+    In lower stages each rank has all parameters. Stages 0 and 1 reduce once, beside the backward of the last
+    micro-batch, stage 2 in every micro-batch; stages 1 and 2 gather the updated parameters.
+    """
+    config, layout, timing, widths = step.config, step.layout, step.timing, step.widths
+    profile, layers = model_profile(config.model), sum(stage.layers for stage in stages)
+    passes, is_stage_3 = stage_time(step, layer, stages), layout.zero_stage == 3
+    shards, tensors = layout.axes_size(layout.sharding_axes), len(profile.layer_shapes)
+    end_shapes = [profile.embedding_shapes for stage in stages if stage.holds_embedding]
+    end_shapes += [profile.head_shapes for stage in stages if stage.holds_head]
+    of_layer = layer_parameter_count(config.model) / layout.tp
+    of_ends = sum(map(numel, end_shapes)) / layout.vocabulary_tp
+    parameters = layers * of_layer + of_ends
+    if is_stage_3:
+        gather, reduction, replica = (layers * seconds for seconds in _unit_seconds(step, of_layer, tensors))
+        end_gather, end_reduction, end_replica = _unit_seconds(step, of_ends, tensors)
+        gathers_beside = timing.prefetches_parameters and widths.prefetches_parameters
+        reduces_beside = timing.prefetches_parameters and widths.overlaps_reduction  # both need a stream of their own
+        is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
+        alone, gathered_again = 1 / max(1, layers), 1 + (widths.gathers_for_each_use and is_recomputed)
+        sums_each_time = timing.reduces_replicas_every_micro_batch
+    else:
+        tensors = layers * tensors + len(end_shapes)
+        gather, reduction, replica = _unit_seconds(step, parameters, tensors)
+        end_gather = end_reduction = end_replica = 0.0
+        gathers_beside = timing.overlaps_parameter_gather
+        reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
+        alone, gathered_again, sums_each_time = LAST_BUCKET, 0, layout.zero_stage == 2
+    beside_backward = gathers_beside * gathered_again * gather + reduces_beside * (1 - alone) * reduction
+    hidden_backward = min(beside_backward, passes.backward)
+    hidden_with_replicas = min(beside_backward + reduces_beside * (1 - alone) * replica, passes.backward)
+    hidden_gather = min(gathers_beside * (1 - alone) * gather, passes.forward)
+    sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
+        (gather + 2 * end_gather, hidden_gather, is_stage_3),
+        (gathered_again * gather + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
+        (replica + end_replica, hidden_with_replicas - hidden_backward, sums_each_time),
+    )
+    slices = timing.shard_slice_seconds * shards * tensors if layout.zero_stage in (1, 2) and shards > 1 else 0.0
+    in_step = [seconds for seconds, _, _ in sent]
+    if is_stage_3:
+        micro_batches = layout.grad_accumulation_steps(config.train)
+        in_step = [(seconds - hidden) * (micro_batches if is_often else 1) for seconds, hidden, is_often in sent]
+    exposed_often, hidden_often = _sums(sent, in_every_micro_batch=True)
+    exposed_once, hidden_once = _sums(sent, in_every_micro_batch=False)
+    return RankTime(
+        passes,
+        per_micro_batch=passes.seconds + exposed_often + step.hardware.fitted.overlap_slowdown * hidden_often,
+        data_per_micro_batch=exposed_often,
+        data_per_step=exposed_once + slices,
+        hidden_per_micro_batch=hidden_often,
+        hidden_per_step=hidden_once,
+        replica_share=in_step[-1] / sum(in_step) if any(in_step) else 0.0,
+        parameters=parameters,
+    )
+
+
+def _sums(sent: Iterable[tuple[float, float, bool]], *, in_every_micro_batch: bool) -> tuple[float, float]:
+    """Return the exposed and the hidden seconds of what every micro-batch sends, or of what a step sends once."""
+    chosen = [(seconds - hidden, hidden) for seconds, hidden, is_often in sent if is_often == in_every_micro_batch]
+    return sum(exposed for exposed, _ in chosen), sum(hidden for _, hidden in chosen)
+
+
+def stage_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]) -> MicroBatchTime:
+    """Return the seconds of a rank's stages of such layers."""
+    shape, layers, beside = step.shape, sum(stage.layers for stage in stages), step.timing.micro_batch_seconds
+    forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
+    vocabulary_group = step.group("tp") if shape.vocabulary_tp > 1 else RankGroup(1, 1)
+    ends = [embedding_seconds(shape, step.hardware) for stage in stages if stage.holds_embedding]
+    ends += [head_seconds(shape, step.hardware, step.timing) for stage in stages if stage.holds_head]
+    for end_forward, end_backward in ends:
+        forward, backward = forward + end_forward, backward + end_backward
+        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
+    return MicroBatchTime(forward + beside / 3, backward + beside * 2 / 3, tp, layers * layer.cp)
+
+
+def _unit_seconds(step: StepSetting, parameters: float, tensors: int) -> tuple[float, float, float]:
+    """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with replicas'.
+
+    Gradients of small parameters share a bucket, and one that is larger than a bucket is sent alone.
+    """
+    hardware, widths, zero_stage = step.hardware, step.widths, step.layout.zero_stage
+    shards, replicas = step.group(*step.layout.sharding_axes), step.group(*step.layout.replica_axes)
+    reduced, latency = parameters * step.config.precision.reduce_bytes, ring_latency(shards, hardware)
+    bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
+    reductions = min(tensors, math.ceil(parameters / bucket)) if bucket else 1
+    gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
+    reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
+    gather = gather_seconds(parameters * widths.gathered, shards, hardware) if zero_stage else 0.0
+    return (
+        gather + (gathers - 1) * latency,
+        reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency,
+        all_reduce_seconds(reduced / shards.ranks, replicas, hardware),
+    )
 
 
 def layer_time(step: StepSetting) -> MicroBatchTime:
@@ -241,16 +260,3 @@ def _cp_seconds(step: StepSetting, recomputed: float) -> float:
     shape, model = step.shape, step.config.model
     elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.sequences * shape.seq_len
     return (2 + recomputed) * gather_seconds(elements * shape.width, step.group("cp"), step.hardware)
-
-
-def stage_time(step: StepSetting, layer: MicroBatchTime, stages: RankStages) -> MicroBatchTime:
-    """Return the seconds of a rank's stages of such layers."""
-    shape, layers, beside = step.shape, stages.layers, step.timing.micro_batch_seconds
-    forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
-    vocabulary_group = step.group("tp") if shape.vocabulary_tp > 1 else RankGroup(1, 1)
-    ends = [embedding_seconds(shape, step.hardware)] if stages.holds_embedding else []
-    ends += [head_seconds(shape, step.hardware, step.timing)] if stages.holds_head else []
-    for end_forward, end_backward in ends:
-        forward, backward = forward + end_forward, backward + end_backward
-        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
-    return MicroBatchTime(forward + beside / 3, backward + beside * 2 / 3, tp, layers * layer.cp)

@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
-from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
@@ -16,11 +14,15 @@ from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.timing.data_parallel_time import rank_time
-from harness.cost_model.timing.kernels import PAYLOAD, host_update_seconds, kernel_rates, rank_hardware, send_seconds
-from harness.cost_model.timing.stage_time import MicroBatchTime, RankStages, StepSetting, layer_time
+from harness.cost_model.timing.kernels import (
+    PAYLOAD,
+    host_update_seconds,
+    kernel_rates,
+    rank_hardware,
+    send_seconds,
+)
+from harness.cost_model.timing.stage_time import MicroBatchTime, StepSetting, layer_time, rank_time
 from harness.layout.layout import Layout
-from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 
 GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
@@ -75,21 +77,6 @@ class StepTime:
         return float(seconds * low**spread) + self.copy_seconds, float(seconds * high**spread) + self.copy_seconds
 
 
-@lru_cache(maxsize=4096)
-def pipeline_stages(model: ModelConfig, layout: Layout) -> Mapping[RankStages, int]:
-    """Return the different kinds of pipeline ranks, each with how many ranks are of it."""
-    stages = split_into_stages(model, layout)
-    ranks = (stages[place :: layout.pp] for place in range(layout.pp))
-    return Counter(
-        RankStages(
-            sum(stage.layers for stage in own),
-            any(stage.holds_embedding for stage in own),
-            any(stage.holds_head for stage in own),
-        )
-        for own in ranks
-    )
-
-
 def estimate_step_time(
     config: RunConfig,
     layout: Layout,
@@ -108,8 +95,8 @@ def estimate_step_time(
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
     step = StepSetting(config, layout, hardware, timing, widths, gpus_per_node)
-    kinds, layer, slowdown = pipeline_stages(config.model, layout), layer_time(step), hardware.fitted.overlap_slowdown
-    ranks = [rank_time(step, layer, kind) for kind in kinds]
+    kinds, layer, slowdown = alike_ranks(config.model, layout, 1), layer_time(step), hardware.fitted.overlap_slowdown
+    ranks = [rank_time(step, layer, stages) for stages, _ in kinds]
     slowest = max(ranks, key=lambda rank: rank.per_micro_batch)
     passes, hidden_per_step = slowest.passes, max(rank.hidden_per_step for rank in ranks)
     data = micro_batches * slowest.data_per_micro_batch + max(rank.data_per_step for rank in ranks)
@@ -120,14 +107,14 @@ def estimate_step_time(
         communication["pp"] = _transfer_seconds(step) * (micro_batches * timing.blocking_transfers + layout.pp - 1)
     # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
     # pass in shorter parts, and zero bubble fills a part of the wait.
-    numbers = zip(ranks, kinds.values(), strict=True)
-    others = sum(rank.per_micro_batch * number for rank, number in numbers) - slowest.per_micro_batch
+    every = sum(rank.per_micro_batch * len(places) for rank, (_, places) in zip(ranks, kinds, strict=True))
+    bubble = (every - slowest.per_micro_batch) * bubble_ratio(layout, micro_batches)
     compute = micro_batches * (passes.forward + passes.backward)
     hidden = micro_batches * slowest.hidden_per_micro_batch + hidden_per_step
     return StepTime(
         compute + slowdown * hidden,
         {axis: seconds for axis, seconds in communication.items() if seconds},
-        bubble_seconds=others * bubble_ratio(layout, micro_batches) * micro_batches / max(1, layout.pp - 1),
+        bubble_seconds=bubble * micro_batches / max(1, layout.pp - 1),
         optimizer_seconds=_optimizer_seconds(step, max(rank.parameters for rank in ranks)),
         other_seconds=_other_seconds(step, micro_batches),
         micro_batches=micro_batches,
