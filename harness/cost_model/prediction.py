@@ -67,7 +67,7 @@ class Prediction:
     def verdict(self) -> FitVerdict:
         """Whether the highest rank fits a device, by the errors on file, and its host's memory."""
         verdict = fit_verdict(self.peak, self.available_bytes, self.judged_stack)
-        return verdict if self.fits_host else dataclasses.replace(verdict, fits="no")
+        return verdict if self.room.host_holds(self.memory) else dataclasses.replace(verdict, fits="no")
 
     @property
     def judged_stack(self) -> StackMemory:
@@ -148,11 +148,6 @@ class Prediction:
     def fits(self) -> bool:
         """Whether the predicted peak itself fits a device and its host; `verdict` has how sure that is."""
         return self.room.holds(self.memory)
-
-    @property
-    def fits_host(self) -> bool:
-        """Whether what a rank keeps on the host fits there, as far as that is known."""
-        return self.room.host_holds(self.memory)
 
     @property
     def tokens_per_second(self) -> float:

@@ -61,21 +61,19 @@ PLAN_COLUMNS = {
 def planned_row(prediction: Prediction) -> Row:
     """Return the row of a prediction; nothing of it was measured."""
     config = prediction.config
-    of_run: dict[str, str] = {}
-    if prediction.is_runnable:
-        words = run_overrides(config)
-        is_searched = config.strategy.name == SEARCH
-        of_run = {"overrides": shlex.join(words)} | ({"strategy": words[0].partition("=")[2]} if is_searched else {})
+    words = run_overrides(config) if prediction.is_runnable else []
+    preset = words[0].partition("=")[2] if words and config.strategy.name == SEARCH else config.strategy.name
     return {
         "status": None,
         "measured_on": None,
         **config_columns(config, prediction.layout),
+        "strategy": preset,
         "launch": "planned",
         "repeat": None,
         "cluster": prediction.cluster.name,
         "stack": prediction.stack.name,
         "datasheet_only": prediction.cluster.hardware.datasheet_only,
-        **of_run,
+        **({"overrides": shlex.join(words)} if words else {}),
         **time_columns(prediction),
         **memory_columns(prediction),
         **communication_columns(prediction),

@@ -89,12 +89,9 @@ def search(space: SearchedSpace, best: int = BEST, bounds: Sequence[LowerBound] 
         if state_bytes > MOST_DEVICES * alike[0].available_bytes:
             result.beyond += len(alike)
             continue
-        for prediction in alike:
-            problem = next(plan_problems(prediction), None)
-            if problem is None:
-                valid.append((prediction, state_bytes))
-            else:
-                result.problems[problem] += 1
+        problems = [next(plan_problems(prediction), None) for prediction in alike]
+        valid += [(entry, state_bytes) for entry, problem in zip(alike, problems, strict=True) if problem is None]
+        result.problems.update(problem for problem in problems if problem is not None)
     result.valid = len(valid)
     rank(valid, result, best, bounds[1:])
     return result
@@ -120,7 +117,7 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
         if is_needless(state_bytes, prediction) or any(is_needless(bound(prediction), prediction) for bound in bounds):
             continue
         result.memory_estimates += 1
-        if not prediction.fits_host:
+        if not prediction.room.host_holds(prediction.memory):
             continue
         if len(result.best) < best and prediction.fits:
             result.best.append(prediction)

@@ -59,7 +59,7 @@ def memory_sentences(result: SearchResult) -> Iterator[str]:
 
 def misfit_sentence(prediction: Prediction) -> str:
     """Return what a layout that does not fit would take and need, and what would make it fit."""
-    if not prediction.fits_host:
+    if not prediction.room.host_holds(prediction.memory):
         return say("host_misfit", entry=prediction)
     return say("misfit", entry=prediction, offers=list(itertools.islice(offers(prediction), MOST_OFFERS)))
 

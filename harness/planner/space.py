@@ -7,7 +7,7 @@ Imports no torch.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -160,18 +160,19 @@ def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[
         return [{}]
     memory, is_own = space.stack.memory, space.stack.memory.kind == "harness"
     divides = is_own and tp > 1  # matrices, which DistributedDataParallel leaves whole
+    wrapper = "fsdp" if divides or memory.kind == "flat_units" else "ddp"
+    keeps_masters_whole = is_own and space.config.precision.is_mixed  # as ZeroRedundancyOptimizer does
     shards = [way for way in sharded(space, dp, tp, cp) if way["zero_stage"] in memory.zero_stages]
-    ways: list[dict[str, Any]] = []
-    if 0 in memory.zero_stages and (dp > 1 or not divides):
-        wrapper = "fsdp" if divides or memory.kind == "flat_units" else "ddp"
-        ways.append({"data_parallel": wrapper, "dp_replicate": dp})
-    # ZeroRedundancyOptimizer keeps masters whole.
-    if 1 in memory.zero_stages and dp > 1 and not divides and not (is_own and space.config.precision.is_mixed):
-        ways.append({"data_parallel": "ddp", "zero_stage": 1, "dp_shard": dp})
-    if is_own and cp == pp == tp == 1:
-        ways += deepspeed_ways(dp, space.offloads)
-    offloaded = [way | {"offload": "parameters"} for way in shards if way["zero_stage"] == 3]
-    return ways + shards + (offloaded if is_own and space.offloads else [])
+    replicates = 0 in memory.zero_stages and (dp > 1 or not divides)
+    cuts_optimizer = 1 in memory.zero_stages and dp > 1 and not divides and not keeps_masters_whole
+    ways: list[tuple[bool, Iterable[dict[str, Any]]]] = [
+        (replicates, [{"data_parallel": wrapper, "dp_replicate": dp}]),
+        (cuts_optimizer, [{"data_parallel": "ddp", "zero_stage": 1, "dp_shard": dp}]),
+        (is_own and cp == pp == tp == 1, deepspeed_ways(dp, space.offloads)),
+        (True, shards),
+        (is_own and space.offloads, [way | {"offload": "parameters"} for way in shards if way["zero_stage"] == 3]),
+    ]
+    return [way for is_possible, of_kind in ways if is_possible for way in of_kind]
 
 
 def deepspeed_ways(dp: int, offloads: bool) -> Iterator[dict[str, Any]]:
