@@ -152,14 +152,16 @@ def _sums(sent: Iterable[tuple[float, float, bool]], *, in_every_micro_batch: bo
 def stage_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]) -> MicroBatchTime:
     """Return the seconds of a rank's stages of such layers."""
     shape, layers, beside = step.shape, sum(stage.layers for stage in stages), step.timing.micro_batch_seconds
-    forward, backward, tp = layers * layer.forward, layers * layer.backward, layers * layer.tp
     vocabulary_group = step.group("tp") if shape.vocabulary_tp > 1 else RankGroup(1, 1)
     ends = [embedding_seconds(shape, step.hardware) for stage in stages if stage.holds_embedding]
     ends += [head_seconds(shape, step.hardware, step.timing) for stage in stages if stage.holds_head]
-    for end_forward, end_backward in ends:
-        forward, backward = forward + end_forward, backward + end_backward
-        tp += all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
-    return MicroBatchTime(forward + beside / 3, backward + beside * 2 / 3, tp, layers * layer.cp)
+    sums = len(ends) * all_reduce_seconds(shape.whole_hidden_bytes, vocabulary_group, step.hardware)
+    return MicroBatchTime(
+        forward=layers * layer.forward + sum(forward for forward, _ in ends) + beside / 3,
+        backward=layers * layer.backward + sum(backward for _, backward in ends) + beside * 2 / 3,
+        tp=layers * layer.tp + sums,
+        cp=layers * layer.cp,
+    )
 
 
 def _unit_seconds(step: StepSetting, parameters: float, tensors: int) -> tuple[float, float, float]:
@@ -189,15 +191,17 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     the device wait for a while in every layer. On a CPU the host runs kernels itself, so that both times count, and
     what it does beside them counts as launches that take as long.
     """
-    hardware, timing, passes = step.hardware, step.timing, layer_seconds(step.shape, step.hardware, step.timing)
+    hardware, timing, shape = step.hardware, step.timing, step.shape
+    passes = layer_seconds(shape, hardware, timing)
     recomputed = recomputed_share(step, passes)
     forward, backward = passes.forward, passes.backward + recomputed * passes.forward
     tp, collectives = _tp_seconds(step, passes, recomputed)
-    cp = _cp_seconds(step, recomputed)
+    # Keys and values are gathered, in each forward, and their gradients scattered.
+    cp = (2 + recomputed) * gather_seconds(2 * shape.key_bytes * shape.cp, step.group("cp"), hardware)
     kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (_further_launches(step) if hardware.is_cpu else 0)
-    per_rank = timing.pipelined_collective_seconds_per_rank if step.layout.pp_enabled else 0.0
-    per_rank = step.layout.tp * max(per_rank, timing.collective_seconds_per_rank)
-    host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + per_rank)
+    in_pipeline = step.layout.pp_enabled * timing.pipelined_collective_seconds_per_rank
+    of_group = shape.tp * max(in_pipeline, timing.collective_seconds_per_rank)
+    host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + of_group)
     device = forward + backward + tp + cp
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
@@ -253,10 +257,3 @@ def _tp_seconds(step: StepSetting, passes: LayerSeconds, recomputed: float) -> t
     if timing.overlaps_input_gradient:
         exposed_backward -= min(branches * collective_seconds, passes.weight_gradient)
     return forward_count * collective_seconds + exposed_backward, forward_count + backward_count
-
-
-def _cp_seconds(step: StepSetting, recomputed: float) -> float:
-    """Return the seconds of gathering keys and values, and of scattering their gradients."""
-    shape, model = step.shape, step.config.model
-    elements = 2 * model.num_key_value_heads * model.head_dim / shape.tp * shape.sequences * shape.seq_len
-    return (2 + recomputed) * gather_seconds(elements * shape.width, step.group("cp"), step.hardware)

@@ -146,12 +146,10 @@ def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
 
 def _transfer_seconds(step: StepSetting) -> float:
     """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
-    config, layout, timing, gpus_per_node = step.config, step.layout, step.timing, step.gpus_per_node
-    parts = layout.tp if layout.sequence_parallel else 1
-    hidden = config.train.micro_batch * config.train.seq_len / layout.cp * config.model.hidden_size
-    sent, stride = hidden * config.precision.compute_bytes / parts, layout.world_size // layout.pp
+    layout, timing, gpus_per_node = step.layout, step.timing, step.gpus_per_node
     growth: float = max(1.0, layout.world_size / gpus_per_node / 2) ** timing.transfer_growth
-    return 2 * (send_seconds(sent, stride, gpus_per_node, step.hardware) + timing.transfer_seconds * growth)
+    sent = send_seconds(step.shape.hidden_bytes, layout.world_size // layout.pp, gpus_per_node, step.hardware)
+    return 2 * (sent + timing.transfer_seconds * growth)
 
 
 def _other_seconds(step: StepSetting, micro_batches: int) -> float:
