@@ -50,7 +50,7 @@ def expected_bytes(
         by_purpose: tuple[dict[str, float], ...] = (
             dp_bytes(config, layout, widths, gathered, reduced),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
-            cp_bytes(config, layout, stage),
+            cp_bytes(config, layout, stage, shape),
             {"pp send": transfers},
         )
         for name, size in itertools.chain.from_iterable(sent.items() for sent in by_purpose):
@@ -84,7 +84,7 @@ def tp_bytes(
     if not layout.tp_enabled:
         return {}
     if not model_profile(config.model).is_project_decoder:
-        return per_matrix_tp_bytes(config, layout)
+        return per_matrix_tp_bytes(config, layout, shape)
     train, model = config.train, config.model
     micro_batches = layout.grad_accumulation_steps(train)
     vocabulary_is_cut = layout.vocabulary_parallel
@@ -111,7 +111,7 @@ def tp_bytes(
     }
 
 
-def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float]:
+def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape) -> dict[str, float]:
     """Return the bytes that a rank sends along the context-parallel axis for a stage: keys, values, their gradients.
 
     There is an all-gather in forward, another in a second forward of layer or attention, and a reduce-scatter in
@@ -119,36 +119,32 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage) -> dict[str, float
     """
     if not layout.cp_enabled:
         return {}
-    train, model = config.train, config.model
-    keys_and_values = 2 * model.num_key_value_heads * model.head_dim // layout.tp  # elements per token
-    tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
-    one_pass = ring_fraction(layout.cp) * tokens * keys_and_values * config.precision.compute_bytes
+    keys_and_values = 2 * shape.key_bytes * layout.cp  # of whole sequences
+    one_pass = ring_fraction(layout.cp) * layout.grad_accumulation_steps(config.train) * keys_and_values
     forwards = stage.layers + recomputed_layers(config, layout, stage)
     return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
 
 
-def per_matrix_tp_bytes(config: RunConfig, layout: Layout) -> dict[str, float]:
+def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape) -> dict[str, float]:
     """Return the bytes that a rank sends along the tensor-parallel axis where every matrix communicates by itself.
 
     A column-parallel matrix sums its input's gradient, a row-parallel one its output. A vocabulary-parallel embedding
     sums its output; a gathered output is gathered in forward. A layer's second forward, where it has one, sums and
     gathers again for all modules that it runs to their end.
     """
-    train, ring, profile = config.train, ring_fraction(layout.tp), model_profile(config.model)
+    ring, profile = ring_fraction(layout.tp), model_profile(config.model)
     summed = gathered = 0.0  # features per token
-    for name, shape in profile.parameter_shapes.items():
+    for name, matrix in profile.parameter_shapes.items():
         module, _, leaf = name.rpartition(".")
         style, layer = profile.tp_style(module), profile.layer_index(name)
         if leaf != "weight" or style is None:
             continue
-        outputs, inputs = shape
+        outputs, inputs = matrix
         is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
         forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
         summed += outputs * forwards if style == "row" else inputs
         gathered += outputs * forwards * (style == "gathered")
-    tokens = layout.grad_accumulation_steps(train) * train.micro_batch * train.seq_len
-    bytes_per_feature = tokens * config.precision.compute_bytes
-    sent = ring * bytes_per_feature
+    sent = ring * layout.grad_accumulation_steps(config.train) * shape.sequences * shape.seq_len * shape.width
     return {"tp all_reduce": 2 * sent * summed, "tp all_gather": sent * gathered}
 
 
