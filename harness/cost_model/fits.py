@@ -189,9 +189,8 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
     """
     checkpointing, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
     is_divided = layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or offload != "none"
-    sharded: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
-    if layout.cp_enabled:
-        sharded = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
+    fully_shard: Settings = {"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}
+    sharded = [fully_shard] if layout.cp_enabled else [{"strategy": strategy} for strategy in choices.sharded]
     is_selective = checkpointing == CheckpointingConfig("selective")
     return {
         "sharding": [] if is_divided else sharded,
