@@ -106,7 +106,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         gathers_beside = timing.prefetches_parameters and widths.prefetches_parameters
         reduces_beside = timing.prefetches_parameters and widths.overlaps_reduction  # both need a stream of their own
         is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
-        alone, gathered_again = 1 / max(1, layers), 1 + (widths.gathers_for_each_use and is_recomputed)
+        hideable, gathered_again = 1 - 1 / max(1, layers), 1 + (widths.gathers_for_each_use and is_recomputed)
         sums_each_time = timing.reduces_replicas_every_micro_batch
     else:
         tensors = layers * tensors + len(end_shapes)
@@ -114,11 +114,11 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         end_gather = end_reduction = end_replica = 0.0
         gathers_beside = timing.overlaps_parameter_gather
         reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
-        alone, gathered_again, sums_each_time = LAST_BUCKET, 0, layout.zero_stage == 2
-    beside_backward = gathers_beside * gathered_again * gather + reduces_beside * (1 - alone) * reduction
+        hideable, gathered_again, sums_each_time = 1 - LAST_BUCKET, 0, layout.zero_stage == 2
+    beside_backward = gathers_beside * gathered_again * gather + reduces_beside * hideable * reduction
     hidden_backward = min(beside_backward, passes.backward)
-    hidden_with_replicas = min(beside_backward + reduces_beside * (1 - alone) * replica, passes.backward)
-    hidden_gather = min(gathers_beside * (1 - alone) * gather, passes.forward)
+    hidden_with_replicas = min(beside_backward + reduces_beside * hideable * replica, passes.backward)
+    hidden_gather = min(gathers_beside * hideable * gather, passes.forward)
     sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
         (gather + 2 * end_gather, hidden_gather, is_stage_3),
         (gathered_again * gather + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
