@@ -190,7 +190,9 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
     checkpointing, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
     is_divided = layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or offload != "none"
     fully_shard: Settings = {"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}
-    sharded = [fully_shard] if layout.cp_enabled else [{"strategy": strategy} for strategy in choices.sharded]
+    sharded: list[Settings] = (
+        [fully_shard] if layout.cp_enabled else [{"strategy": strategy} for strategy in choices.sharded]
+    )
     is_selective = checkpointing == CheckpointingConfig("selective")
     return {
         "sharding": [] if is_divided else sharded,
