@@ -18,8 +18,6 @@ from harness.report.lines import Line, shared_value
 from harness.report.ranking import Group
 from harness.report.view import View
 
-_MOST_GROUPS = 4  # groups of comparable configurations that have sentences
-
 MOST_SENTENCES = 8  # on the configurations of a group
 
 _MOST_LINES = 6  # that have a sentence each
@@ -29,7 +27,7 @@ _MOST_SIZES = 3  # of models that a sentence lists: the largest, and the smalles
 
 def findings(view: View) -> list[Section]:
     """Return the section with the sentences that the first screen has no place for."""
-    groups = view.largest_groups(_MOST_GROUPS)
+    groups = view.largest_groups
     parts: list[Part | None] = []
     for group in groups:
         texts = [("", text) for text in group_sentences(group) if text]

@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from harness.records.schema import Record
 from harness.report.answers import Answer, answers, fastest, lead, remedy
@@ -17,31 +16,6 @@ from harness.report.speeds import leads
 from harness.report.view import View
 
 MOST_ANSWERS = 6
-
-_MOST_GROUPS = 4  # that the table of memory has
-
-
-@dataclass(frozen=True)
-class FirstScreen:
-    """The answer of a report, in plain text; every field but `compared` may be empty."""
-
-    warning: str  # the first line where the machine was busy: its speeds are to be ignored
-    compared: str  # what was compared, on what, and when
-    banner: str  # on a CPU: which figures carry over to GPUs; on GPUs: that most were idle, if they were
-    answers: tuple[Answer, ...]  # at most six, each with a lead: what wins, what it costs, why, how sure
-    fits: Table | None  # memory per rank, and the fastest configuration that fits in it
-
-
-def first_screen(view: View, fits_in: int | None = None) -> FirstScreen:
-    """Return the first screen.
-
-    Args:
-        view: All runs of the report.
-        fits_in: The memory in bytes of the device that a recommendation is for; by default every size of device.
-    """
-    groups = view.largest_groups(_MOST_GROUPS)
-    chosen = _answers(view, groups[0], fits_in) if groups else _without_groups(view)
-    return FirstScreen(warning(view), compared_text(view), _banner(view), tuple(chosen), fits_table(groups))
 
 
 def warning(view: View) -> str:
@@ -92,7 +66,7 @@ def _days(records: Sequence[Record]) -> list[str]:
     return sorted({str(record.row["started_at"])[:10] for record in records if record.row.get("started_at")})
 
 
-def _banner(view: View) -> str:
+def banner(view: View) -> str:
     """Return that nothing was measured, or which figures of a CPU carry over to GPUs, or that most GPUs were idle."""
     if distinct_values(view.lines, "launch") == ["simulated"]:
         return sentence("nothing_measured")
@@ -112,14 +86,23 @@ def launch_bound(view: View) -> str:
     return sentence("launch_bound", idle=idle, total=len(rows)) if 2 * idle > len(rows) else ""
 
 
-def _answers(view: View, group: Group, fits_in: int | None) -> list[Answer]:
-    """Return at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs."""
+def first_answers(view: View, fits_in: int | None = None) -> Iterator[Answer]:
+    """Yield at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs.
+
+    Args:
+        view: All runs of the report.
+        fits_in: The memory in bytes of the device that a recommendation is for; by default every size of device.
+    """
+    if not view.largest_groups:
+        yield from _without_groups(view)
+        return
+    group = view.largest_groups[0]
     first = {"largest_model": memory_wall(view)} if fits_in is None else {"fits_in": _fitting(group, fits_in)}
     last = {"checkpointing": checkpointing_answer(group), "scaling": next(scaling_sentences(view), "")}
     texts = first | answers(group) | last
     apart = {"certainty", "speed"} if warning(view) else {"certainty"}  # a warning says what would rank speeds
     kinds = [kind for kind, text in texts.items() if text and kind not in apart]
-    return [(lead(kind, group.title, fits_in), texts[kind]) for kind in (*kinds[: MOST_ANSWERS - 1], "certainty")]
+    yield from ((lead(kind, group.title, fits_in), texts[kind]) for kind in (*kinds[: MOST_ANSWERS - 1], "certainty"))
 
 
 def _fitting(group: Group, fits_in: int) -> str:
@@ -152,11 +135,10 @@ _MOST_ROWS = 12  # of the table of what fits
 _TITLES = ("configurations", "memory per rank", "fastest that fits", "may be as fast or faster", "tokens/s")
 
 
-def fits_table(groups: Sequence[Group]) -> Table | None:
+def fits_table(view: View) -> Table | None:
     """Return the fastest configuration for each amount of memory per rank; None where no speeds are ranked."""
-    entries = [
-        (group, line) for group in groups if len(group.front) > 1 or len(group.ranked) > 1 for line in group.front
-    ]
+    groups = [group for group in view.largest_groups if len(group.front) > 1 or len(group.ranked) > 1]
+    entries = [(group, line) for group in groups for line in group.front]
     if not entries:
         return None
     most = min(_MOST_ROWS, len(entries))

@@ -36,14 +36,14 @@ def memory(view: View) -> list[Section]:
     lines = view.lines
     on_host = [name for name in _ON_HOST if any(column_values(lines, name))]
     compared = baseline_name(lines)
-    columns = []
-    for name in MEMORY_COLUMNS:
-        columns.append(from_lines(lines, name))
-        if compared:
-            columns.append(from_lines(lines, f"{name}_ratio", f"× {column(name).title}", "ratio"))
-    columns.append(ShownColumn("smallest peak of any rank", [_least_peak(line) for line in lines], "bytes"))
-    columns += [from_lines(lines, name) for name in on_host]
-    columns += [from_lines(lines, name, header) for name, header in _OTHER_MEMORY.items()]
+    ratios = [from_lines(lines, f"{name}_ratio", f"× {column(name).title}", "ratio") for name in MEMORY_COLUMNS]
+    parts = zip((from_lines(lines, name) for name in MEMORY_COLUMNS), ratios, strict=True)
+    columns = [
+        *(shown for size, ratio in parts for shown in ((size, ratio) if compared else (size,))),
+        ShownColumn("smallest peak of any rank", [_least_peak(line) for line in lines], "bytes"),
+        *(from_lines(lines, name) for name in on_host),
+        *(from_lines(lines, name, header) for name, header in _OTHER_MEMORY.items()),
+    ]
     sizes = line_table(lines, columns)
     if sizes is None:
         return []

@@ -18,7 +18,7 @@ from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed, tradeoffs
 from harness.report.document import Banner, BulletList, Paragraph, Section, section, sentence
 from harness.report.findings import findings
-from harness.report.first_screen import first_screen
+from harness.report.first_screen import banner, compared_text, first_answers, fits_table, warning
 from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.resources import operations, pipeline_section, time, traffic_section
@@ -73,15 +73,16 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
     """Return the first screen: what was compared, the answers, one picture, and what fits in a device's memory."""
     if not view.lines:
         return section("", Paragraph(sentence("no_runs")))
-    screen = first_screen(view, fits_in)
+    frames = [Banner(text) if text else None for text in (warning(view), banner(view))]
+    answers = [*first_answers(view, fits_in)]
     return section(
         "Summary",
-        Banner(screen.warning) if screen.warning else None,
-        Paragraph(screen.compared),
-        Banner(screen.banner) if screen.banner else None,
-        BulletList(screen.answers) if screen.answers else None,
+        frames[0],
+        Paragraph(compared_text(view)),
+        frames[1],
+        BulletList(answers) if answers else None,
         tradeoffs.first_picture(part),
-        screen.fits,
+        fits_table(view),
         is_first=True,
     )
 

@@ -23,7 +23,7 @@ from harness.report.columns import (
 )
 from harness.report.comparability import group_by, shared_settings
 from harness.report.document import MOST_LABELS, Disturbed, Table, labels_text, sentence
-from harness.report.first_screen import first_screen, warning
+from harness.report.first_screen import first_answers, fits_table, warning
 from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, rows_of
 from harness.report.overview import pivots
 from harness.report.view import MOST, View, truncate
@@ -47,9 +47,8 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
         only: The ids of the runs whose lines to show; the others serve as baselines. By default all are shown.
     """
     whole, view = view, view if only is not None else truncate(view, MOST)
-    lines = view.lines
-    if only is not None:  # the lines keep ratios to baselines that may not be shown
-        lines = [line for line in lines if any(run.run_id in only for run in line.runs)]
+    # The lines keep ratios to baselines that may not be shown.
+    lines = [line for line in view.lines if only is None or any(run.run_id in only for run in line.runs)]
     if not lines:
         console.print(Text(sentence("no_runs")))
         return
@@ -201,12 +200,11 @@ def print_answers(view: View, console: Console, pivot: str | None = None, fits_i
     """
     if not view.records:
         return
-    screen = first_screen(view, fits_in)
     sections = pivots(truncate(view, MOST), pivot) if pivot is not None else []
-    for table in (*(part for section in sections for part in section.parts), screen.fits):
+    for table in (*(part for section in sections for part in section.parts), fits_table(view)):
         if isinstance(table, Table):
             _print_document(table, console)
-    for lead, text in screen.answers:
+    for lead, text in first_answers(view, fits_in):
         console.print(Text.assemble((f"{sanitize(lead)}: ", "bold"), sanitize(text)))
 
 

@@ -22,6 +22,8 @@ from harness.util.text import count_text, join_words, sanitize
 
 MOST = 200  # runs that tables show; findings consider all runs
 
+MOST_GROUPS = 4  # groups of comparable configurations that have sentences, and rows in the table of what fits
+
 
 @dataclass(frozen=True)
 class View:
@@ -47,9 +49,10 @@ class View:
         """What is best among comparable lines; the largest group first."""
         return self._ranked[1]
 
-    def largest_groups(self, most: int) -> list[Group]:
-        """Return the largest groups of at least two lines, at most so many of them, for sentences."""
-        return [group.relabelled() for group in self.groups if len(group.members) > 1][:most]
+    @cached_property
+    def largest_groups(self) -> list[Group]:
+        """The largest groups of at least two lines, as many as have sentences."""
+        return [group.relabelled() for group in self.groups if len(group.members) > 1][:MOST_GROUPS]
 
     @cached_property
     def runs(self) -> list[Line]:

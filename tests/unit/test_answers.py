@@ -17,7 +17,7 @@ from harness.records.schema import Record
 from harness.report.columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings
-from harness.report.first_screen import FirstScreen, first_screen
+from harness.report.first_screen import first_answers, fits_table, warning
 from harness.report.labels import STEP_TITLES
 from harness.report.view import View
 from tests.support.example_records import FAILED, MIB, record_of, row
@@ -316,16 +316,17 @@ CHECKS = {
 }
 
 
-def check_screen(screen: FirstScreen, oracle: Oracle) -> None:
-    leads = [lead for lead, _ in screen.answers]
+def check_screen(view: View, oracle: Oracle) -> None:
+    leads = [lead for lead, _ in first_answers(view)]
     assert len(leads) <= 6 and len(leads) == len(set(leads))
-    for lead, text in screen.answers:
+    for lead, text in first_answers(view):
         CHECKS.get(lead, check_rates)(text, oracle)
     if len(oracle.ok) > 1:
         assert ("Fastest" in leads) == (len(oracle.speeds) > 1) and ("Cost" in leads) == (oracle.winner() is not None)
         assert leads[-1] == "How sure"
-    assert bool(screen.warning) == (2 * sum(not runs for runs in oracle.calm.values()) > len(oracle.ok))
-    rows = [dict(zip(screen.fits.header, cells, strict=True)) for cells in screen.fits.rows] if screen.fits else []
+    assert bool(warning(view)) == (2 * sum(not runs for runs in oracle.calm.values()) > len(oracle.ok))
+    fits = fits_table(view)
+    rows = [dict(zip(fits.header, cells, strict=True)) for cells in fits.rows] if fits else []
     front = [cells["fastest that fits"] for cells in rows]
     assert len(oracle.speeds) < 2 or front == oracle.front()
     for cells in rows:
@@ -412,12 +413,11 @@ def check_folder(seed: int, folder: Path) -> list[str]:
         check_sentence(text, oracle)
     check_table(view, oracle)
     if oracle.ok:
-        screen = first_screen(view)
-        check_screen(screen, oracle)
-        texts += [*(text for _, text in screen.answers), screen.warning]
+        check_screen(view, oracle)
+        texts += [*(text for _, text in first_answers(view)), warning(view)]
     if len(oracle.ok) > 1:
         limit = draw.randint(4, 9) * MIB
-        lead, text = first_screen(view, limit).answers[0]
+        lead, text = next(first_answers(view, limit))
         fitting = {label for label, peak in oracle.peaks.items() if peak <= limit}
         assert lead.startswith("Fits in") and (text.startswith(f"{len(fitting)} of ") or not fitting)
         for label in re.findall(rf"of which ({NAME}) is the fastest", text):

@@ -19,7 +19,7 @@ from harness.report.columns import ShownColumn, line_table
 from harness.report.document import Chart, Table, labels_text
 from harness.report.files import write_runs_parquet
 from harness.report.findings import beside
-from harness.report.first_screen import first_screen
+from harness.report.first_screen import first_answers
 from harness.report.lines import column_values, lines_of
 from harness.report.overview import best
 from harness.report.sections import sections
@@ -329,7 +329,7 @@ def test_what_a_paper_says_stands_behind_its_own_figure() -> None:
     """The bytes sent and the model state each have the paper's figure; the peak has none."""
     claim = Claim("zero3", "bytes sent", "", "paper", 1.5, "", 1.5, True, "", True)
     state = Claim("zero3", "model state", "", "paper", 2.0, "", 1.6, False, "a copy in fp32", False)
-    members = {line.label: line for line in View("papers", EXAMPLE).largest_groups(1)[0].members}
+    members = {line.label: line for line in View("papers", EXAMPLE).largest_groups[0].members}
     assert beside(members["zero3"], members["ddp"], [claim, state]) == (
         "zero3 beside ddp: 60 % of its peak memory; 1.50 × its bytes sent (by the paper's formula 1.50 ×);"
         " 0.62 × its model state (by the paper's formula 0.50 ×, different: a copy in fp32)."
@@ -349,7 +349,7 @@ def test_what_a_paper_says_stands_behind_its_own_figure() -> None:
     ],
 )
 def test_a_recommendation_respects_the_memory_limit(size: int, expected: str) -> None:
-    lead, text = first_screen(View("example", EXAMPLE), size).answers[0]
+    lead, text = next(first_answers(View("example", EXAMPLE), size))
     assert lead.startswith("Fits in ") and text.startswith(expected)
 
 
