@@ -192,9 +192,8 @@ def _differences(large: Record, small: Record, columns: Mapping[str, str]) -> di
 
 def _largest(differences: Mapping[str, float], whole: str) -> dict[str, float]:
     """Return the largest parts of the whole difference, if together they explain it; none if there is no difference."""
-    parts = [item for item in differences.items() if item[0] != whole]
-    ordered = sorted(parts, key=lambda item: -item[1])[:_MOST_PARTS]
-    named = {title: part for title, part in ordered if part >= _LEAST_SHARE * differences[whole]}
+    parts = sorted((item for item in differences.items() if item[0] != whole), key=lambda item: -item[1])
+    named = {title: part for title, part in parts[:_MOST_PARTS] if part >= _LEAST_SHARE * differences[whole]}
     return named if 0 < _EXPLAINED * differences[whole] <= sum(named.values()) else {}
 
 

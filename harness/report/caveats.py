@@ -187,8 +187,12 @@ def predicted_section(view: View) -> list[Section]:
             ]
     if not columns:
         return []
-    words = Paragraph(sentence("error_of_prediction"))
-    return section("Predicted and measured values", expected.predicted(view), line_table(lines, columns), words)
+    return section(
+        "Predicted and measured values",
+        expected.predicted(view),
+        line_table(lines, columns),
+        Paragraph(sentence("error_of_prediction")),
+    )
 
 
 def _proven_steps(record: Record) -> str:
@@ -223,8 +227,12 @@ def proof_section(view: View) -> list[Section]:
     if proof_table is None:
         return []
     compares = any("deviation" in column.header and column.is_known for column in columns)
-    words = sentence("proof", compares=compares, skips=any(skipped), is_chained=any(layers))
-    return section("Proof", *expected.losses(view), proof_table, Paragraph(words))
+    return section(
+        "Proof",
+        *expected.losses(view),
+        proof_table,
+        Paragraph(sentence("proof", compares=compares, skips=any(skipped), is_chained=any(layers))),
+    )
 
 
 def literature(view: View) -> list[Section]:

@@ -173,10 +173,8 @@ def _other_figures(first: Row, second: Row) -> dict[str, tuple[Any, Any]]:
 
 def print_regressions(check: JsonObject, out: Console) -> None:
     """Print one line for each change, worst first, then what was compared, and whether the baseline is held."""
-    settings = check["configuration"].items()
-    _print_notes(
-        {sentence("other_setting", key=key, values=values): True for key, values in settings}, out, soft_wrap=True
-    )
+    settings = {sentence("other_setting", key=key, values=of): True for key, of in check["configuration"].items()}
+    _print_notes(settings, out, soft_wrap=True)
     limit = f"{100 * check['limit']:g} %"
     rows = [
         (
@@ -194,13 +192,12 @@ def print_regressions(check: JsonObject, out: Console) -> None:
         columns = [ShownColumn(header, texts, number=header == "change") for header, texts in cells]
         out.print(rich_table(fit_width(columns, out.width)[0]))
     regressed = {change.run for change in check["changes"] if change.verdict == "regressed"}
-    unjudged = {
-        sentence("unjudged_speeds", labels=labels, check=check, reason=reason): labels
-        for reason, labels in check["unjudged_speeds"].items()
-    }
     notes = {
         sentence("judged", check=check): True,
-        **unjudged,
+        **{
+            sentence("unjudged_speeds", labels=labels, check=check, reason=reason): labels
+            for reason, labels in check["unjudged_speeds"].items()
+        },
         sentence("unjudged_runs", labels=check["new"]): check["new"],
         sentence("regressed", runs=regressed, check=check, limit=limit): regressed,
         sentence("holds", limit=limit): check["holds"],

@@ -132,7 +132,7 @@ def export(
     """
     contents: dict[str, Any] = {}
     if "csv" in formats:
-        contents["table.csv"] = csv_table(view, statistic)
+        contents["table.csv"] = paper_table(view, statistic).to_csv(index=False, lineterminator="\n")
     if "latex" in formats:
         contents["table.tex"] = latex_table(view, statistic)
     for form in (form for form in PICTURES if form in formats):
@@ -183,11 +183,6 @@ def latex_figures(view: View, shown: Sequence[Chart]) -> str:
     """Return the charts as LaTeX figures, whose captions have the setting."""
     figures = template("figures.tex.j2", lambda text: Markup(escape(text)))
     return figures.render(charts=shown, setting=setting(view))
-
-
-def csv_table(view: View, statistic: Statistic = "median") -> str:
-    """Return the comparison as CSV."""
-    return str(paper_table(view, statistic).to_csv(index=False, lineterminator="\n"))
 
 
 def paper_table(view: View, statistic: Statistic) -> pd.DataFrame:

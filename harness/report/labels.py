@@ -154,13 +154,10 @@ def _distinguishing(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
     return chosen
 
 
-def configuration_name(strategy: Any, checkpointing: Any) -> str:
-    """Return a strategy with its checkpointing, such as `ddp` and `zero3 + full checkpointing`."""
-    return f"{strategy}" + ("" if checkpointing in (None, "none") else f" + {checkpointing} checkpointing")
-
-
 def _name(row: Row) -> str:
-    return configuration_name(row.get("strategy") or row["run_id"], row.get("checkpointing"))
+    """Return a row's strategy with its checkpointing, such as `ddp` and `zero3 + full checkpointing`."""
+    kind, name = row.get("checkpointing"), str(row.get("strategy") or row["run_id"])
+    return name if kind in (None, "none") else f"{name} + {kind} checkpointing"
 
 
 def _details(row: Row, differing: Sequence[str]) -> str:

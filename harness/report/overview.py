@@ -6,6 +6,7 @@ from itertools import chain
 
 from harness.records.columns import column as registered
 from harness.report.charts import speed, tradeoffs
+from harness.report.charts.marks import scaled
 from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, units_of, write
 from harness.report.comparability import group_by, shared_settings, varying_columns
 from harness.report.document import ONE, Best, Paragraph, Section, Table, section, sentence
@@ -175,15 +176,21 @@ def build_explorer(view: View) -> ExplorerData | None:
     lines = view.lines
     counts = [name for name in _COUNTS if len(distinct_values(lines, name)) > 1]
     kinds = (_TIMES if view.draws_speeds else _UNTIMED) | _SIZES | dict.fromkeys(counts, "number")
-    columns = [ShownColumn(f"{_title(name)}, {{unit}}", column_values(lines, name), kinds[name]) for name in kinds]
+    columns = [
+        ShownColumn(f"{_title(name)}, {{unit}}", column_values(lines, name), kind, key=name)
+        for name, kind in kinds.items()
+    ]
     units = units_of(columns)
-    numbers, axes, shown = {}, {}, []
-    for name, values, written in zip(kinds, columns, write(columns), strict=True):
-        if sum(value is not None for value in values.cells) > 1:
-            size = units.get(values.kind, ONE).size
-            numbers[name] = written.header.removesuffix(", ")
-            axes[name] = [None if value is None else value / size for value in values.cells]
-            shown.append(replace(written, header=numbers[name]))
+    known = {column.key for column in columns if sum(value is not None for value in column.cells) > 1}
+    shown = [
+        replace(column, header=column.header.removesuffix(", ")) for column in write(columns) if column.key in known
+    ]
+    numbers = {column.key: column.header for column in shown}
+    axes = {
+        column.key: [scaled(value, units.get(column.kind, ONE)) for value in column.cells]
+        for column in columns
+        if column.key in known
+    }
     if len(numbers) < 2:
         return None
     texts = {name: _title(name) for name in _TEXTS if name == "strategy" or len(distinct_values(lines, name)) > 1}

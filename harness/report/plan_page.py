@@ -149,7 +149,6 @@ def _front_row(entry: Prediction) -> dict[str, str]:
 def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
     """Return the cells of one of the fastest layouts: what its step, by parts, and its memory consist of."""
     front, seconds = _front_row(entry), entry.parts_of_step
-    reserved = f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else ""
     return {
         "layout": front["layout"],
         "step s": front["step s"],
@@ -158,7 +157,7 @@ def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
         "tokens/s of a device": f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
         "MFU %": "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
         "peak GiB": f"{entry.memory.peak_bytes / GIB:.1f}",
-        "reserved GiB": reserved,
+        "reserved GiB": f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
         "fits": front["fits"],
         "fullest rank": str(entry.memory.rank),
         "phase of its peak": entry.memory.phase,

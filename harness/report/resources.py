@@ -108,13 +108,8 @@ def operations(view: View) -> list[Section]:
     )
 
 
-def traffic_section(view: View) -> list[Section]:
-    """Return the sections on the bytes sent: in total, compared with the formula, and by message size."""
-    return [*_communication(view), *_formula(view)]
-
-
-def _communication(view: View) -> list[Section]:
-    """Return bytes and calls with a column for each mesh axis and operation."""
+def communication(view: View) -> list[Section]:
+    """Return the section on the bytes sent: bytes and calls with a column for each mesh axis and operation."""
     lines = view.median_runs
     entries = [_by_kind(line.record) for line in lines]
     totals = column_values(lines, "communication_bytes")
@@ -149,8 +144,8 @@ def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
     return sums
 
 
-def _formula(view: View) -> list[Section]:
-    """Return the measured bytes and those of the formula, with one row per run and axis."""
+def formula(view: View) -> list[Section]:
+    """Return the section on the measured bytes and the formula's, with one row per run and axis, and message sizes."""
     entries = [(line.label, entry) for line in view.median_runs for entry in line.record.traffic]
     if not entries:
         return []

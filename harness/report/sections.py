@@ -21,7 +21,7 @@ from harness.report.findings import findings
 from harness.report.first_screen import banner, compared_text, first_answers, fits_table, warning
 from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
-from harness.report.resources import operations, pipeline_section, time, traffic_section
+from harness.report.resources import communication, formula, operations, pipeline_section, time
 from harness.report.sources import sources
 from harness.report.view import MOST, View, truncate
 
@@ -38,7 +38,8 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     truncation = sentence("truncation", shown=len(part.records), total=len(view.records))
     details = [
         *operations(part),
-        *traffic_section(part),
+        *communication(part),
+        *formula(part),
         *pipeline_section(part),
         *literature(part),
         *predicted_section(part),

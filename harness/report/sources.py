@@ -55,12 +55,6 @@ def sources(view: View) -> list[Section]:
     if not pairs:
         return []
     has_measurement = any(other for _, other in pairs)
-    words = sentence(
-        "sources",
-        is_measured=has_measurement,
-        is_on_gpu=any(line.get("measured_on") != "cpu" for line in simulated),
-        has_interval=any(line.record.predicted_step for line, _ in timed),
-    )
     differences = [
         (line.label, text)
         for line in simulated
@@ -71,7 +65,14 @@ def sources(view: View) -> list[Section]:
         "Formula, simulation and measurement" if has_measurement else "Formula and simulation",
         line_table(simulated, _memory_columns(pairs), "Peak memory"),
         line_table([line for line, _ in timed], _time_columns(timed), "Step time"),
-        Paragraph(words),
+        Paragraph(
+            sentence(
+                "sources",
+                is_measured=has_measurement,
+                is_on_gpu=any(line.get("measured_on") != "cpu" for line in simulated),
+                has_interval=any(line.record.predicted_step for line, _ in timed),
+            )
+        ),
         BulletList(differences) if differences else None,
     )
 

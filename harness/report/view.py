@@ -2,7 +2,6 @@
 
 import dataclasses
 import statistics
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -192,8 +191,6 @@ def _merge_values(name: str, column: Sequence[Any]) -> Any:
 
 _MOST_VALUES = 3  # of one part that are listed
 
-LINE = 98  # characters of one line under a chart's title
-
 
 def setting(view: View) -> str:
     """Return what was trained, in which precision, on how many ranks of which device, and when."""
@@ -208,11 +205,6 @@ def setting(view: View) -> str:
         " to ".join(dict.fromkeys((days[0], days[-1]))) if days else "",
     ]
     return sanitize(" · ".join(part for part in parts if part))
-
-
-def setting_lines(view: View, width: int = LINE) -> list[str]:
-    """Return the setting in lines of at most so many characters."""
-    return textwrap.wrap(setting(view), width, break_long_words=True)
 
 
 def model_name(record: Record) -> str:

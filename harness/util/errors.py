@@ -31,10 +31,7 @@ def run_command(command: Callable[[], int | None]) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
         return 128 + signal.SIGPIPE
-    except UserError as error:
-        print(sanitize(error), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(sanitize(os_error_text(error)), file=sys.stderr)
+    except (UserError, OSError) as error:
+        print(sanitize(os_error_text(error) if isinstance(error, OSError) else error), file=sys.stderr)
         return 2
     return status

@@ -185,10 +185,14 @@ def _training(line: Line) -> str:
 def _chart(view: View, name: str, title: str, curves: Mapping[Line, pd.DataFrame], total: int) -> Chart:
     table = pd.concat({line: curve.set_index("step")["loss"] for line, curve in curves.items()}, axis=1).sort_index()
     steps, last = table.index.tolist(), table.ffill().iloc[-1].tolist()
-    fields = {"last": Field("", last, [f"{loss:.6g}" for loss in last])}
-    for step, at_step in _thinned(table, _COLUMNS).iterrows():
-        cells = ["" if np.isnan(loss) else f"{loss:.7f}" for loss in at_step]
-        fields[f"loss at step {step}"] = column(f"loss at step {step}", cells)
+    titled = {f"loss at step {step}": at_step for step, at_step in _thinned(table, _COLUMNS).iterrows()}
+    fields = {
+        "last": Field("", last, [f"{loss:.6g}" for loss in last]),
+        **{
+            title: column(title, ["" if np.isnan(loss) else f"{loss:.7f}" for loss in at_step])
+            for title, at_step in titled.items()
+        },
+    }
     apart = (table.max(axis=1) - table.min(axis=1)).max()
     title_x = f"step (losses at the same step differ by at most {apart:.2g})" if len(curves) > 1 else "step"
     plot = Plot(
@@ -207,8 +211,18 @@ def _chart(view: View, name: str, title: str, curves: Mapping[Line, pd.DataFrame
         "points": [point for bundle in bundles for point in _points(bundle, curves)],
         "ends": [_end(bundle, table) for bundle in bundles],
     }
-    facts = {"steps": max(map(len, curves.values())), "apart": apart}
-    return draw(view, name, title, plot.rows, "", single(layers), facts, data, rule=ONE_OF_EACH, total=total)
+    return draw(
+        view,
+        name,
+        title,
+        plot.rows,
+        "",
+        single(layers),
+        {"steps": max(map(len, curves.values())), "apart": apart},
+        data,
+        rule=ONE_OF_EACH,
+        total=total,
+    )
 
 
 def _thinned(table: pd.DataFrame, most: int) -> pd.DataFrame:

@@ -14,12 +14,14 @@ from typing import Any
 from harness.report.charts import style
 from harness.report.document import ONE, Chart, Table, Unit, VegaLite, byte_unit, format_numbers, sentence
 from harness.report.lines import Datum, Item
-from harness.report.view import View, setting_lines
+from harness.report.view import View, setting
 
 # What the page draws: marks of strategies that are not hidden, and of bars the first ones. Some marks have neither.
 _VISIBLE = "indexof(hidden, datum.strategy) < 0 && !(datum.position > last)"
 
 _TITLE = 38  # characters of a line of an axis's title, which fits the narrowest picture
+
+_LINE = 98  # characters of a line under a chart's title
 
 _NONE: Mapping[str, Any] = {}
 
@@ -283,7 +285,7 @@ def draw(
     order = {"order": table.strategies, "most": most} if len(rows.items) > most else {}
     spec = {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
-        "title": {"text": title, "subtitle": list(subtitle or setting_lines(view))},
+        "title": {"text": title, "subtitle": list(subtitle or textwrap.wrap(setting(view), _LINE))},
         "description": text,
         # Labels at the left are whole where the reader's fonts are wider than those of FONT.
         "padding": {"left": 20, "top": 4, "right": 4 + right, "bottom": 4},

@@ -62,9 +62,17 @@ def trade(view: View) -> Chart | None:
         "usermeta": {"beside": beside, "clearance": CLEARANCE, "disjointRuns": DISJOINT_RUNS},
     }
     fronts = [", ".join(line.label for line in view.groups[number].front if line in groups[number]) for number in shown]
-    facts = {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)}
-    front = {"front": [line.position for line in lines if line.is_on_front]}
-    return draw(view, "trade", "Peak memory and speed", rows, "x", plot, facts, labels, params=front)
+    return draw(
+        view,
+        "trade",
+        "Peak memory and speed",
+        rows,
+        "x",
+        plot,
+        {"fronts": list(filter(None, fronts)), "shown": len(shown), "groups": len(groups)},
+        labels,
+        params={"front": [line.position for line in lines if line.is_on_front]},
+    )
 
 
 def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[VegaLite, list[Datum]]:
@@ -186,8 +194,12 @@ def first_picture(view: View) -> Chart | None:
     longest = max(len(line) for label in left.rows.fields["bar"].values[:most] for line in label.split("\n"))
     beside = round(_LETTER * longest) + 8
     width = (style.WIDTH - beside - (count - 1) * _GAP - count * _VALUE) // count
-    cells = [{"layer": layers, "width": width, "height": left.height} for layers in panels]
-    plot = {"concat": cells, "columns": count, "spacing": _GAP, "usermeta": {"beside": beside + _VALUE}}
+    plot = {
+        "concat": [{"layer": layers, "width": width, "height": left.height} for layers in panels],
+        "columns": count,
+        "spacing": _GAP,
+        "usermeta": {"beside": beside + _VALUE},
+    }
     return draw(
         view,
         "first",
