@@ -162,26 +162,20 @@ def rich_table(columns: Sequence[ShownColumn]) -> RichTable:
         table.add_column(
             Text(column.header.strip()), justify="right" if column.number else "left", no_wrap=True, vertical="bottom"
         )
-    hanging = zip(*(_hanging(column) for column in columns), strict=True)
-    for cells, shown in zip(zip(*(column.cells for column in columns), strict=True), hanging, strict=True):
-        table.add_row(
-            *(Text(text, style=_style(cell), justify="left") for cell, text in zip(cells, shown, strict=True))
-        )
+    for row in zip(*map(_texts, columns), strict=True):
+        table.add_row(*row)
     return table
 
 
-def _style(cell: str) -> str:
-    return "dim strike" if isinstance(cell, Disturbed) else _COLORS.get(cell.split(" ")[0], "")
-
-
-def _hanging(column: ShownColumn) -> list[str]:
-    """Return a column's cells, padded so that numbers are aligned and marks hang to their right."""
-    if not column.number:
-        return list(column.cells)
-    marked = any(cell.endswith(UNSETTLED_MARK) for cell in column.cells)
-    cells = [cell + " " if marked and not cell.endswith(UNSETTLED_MARK) else cell for cell in column.cells]
-    width = _width([column])
-    return [cell.rjust(width) for cell in cells]
+def _texts(column: ShownColumn) -> list[Text]:
+    """Return a column's cells in their styles, padded so that numbers are aligned and marks hang to their right."""
+    shown, width = column.cells, _width([column])
+    if column.number:
+        marked = any(cell.endswith(UNSETTLED_MARK) for cell in shown)
+        shown = [cell + " " if marked and not cell.endswith(UNSETTLED_MARK) else cell for cell in shown]
+        shown = [cell.rjust(width) for cell in shown]
+    styles = ("dim strike" if isinstance(cell, Disturbed) else _COLORS.get(cell.split(" ")[0]) for cell in column.cells)
+    return [Text(text, style=style or "", justify="left") for text, style in zip(shown, styles, strict=True)]
 
 
 def terminal() -> Console:
