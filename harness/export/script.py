@@ -26,8 +26,7 @@ from harness.layout.model_profile import model_profile
 def refusals(run: RecordedRun, kind: str) -> list[str]:
     """Return the reasons why a kind of file cannot be written, a line each: those of a macro of refusals.j2."""
     macros = templates().get_template("refusals.j2").make_module(facts_of(run))
-    lines = str(getattr(macros, kind)()).splitlines()
-    return [line for line in lines if line]
+    return list(filter(None, str(getattr(macros, kind)()).splitlines()))
 
 
 def file_text(run: RecordedRun, name: str) -> str:

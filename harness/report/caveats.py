@@ -25,8 +25,10 @@ def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
     ok = [record for record in view.records if record.status == "ok"]
     facts = _of_figures(view.lines, ok) | _of_comparisons(view, ok) | _of_what_is_missing(view.lines, ok)
-    sentences = (sentence(kind, of=of, total=len(view.lines)) for kind, of in facts.items() if of)
-    return section("What the data cannot say", bullets(sentences))
+    return section(
+        "What the data cannot say",
+        bullets(sentence(kind, of=of, total=len(view.lines)) for kind, of in facts.items() if of),
+    )
 
 
 def _concerned(lines: Sequence[Line], concerns: Callable[[Line], Any]) -> list[str]:
@@ -147,9 +149,11 @@ def _by_cause(lines: Sequence[Line], cause_of: Callable[[Line], str | None]) -> 
 def versions(view: View) -> list[Section]:
     """Return the section on the versions, sources and environments that the rows were recorded with."""
     commits = [commit["commit"][:12] + " with changes" * commit["dirty"] for r in view.records if (commit := r.commit)]
-    entries = _distinct(record.versions for record in view.records)
-    entries |= _distinct({"commit of the harness": commit} for commit in commits)
-    entries |= _distinct(record.environment for record in view.records)
+    entries = (
+        _distinct(record.versions for record in view.records)
+        | _distinct({"commit of the harness": commit} for commit in commits)
+        | _distinct(record.environment for record in view.records)
+    )
     rows = [[key, ", ".join(values)] for key, values in entries.items()]
     return section("Versions and environment", Table(["name", "value"], rows, label_columns=2)) if rows else []
 

@@ -89,19 +89,20 @@ def from_lines(
 def write(columns: Sequence[ShownColumn]) -> list[ShownColumn]:
     """Return the columns as texts. Figures that are to be ignored are Disturbed."""
     units = units_of(columns)
-    written = []
-    for column in columns:
-        unit = units.get(column.kind, ONE)
-        if column.kind in _UNITS:
-            cells = format_numbers(column.cells, unit)
-        else:
-            cells = ["" if value is None else _FORMS[column.kind](value) for value in column.cells]
-        if column.ignored:
-            known = zip(cells, column.ignored, strict=True)
-            cells = [Disturbed(cell) if cell and is_ignored else cell for cell, is_ignored in known]
-        header = column.header.replace("{unit}", unit.name)
-        written.append(replace(column, header=header, cells=cells, kind="text", ignored=()))
-    return written
+    return [_written(column, units.get(column.kind, ONE)) for column in columns]
+
+
+def _written(column: ShownColumn, unit: Unit) -> ShownColumn:
+    """Return a column as texts, its numbers in a unit."""
+    if column.kind in _UNITS:
+        cells = format_numbers(column.cells, unit)
+    else:
+        cells = ["" if value is None else _FORMS[column.kind](value) for value in column.cells]
+    if column.ignored:
+        cells = [
+            Disturbed(cell) if cell and ignored else cell for cell, ignored in zip(cells, column.ignored, strict=True)
+        ]
+    return replace(column, header=column.header.replace("{unit}", unit.name), cells=cells, kind="text", ignored=())
 
 
 def units_of(columns: Sequence[ShownColumn]) -> dict[str, Unit]:

@@ -191,8 +191,7 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
             "speed_low": speed.low if speed.is_ranked else None,
             "speed_high": speed.high if speed.is_ranked else None,
         }
-        program = program_key(record) or label
-        strategy = sanitize(row.get("strategy") or "")
+        strategy, program = sanitize(row.get("strategy") or ""), program_key(record) or label
         lines.append(Line(label, strategy, position, record, speed, program, values))
     compared = compared_lines(lines)
     for line in compared:
@@ -213,8 +212,9 @@ def _beside(line: Line, base: Line) -> Row:
     is_ranked = line.speed.is_ranked and base.speed.is_ranked
     names = {*MEMORY_COLUMNS, *RATIO_COLUMNS} - (set() if is_ranked else {"tokens_per_second"})
     unsettled = is_ranked and line is not base and are_alike(line.speed, base.speed)
-    ratios = {f"{name}_ratio": line.ratio(name, base) for name in names}
-    return ratios | {"baseline": base.label, "unsettled": unsettled}
+    return {"baseline": base.label, "unsettled": unsettled} | {
+        f"{name}_ratio": line.ratio(name, base) for name in names
+    }
 
 
 def compared_lines(lines: Sequence[Line]) -> list[Line]:

@@ -7,10 +7,22 @@ from harness.records.schema import Record
 from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import group_by
-from harness.report.document import Paragraph, Section, Table, byte_unit, bytes_text, format_numbers, section, sentence
+from harness.report.document import (
+    Paragraph,
+    Section,
+    Table,
+    Unit,
+    byte_unit,
+    bytes_text,
+    format_numbers,
+    section,
+    sentence,
+)
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, baseline_name, column_values
 from harness.report.view import View
+
+BytesByKind = dict[tuple[str, str], tuple[float, int]]  # and calls, by axis and operation
 
 
 def pipeline_section(view: View) -> list[Section]:
@@ -114,16 +126,12 @@ def communication(view: View) -> list[Section]:
     entries = [_by_kind(line.record) for line in lines]
     totals = column_values(lines, "communication_bytes")
     unit = byte_unit([*totals, *(size for entry in entries for size, _ in entry.values())])
-    columns = []
-    for axis, operation in sorted({kind for entry in entries for kind in entry}):
-        sent = [entry.get((axis, operation), (None, 0)) for entry in entries]
-        numbers = format_numbers([size for size, _ in sent], unit)
-        cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
-        columns.append(ShownColumn(f"{operation} on {axis}", cells))
-    columns.append(ShownColumn("total", format_numbers(totals, unit)))
     compared = baseline_name(lines)
-    if compared:
-        columns.append(from_lines(lines, "communication_bytes_ratio", "× total", "ratio"))
+    columns = [
+        *(_calls(entries, kind, unit) for kind in sorted({kind for entry in entries for kind in entry})),
+        ShownColumn("total", format_numbers(totals, unit)),
+        *([from_lines(lines, "communication_bytes_ratio", "× total", "ratio")] if compared else []),
+    ]
     sizes = line_table(lines, columns)
     if sizes is None:
         return []
@@ -134,9 +142,17 @@ def communication(view: View) -> list[Section]:
     )
 
 
-def _by_kind(record: Record) -> dict[tuple[str, str], tuple[float, int]]:
+def _calls(entries: Sequence[BytesByKind], kind: tuple[str, str], unit: Unit) -> ShownColumn:
+    """Return the column of an axis and an operation: bytes and, in brackets, calls."""
+    sent = [entry.get(kind, (None, 0)) for entry in entries]
+    numbers = format_numbers([size for size, _ in sent], unit)
+    cells = [f"{text} ({calls:,})" if text else "" for text, (_, calls) in zip(numbers, sent, strict=True)]
+    return ShownColumn(f"{kind[1]} on {kind[0]}", cells)
+
+
+def _by_kind(record: Record) -> BytesByKind:
     """Return bytes and calls by axis and operation; entries of the same kind add up."""
-    sums: dict[tuple[str, str], tuple[float, int]] = {}
+    sums: BytesByKind = {}
     for entry in record.communication:
         kind = (str(entry["axis"]), str(entry["operation"]))
         size, calls = sums.get(kind, (0, 0))

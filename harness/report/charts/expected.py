@@ -64,9 +64,8 @@ def traffic(view: View) -> Chart | None:
 
     There is no chart where all send the same. Ticks of the formula stand where the bytes differ from it.
     """
-    ok = [line for line in view.lines if line.ok]
-    lines = ordered(ok, lambda line: sum(sent for _, sent, _ in _entries(line)))
-    entries = [(line, *entry) for line in lines for entry in _entries(line)]
+    lines = ordered(view.lines, lambda line: sum(sent for _, sent, _ in _entries(line)))
+    entries = [(line, *entry) for line in lines if line.ok for entry in _entries(line)]
     if not entries:
         return None
     owners, axes, sizes, formulas = zip(*entries, strict=True)
