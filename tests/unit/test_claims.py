@@ -259,9 +259,8 @@ def test_differences_of_deepspeed_from_the_paper_are_explained(engine: str) -> N
         record_of("zero3", by),
         record_of("zero3", by, full, communication_bytes=13396232, executed_flops=again_flops),
     ]
-    cloned = claim_of(records, "zero1", "model state")
-    defaults = claim_of(records, "zero1_defaults", "bytes sent")
-    again = claim_of(records, "zero3 + full checkpointing", "bytes sent")
+    names = (("zero1", "model state"), ("zero1_defaults", "bytes sent"), ("zero3 + full checkpointing", "bytes sent"))
+    cloned, defaults, again = (claim_of(records, label, words) for label, words in names)
     assert not any(claim.agrees for claim in (cloned, defaults, again))
     assert "optimizer at 12 bytes a parameter, not 8 (DeepSpeed clones" in cloned.reason and "DDP" not in cloned.reason
     assert cloned.expected == pytest.approx(16 / 12) and defaults.measured == pytest.approx(1.5)
@@ -299,12 +298,13 @@ def test_what_is_missing_removes_only_its_own_claims() -> None:
         results = claims_on(records)
         assert all(claim.agrees for claim in results) and len(results) <= every, name
         assert 0 < len(results) < every or name not in ("config", "layout")
-    models = [record.config["model"] | {"a_key_of_another_version": 1} for record in SWEEP]
-    newer = [
-        dataclasses.replace(record, config=record.config | {"model": model})
-        for record, model in zip(SWEEP, models, strict=True)
-    ]
+    newer = [of_model(record, a_key_of_another_version=1) for record in SWEEP]
     assert claims_on(newer) and claims([]) == []
+
+
+def of_model(record: Record, **values: Any) -> Record:
+    """Return a run with these values in the configuration of its model."""
+    return dataclasses.replace(record, config=record.config | {"model": record.config["model"] | values})
 
 
 def strings(value: Any, key: str = "") -> list[tuple[str, str]]:
@@ -404,7 +404,7 @@ FEW = by_micro_batch("none", 100, 10)
             [FEW[0], FEW[1].with_row(**change)]
             for change in ({"status": "oom"}, {"activation_bytes": None}, {"precision": "bf16_mixed"}, {"seq_len": 7})
         ),
-        [FEW[0], *changed(FEW[1:2], parts={"config": {"model": FEW[0].config["model"] | {"attention": "eager"}}})],
+        [FEW[0], of_model(FEW[1], attention="eager")],
     ],
 )
 def test_points_of_a_curve_differ_only_in_the_batch(records: list[Record]) -> None:

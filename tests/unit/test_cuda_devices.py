@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import pynvml
 import pytest
@@ -22,8 +22,6 @@ from harness.runner.plan import RunPlan
 from harness.util.errors import UserError
 from tests.support.nvml_tables import GIB, Board, install
 
-CUDA_ANSWER = [["NVIDIA GB10", 100 * GIB, 119 * GIB, [12, 1]]]
-
 TWO = (Board(), Board(uuid="GPU-1b2f1a11-0000-0000-0000-000000000001", memory=(40 * GIB, 80 * GIB)))
 
 
@@ -31,34 +29,26 @@ def machine(device: RequestedDevice = "auto") -> Machine:
     return local_machine.detect_machine(ClusterConfig("local", device=device))
 
 
+def answer(devices: list[Any] | None, error: str = "") -> SimpleNamespace:
+    """Return how a process ends that is asked for the devices; None if CUDA refuses to say."""
+    return SimpleNamespace(returncode=int(devices is None), stdout=json.dumps(devices), stderr=error)
+
+
 @pytest.fixture
-def cuda_answers(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[list[str]]]:
-    """Return a function that makes the child process, which would ask CUDA, answer this; it returns the commands."""
-
-    def answer(devices: list[Any] | None, error: str = "") -> list[list[str]]:
-        commands: list[list[str]] = []
-
-        def run(command: list[str], **options: Any) -> SimpleNamespace:
-            commands.append(command)
-            assert options["env"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
-            return SimpleNamespace(returncode=int(devices is None), stdout=json.dumps(devices), stderr=error)
-
-        monkeypatch.setattr(cuda_devices.subprocess, "run", run)
-        return commands
-
-    return answer
+def cuda(monkeypatch: pytest.MonkeyPatch) -> MagicMock:
+    """Return what stands for the start of the process that would ask CUDA."""
+    run = MagicMock()
+    monkeypatch.setattr(cuda_devices.subprocess, "run", run)
+    return run
 
 
-def test_nvml_alone_describes_a_machine_where_it_answers(
-    monkeypatch: pytest.MonkeyPatch, cuda_answers: Callable[..., list[list[str]]]
-) -> None:
+def test_nvml_alone_describes_a_machine_where_it_answers(monkeypatch: pytest.MonkeyPatch, cuda: MagicMock) -> None:
     install(monkeypatch, TWO)
-    commands = cuda_answers(None)
     detected = machine()
     assert (detected.device, detected.devices, detected.ranks_per_node) == ("cuda", 2, 2)
     assert detected.free_bytes == (79 * GIB, 40 * GIB) and detected.device_bytes == 80 * GIB
     assert detected.compute_capability == (9, 0) and detected.device_names == ("NVIDIA H100 80GB HBM3",) * 2
-    assert not commands
+    cuda.assert_not_called()
 
 
 REFUSALS: dict[str, dict[str, Any]] = {
@@ -77,32 +67,28 @@ REFUSALS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("refusal", REFUSALS.values(), ids=REFUSALS)
 def test_cuda_is_asked_where_nvml_refuses_and_nobody_by_a_run_on_the_cpu(
-    refusal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cuda_answers: Callable[..., list[list[str]]]
+    refusal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, cuda: MagicMock
 ) -> None:
     options = dict(refusal)
     install(monkeypatch, [Board(**options.pop("board", {}))], **options)
-    commands = cuda_answers(CUDA_ANSWER)
-    assert machine("cpu").device == "cpu" and not commands
+    cuda.return_value = answer([["NVIDIA GB10", 100 * GIB, 119 * GIB, [12, 1]]])
+    assert machine("cpu").device == "cpu" and not cuda.called
     detected = machine()
     assert (detected.device, detected.devices, detected.device_name) == ("cuda", 1, "NVIDIA GB10")
     assert detected.free_bytes == (100 * GIB,) and detected.compute_capability == (12, 1)
-    assert [command[1:] for command in commands] == [["-m", "harness.measure.cuda_query"]]
+    ((command,), options) = cuda.call_args
+    assert cuda.call_count == 1 and command[1:] == ["-m", "harness.measure.cuda_query"]
+    assert options["env"]["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID" and options["timeout"] == 120
 
 
-def test_devices_that_nobody_describes_are_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, cuda_answers: Callable[..., list[list[str]]]
-) -> None:
+def test_devices_that_nobody_describes_are_one_sentence(monkeypatch: pytest.MonkeyPatch, cuda: MagicMock) -> None:
     install(monkeypatch, TWO, init=pynvml.NVMLError_DriverNotLoaded)
-    cuda_answers(None, "Traceback\nRuntimeError: No CUDA GPUs are available")
+    cuda.return_value = answer(None, "Traceback\nRuntimeError: No CUDA GPUs are available")
     with pytest.raises(UserError, match=r"2 CUDA devices.*Driver Not Loaded.*No CUDA GPUs.*cluster\.device=cpu"):
         machine()
-    monkeypatch.setattr(cuda_devices.subprocess, "run", time_out)
+    cuda.side_effect = subprocess.TimeoutExpired("python", 120)
     with pytest.raises(UserError, match="no answer within 120 s"):
         machine("cuda")
-
-
-def time_out(command: list[str], **options: Any) -> None:
-    raise subprocess.TimeoutExpired(command, options["timeout"])
 
 
 VISIBLE = {
@@ -144,19 +130,15 @@ def test_rocm_names_its_devices_by_its_own_variable(monkeypatch: pytest.MonkeyPa
 def test_the_process_that_asks_cuda_counts_instances_and_not_boards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two boards are counted by torch, of which MIG leaves one instance: CUDA refuses the second number."""
     properties = SimpleNamespace(name="NVIDIA A100-SXM4-40GB MIG 1g.5gb", major=8, minor=0)
-
-    def properties_of(index: int) -> SimpleNamespace:
-        if index:
-            raise AssertionError("Invalid device id")
-        return properties
-
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties_of)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (4 * GIB, 5 * GIB))
-    assert list(cuda_query.describe_devices()) == [(properties.name, 4 * GIB, 5 * GIB, (8, 0))]
-    monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert list(cuda_query.describe_devices()) == [(properties.name, 4 * GIB, 5 * GIB, None)]
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties_of(1))
+    query = MagicMock()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", query)
+    for hip, capability in ((None, (8, 0)), ("6.4", None)):
+        monkeypatch.setattr(torch.version, "hip", hip)
+        query.side_effect = [properties, AssertionError("Invalid device id")]
+        assert list(cuda_query.describe_devices()) == [(properties.name, 4 * GIB, 5 * GIB, capability)]
+    query.side_effect = AssertionError
     with pytest.raises(AssertionError):
         list(cuda_query.describe_devices())
 
@@ -166,7 +148,7 @@ def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error(monkeypatch: p
     with pytest.raises(UserError, match="Slurm gave this job 8 GPUs"):
         machine()
     assert machine("cpu").device == "cpu"
-    install(monkeypatch, [], variables={"SLURM_GPUS_ON_NODE": "0"})
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")
     assert machine().device == "cpu"
 
 
@@ -194,9 +176,8 @@ def test_memory_that_killed_ranks_still_hold_is_waited_for(monkeypatch: pytest.M
     pauses: list[float] = []
     answers = iter([(10 * GIB, 70 * GIB), (60 * GIB, 79 * GIB), (79 * GIB, 79 * GIB)])
     before = (79 * GIB, 79 * GIB)
-    assert cuda_devices.wait_for_release(before, lambda: next(answers), sleep=pauses.append) is None
-    assert len(pauses) == 2
-    assert cuda_devices.wait_for_release(before, lambda: before, sleep=pauses.append) is None and len(pauses) == 2
+    for answer in (lambda: next(answers), lambda: before):
+        assert cuda_devices.wait_for_release(before, answer, sleep=pauses.append) is None and len(pauses) == 2
 
 
 def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,21 +191,17 @@ def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPat
     assert "process" not in str(cuda_devices.wait_for_release((79 * GIB,), lambda: (0,), seconds=0))
 
 
-def test_the_next_run_starts_after_the_memory_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = machine_of(monkeypatch, TWO)
+def test_the_next_run_starts_after_the_memory_is_free(monkeypatch: pytest.MonkeyPatch, cuda: MagicMock) -> None:
+    install(monkeypatch, TWO)
+    before = machine()
     assert local_machine.release_problem(before, ClusterConfig("local")) is None
     monkeypatch.setattr(cuda_devices, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(cuda_devices.wait_for_release, "__defaults__", (0.0, lambda _: None))
     install(monkeypatch, (Board(memory=(9 * GIB, 80 * GIB)), TWO[1]))
     assert "70.0 GiB less" in str(local_machine.release_problem(before, ClusterConfig("local")))
     install(monkeypatch, TWO, init=pynvml.NVMLError_GpuIsLost)
-    monkeypatch.setattr(cuda_devices.subprocess, "run", time_out)
+    cuda.side_effect = subprocess.TimeoutExpired("python", 120)
     assert "GPU is lost" in str(local_machine.release_problem(before, ClusterConfig("local")))
-
-
-def machine_of(patch: pytest.MonkeyPatch, boards: tuple[Board, ...]) -> Machine:
-    install(patch, boards)
-    return machine()
 
 
 def test_a_rank_samples_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,10 +209,9 @@ def test_a_rank_samples_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) ->
     boards = [Board(uuid=f"GPU-{index}") for index in range(8)]
     install(monkeypatch, boards)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=str(device.index)))
-    meter = host_usage.HostUsageMeter([torch.device("cuda", 3)], helpers=())
-    assert [device.handle for device in meter.nvml_devices] == [boards[3]]
-    everywhere = host_usage.HostUsageMeter([torch.device("cuda", index) for index in range(8)], helpers=())
-    assert [device.handle for device in everywhere.nvml_devices] == boards  # nn.DataParallel's only rank
+    for own in ([3], [*range(8)]):  # that of a rank, and those of nn.DataParallel's only rank
+        meter = host_usage.HostUsageMeter([torch.device("cuda", index) for index in own], helpers=())
+        assert [device.handle for device in meter.nvml_devices] == [boards[index] for index in own]
     assert host_usage.SAMPLE_SECONDS >= 0.2
 
 
@@ -244,8 +220,9 @@ def test_only_a_failed_run_is_waited_for(status: LaunchStatus, waits: int, monke
     """A command that was interrupted ends at once, and ranks that finished have released their devices."""
     outcome = LaunchOutcome(status, "", (), 1.0)
     notes: list[str] = []
+    install(monkeypatch, TWO)
     plan = SimpleNamespace(
-        machine=machine_of(monkeypatch, TWO),
+        machine=machine(),
         config=SimpleNamespace(cluster=ClusterConfig("local")),
         command=SimpleNamespace(timeout_seconds=1.0, hang_seconds=1.0),
         folder=SimpleNamespace(path=None),
