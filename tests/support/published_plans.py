@@ -28,11 +28,7 @@ PUBLISHED = ROOT / "results" / "published" / "plans"
 
 LAYOUTS = PUBLISHED / "layouts.csv"
 
-ERRORS = ROOT / "results" / "planner" / "errors.csv"
-
 SIMULATED = ROOT / "results" / "published"  # with the simulated comparisons, simulated_*
-
-RESERVED = ROOT / "results" / "simulator" / "reserved.csv"
 
 PAGE = ROOT / "docs" / "which-layout.md"
 
@@ -173,7 +169,7 @@ def which_layout(rows: Sequence[dict[str, str]]) -> str:
 
 def plan_errors() -> dict[str, object]:
     """Return the median errors in % of plans on published measurements, by results/planner/errors.csv."""
-    rows = pd.read_csv(ERRORS).query("estimator == 'harness plan'")
+    rows = pd.read_csv(ROOT / "results" / "planner" / "errors.csv").query("estimator == 'harness plan'")
     errors = 100 * rows.set_index(["figure", "source"]).value
     tiny = errors["median error of the step time", SOURCE_OF_TINY_MODELS]
     peaks = errors["median error of the peak"]
@@ -188,7 +184,9 @@ def reserved_beyond_allocated() -> dict[str, object]:
     """Return how much more than the predicted peak simulated runs reserved, in %, and the published row beside it."""
     runs = pd.concat(map(pd.read_csv, sorted(SIMULATED.glob("simulated_*/runs.csv")))).query("status == 'ok'")
     beyond = 100 * (runs.peak_reserved_bytes / runs.predicted_peak_bytes - 1)
-    (published,) = (row for row in read_table(RESERVED) if row["source"].startswith("torchtitan"))
+    (published,) = (
+        row for row in read_table(ROOT / "results/simulator/reserved.csv") if row["source"].startswith("torchtitan")
+    )
     return {
         "rows": len(runs),
         **{name: f"{part:.0f}" for name, part in beyond.agg(least="min", most="max", median="median").items()},

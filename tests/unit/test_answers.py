@@ -66,31 +66,35 @@ class Oracle:
     """The configurations of a runs.csv, by the labels that sentences use."""
 
     def __init__(self, path: Path) -> None:
-        entries = pd.read_csv(path, dtype=str, keep_default_na=False).to_dict("records")
-        strategies, kinds = ({entry[name] for entry in entries} for name in ("strategy", "checkpointing"))
-        is_named = len(kinds) > 1 or len(strategies) == 1  # what all strategies share is in no label
-        self.runs: dict[str, list[dict[str, str]]] = {}
-        for entry in entries:
-            is_full = is_named and entry["checkpointing"] == "full"
-            self.runs.setdefault(entry["strategy"] + " + full checkpointing" * is_full, []).append(entry)
+        table = pd.read_csv(path, dtype=str, keep_default_na=False)
+        is_named = table.checkpointing.nunique() > 1 or table.strategy.nunique() == 1  # what all share is in no label
+        labels = table.strategy + (is_named & (table.checkpointing == "full")).map(
+            {True: " + full checkpointing", False: ""}
+        )
+        self.runs: dict[str, list[dict[str, str]]] = {
+            str(label): runs.to_dict("records") for label, runs in table.groupby(labels, sort=False)
+        }
         self.ok = {label: ok for label, runs in self.runs.items() if (ok := [r for r in runs if r["status"] == "ok"])}
         self.calm = {
             label: [run for run in runs if not run["noise_warning"] and run["step_seconds_iqr_ratio"]]
             for label, runs in self.ok.items()
         }
-        self.few = {
+        rates = {
             label: sorted(float(run["tokens_per_second"]) for run in runs) for label, runs in self.calm.items() if runs
         }
-        self.speeds = {label: speeds for label, speeds in self.few.items() if len(speeds) >= 3}
-        self.few = {label: speeds for label, speeds in self.few.items() if len(speeds) < 3}
+        self.speeds, self.few = (
+            {label: speeds for label, speeds in rates.items() if (len(speeds) >= 3) == is_ranked}
+            for is_ranked in (True, False)
+        )
         self.peaks = {label: self.largest(label, "peak_allocated_bytes") for label in self.ok}
         self.sent = {label: self.largest(label, "communication_bytes") for label in self.ok}
 
     def largest(self, label: str, column: str) -> int:
         return max(int(run[column]) for run in self.ok[label])
 
-    def peak_run(self, label: str) -> dict[str, str]:
-        return max(self.ok[label], key=lambda run: int(run["peak_allocated_bytes"]))
+    def at_peak(self, label: str, column: str) -> int:
+        """Return a column of the run with the largest peak."""
+        return int(max(self.ok[label], key=lambda run: int(run["peak_allocated_bytes"]))[column])
 
     def share(self, label: str, other: str) -> float:
         return self.peaks[label] / self.peaks[other]
@@ -213,13 +217,10 @@ def check_certainty(text: str, oracle: Oracle) -> None:
     if runs:
         assert [int(runs[1]), int(runs[2] or runs[1])] == [counts[0], counts[-1]]
         assert ("Not ranked" in text) == (len(counts) < len(oracle.ok))
-    for label, count in re.findall(rf"({NAME}) \((\d) undisturbed runs?\)", text):
-        assert len(oracle.few[label]) == int(count)
-    spreads = {
-        label: max(sizes) / min(sizes) - 1
-        for label, ok in oracle.ok.items()
-        for sizes in [[int(run["peak_allocated_bytes"]) for run in ok]]
-    }
+    few = re.findall(rf"({NAME}) \((\d) undisturbed runs?\)", text)
+    assert all(len(oracle.few[label]) == int(count) for label, count in few)
+    sizes = {label: [int(run["peak_allocated_bytes"]) for run in ok] for label, ok in oracle.ok.items()}
+    spreads = {label: max(own) / min(own) - 1 for label, own in sizes.items()}
     named = re.findall(rf"repeats differ by up to ([\d.]+) % \(({NAME})\), and the largest is shown", text)
     assert len(named) == (max(spreads.values()) > 0.001)
     for share, label in named:
@@ -300,8 +301,8 @@ def check_why(text: str, oracle: Oracle) -> None:
         assert float(above) * MIB == oracle.peaks[large] - oracle.peaks[small]
         reasons = text.partition(f"of {small}, mainly by ")[2]
         for size, title in re.findall(r"([\d.]+) MiB more ([a-z ]+?)(?=,| and |\.)", reasons):
-            sizes = [int(oracle.peak_run(label)[PEAK_COLUMNS[title]]) for label in (large, small)]
-            assert float(size) * MIB == sizes[0] - sizes[1]
+            column = PEAK_COLUMNS[title]
+            assert float(size) * MIB == oracle.at_peak(large, column) - oracle.at_peak(small, column)
 
 
 CHECKS = {

@@ -32,8 +32,6 @@ RECORDED = Path(__file__).parents[1] / "data" / "noise_floors"
 
 COMPUTE = {"fp32": "float32", "bf16_mixed": "bfloat16"}
 
-UPDATE_DIRECTION = Aspect("direction", "first_updates")
-
 
 def recorded(precision: str) -> tuple[RankReport, list[RankReport]]:
     """Return the report of the reference and those of the two ranks."""
@@ -78,9 +76,9 @@ def test_no_step_is_proven_where_rounding_hides_a_scaled_matrix() -> None:
         comparison = compare("bf16_mixed", dataclasses.replace(reference, perturbed=noisy), ranks)
         assert deviation_problems(comparison) == [] and comparison.proven_steps == steps
     norm = Aspect("norm", "first_gradients")
-    assert shows_scaled_matrix(norm, 0.05, "bfloat16") and not shows_scaled_matrix(norm, 0.05, "float32")
-    assert shows_scaled_matrix(norm._replace(of_vectors=True), 0.3, "bfloat16")
-    assert not shows_scaled_matrix(norm, None, "bfloat16")
+    cases = ((norm, 0.05, "bfloat16"), (norm, 0.05, "float32"), (norm, None, "bfloat16"))
+    vectors = (norm._replace(of_vectors=True), 0.3, "bfloat16")
+    assert [shows_scaled_matrix(*case) for case in (vectors, *cases)] == [True, True, False, False]
 
 
 def test_a_reference_that_trained_once_has_assumed_floors() -> None:
@@ -90,8 +88,8 @@ def test_a_reference_that_trained_once_has_assumed_floors() -> None:
     comparison = compare("fp32", once, ranks)
     assert deviation_problems(comparison) == [] and not comparison.is_floor_measured
     bounds = {check.aspect: check.bound for check in comparison.checks}
-    directions = [bounds.pop(UPDATE_DIRECTION._replace(of_vectors=of_vectors)) for of_vectors in (False, True)]
-    assert directions == [0.5, 0.5] and [*bounds.values()] == pytest.approx([1e-4] * len(bounds))
+    directions = [Aspect("direction", "first_updates", of_vectors=of_vectors) for of_vectors in (False, True)]
+    assert bounds == pytest.approx(dict.fromkeys(bounds, 1e-4) | dict.fromkeys(directions, 0.5))
     older = [dataclasses.replace(rank, first_updates=()) for rank in ranks]
     assert deviation_problems(compare("fp32", dataclasses.replace(once, first_updates=()), older)) == []
     reference, ranks = recorded("bf16_mixed")
