@@ -156,21 +156,25 @@ def thrice(records: list[Record], away: float = 0.1) -> list[Record]:
 
 
 # Names that are neither markup nor expressions, and axes that are not even text.
-BAD = [record(n, f"{n}{HOSTILE}", n + 1.0, 1000.0 * n, checkpointing=HOSTILE) for n in (1, 2, 3)]
+FAILED = record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE)
 
-BAD.append(record(4, f"4{HOSTILE}", 1.0, 1.0, status="error", reason=HOSTILE))
-
-BAD = [dataclasses.replace(run, traffic=[part | {"axis": HOSTILE + "\ud800"} for part in run.traffic]) for run in BAD]
+BAD = [
+    dataclasses.replace(run, traffic=[part | {"axis": HOSTILE + "\ud800"} for part in run.traffic])
+    for run in (*(record(n, f"{n}{HOSTILE}", n + 1, 1e3 * n, checkpointing=HOSTILE) for n in (1, 2, 3)), FAILED)
+]
 
 
 def with_losses(folder: Path, records: list[Record]) -> View:
     """Return the view of runs of which all but the second have their steps on file; that of the third is damaged."""
     folders = {entry.run_id: folder / entry.run_id for entry in records}
+    steps = [
+        [{"step": step, "phase": "timed", "loss": _loss(at, step)} for step in range(5)] for at in range(len(records))
+    ]
     for at, path in enumerate(folders.values()):
         path.mkdir(parents=True)
-        steps = [json.dumps({"step": step, "phase": "timed", "loss": _loss(at, step)}) for step in range(5)]
         if at != 1:
-            (path / "steps.jsonl").write_text("\n".join(steps) + ('\n{"step": 5, "lo' if at == 2 else "\n"))
+            text = "".join(f"{json.dumps(step)}\n" for step in steps[at])
+            (path / "steps.jsonl").write_text(text + '{"step": 5, "lo' * (at == 2))
     return View("demo", thrice(records), folders=folders)
 
 
@@ -181,8 +185,8 @@ def _loss(run: int, step: int) -> float:
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Charts:
     """Return every chart of the runs that have data for it, and all charts of hostile names."""
-    views = {"scaling": View("demo", thrice(GROWING)), "batches": View("demo", thrice(BATCHED))}
-    views |= dict.fromkeys(("wall", "largest"), View("demo", thrice(ENLARGED)))
+    own = {"scaling": GROWING, "batches": BATCHED, "wall": ENLARGED, "largest": ENLARGED}
+    views = {name: View("demo", thrice(records)) for name, records in own.items()}
     usual, bad = (with_losses(tmp_path_factory.mktemp("runs"), records) for records in (SEVERAL, BAD))
     charts = {name: picture(views.get(name, usual)) for name, picture in PICTURES.items()}
     assert all(charts.values())
@@ -317,10 +321,9 @@ POINTS: dict[str, list[tuple[str, float, float]]] = {
 def test_every_point_stands_at_its_figures(name: str, trees: Trees) -> None:
     across, up = axis(trees[name], "X"), axis(trees[name], "Y")
     points = sorted((point.run, across(point.x), up(point.y)) for point in marks(trees[name], "point"))
-    expected = sorted(POINTS[name])
-    assert [run for run, *_ in points] == [run for run, *_ in expected]
-    for (_, *place), (_, *figures) in zip(points, expected, strict=True):
-        assert place == pytest.approx(figures, rel=1e-2)
+    runs, *places = zip(*points, strict=True)
+    expected_runs, *expected = zip(*sorted(POINTS[name]), strict=True)
+    assert runs == expected_runs and places == [pytest.approx(figures, rel=1e-2) for figures in expected]
 
 
 # The text of marks, of the description and of the table that are particular to a chart.
@@ -367,12 +370,10 @@ def test_bars_of_speed_are_in_order_and_have_their_spread(trees: Trees) -> None:
     scale, bars = axis(trees["throughput"], "X"), marks(trees["throughput"], "bar")
     assert [bar.run for bar in bars] == sorted(KNOWN, key=lambda run: -KNOWN[run]["tokens_per_second"])
     rules = {rule.run: rule for rule in marks(trees["throughput"], "rule mark")}
-    ends = {run: scale(rule.x + float(rule.element.attrib["x2"])) for run, rule in rules.items()}
-    speeds = {run: row["tokens_per_second"] for run, row in KNOWN.items()}
-    assert {run: scale(rule.x) for run, rule in rules.items()} == pytest.approx(
-        {run: 0.9 * speed for run, speed in speeds.items()}, rel=1e-3
-    )
-    assert ends == pytest.approx({run: 1.1 * speed for run, speed in speeds.items()}, rel=1e-3)
+    for share, length in ((0.9, 0), (1.1, 1)):
+        ends = {run: scale(rule.x + length * float(rule.element.attrib["x2"])) for run, rule in rules.items()}
+        expected = {run: share * row["tokens_per_second"] for run, row in KNOWN.items()}
+        assert ends == pytest.approx(expected, rel=1e-3)
 
 
 def corners(tree: ElementTree.Element) -> dict[str, list[tuple[float, float]]]:
@@ -488,24 +489,20 @@ def test_a_strategy_and_a_part_have_one_color_in_all_charts(trees: Trees) -> Non
     assert len(set.union(*(colors[name] for name in strategies))) == len(strategies)
 
 
-def test_labels_of_crowded_points_cover_neither_points_nor_each_other() -> None:
+@pytest.mark.parametrize("count", [8, 40, 150])
+def test_labels_of_crowded_points_cover_neither_points_nor_each_other(count: int) -> None:
     chance, (width, height) = random.Random(7), (620, 340)
     plot = Points(View("demo", []), Rows([], {}), scale("", (0, 1)), scale("", (0, 1)))
-    for count in (8, 40, 150):
-        points = [{"x": chance.random(), "y": chance.random(), "name": f"strategy{place}"} for place in range(count)]
-        boxes = []
-        for label in plot.placed(points, [], (width, height)):
-            length = 5.9 * len(label["short"])
-            left = label["x"] * width + label["dx"] - ALIGNED[label["align"]] * length
-            middle = (1 - label["y"]) * height + label["dy"]
-            boxes.append((left, middle - 6, left + length, middle + 6))
-        assert min(count, 20) // 2 <= len(boxes) <= count
-        dots = [(x, y, x, y) for x, y in ((p["x"] * width, (1 - p["y"]) * height) for p in points)]
-        for (left, top, right_end, bottom), other in [
-            *itertools.permutations(boxes, 2),
-            *itertools.product(boxes, dots),
-        ]:
-            assert not (left < other[2] and other[0] < right_end and top < other[3] and other[1] < bottom)
+    points = [{"x": chance.random(), "y": chance.random(), "name": f"strategy{place}"} for place in range(count)]
+    boxes = []
+    for label in plot.placed(points, [], (width, height)):
+        length, middle = 5.9 * len(label["short"]), (1 - label["y"]) * height + label["dy"]
+        left = label["x"] * width + label["dx"] - ALIGNED[label["align"]] * length
+        boxes.append((left, middle - 6, left + length, middle + 6))
+    assert min(count, 20) // 2 <= len(boxes) <= count
+    dots = [(x, y, x, y) for x, y in ((p["x"] * width, (1 - p["y"]) * height) for p in points)]
+    for (left, top, end, bottom), other in [*itertools.permutations(boxes, 2), *itertools.product(boxes, dots)]:
+        assert not (left < other[2] and other[0] < end and top < other[3] and other[1] < bottom)
 
 
 ALIGNED = {"left": 0.0, "center": 0.5, "right": 1.0}
@@ -515,14 +512,13 @@ def test_hidden_strategies_are_not_drawn(trees: Trees) -> None:
     kinds = ("bar", "point", "line mark", "tick", "text mark", "rule mark")
     for name in PICTURES:
         shown, left = (sorted(m.run for m in marks(trees[f"{h}{name}"], *kinds) if m.run) for h in ("", "hidden "))
-        assert any(run.startswith("ddp") for run in shown), name
-        assert left == [run for run in shown if not run.startswith("ddp")], name
+        assert shown != left == [run for run in shown if not run.startswith("ddp")], name
 
 
 def data_of(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return all rows of a spec, which lie under the name that a layer, or the whole spec, refers to."""
     plots = spec.get("concat", [spec.get("spec", spec)])
-    parts = [spec, *(layer for plot in plots for layer in plot["layer"])]
+    parts = [spec, *itertools.chain(*(plot["layer"] for plot in plots))]
     assert {part["data"]["name"] for part in parts if "data" in part} == spec["datasets"].keys()
     return [*itertools.chain(*spec["datasets"].values())]
 
@@ -741,8 +737,8 @@ def test_charts_of_repeats_use_the_largest_peak_and_the_median_speed() -> None:
 
 
 def test_figures_that_are_not_finite_are_unknown() -> None:
-    records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf"))]
-    records.append(record(3, "cp", 3.0, 10.0, step_seconds_iqr_ratio=float("inf")))
+    disturbed = record(3, "cp", 3.0, 10.0, step_seconds_iqr_ratio=float("inf"))
+    records = [record(1, "ddp", 1.0, 1000.0), record(2, "tp", 2.0, float("inf")), disturbed]
     records[0].traffic[0]["bytes"] = float("nan")
     charts = filter(None, (picture(View("demo", records)) for picture in PICTURES.values()))
     assert all(json.dumps([chart.spec, chart.table.rows], allow_nan=False) for chart in charts)
