@@ -8,8 +8,8 @@
                   |        |            |
                   |        |            +-- step.py <- stage_activations.py <- activations.py, layer_backward.py
                   |        |            |                                                      a pass as a tape.py
-                  |        |            +-- sharding.py <- distributed_data_parallel.py, fully_shard.py,
-                  |        |                deepspeed_zero.py, _2, _3                          what a library allocates
+                  |        |            +-- sharding.py <- torch_sharding.py, deepspeed_zero.py <- deepspeed_buckets.py
+                  |        |                                                                what a library allocates
                   |        +-- stack_memory.py <- stack_sharding.py         other implementations, policies as data
                   |        |
                   |    fits.py                                           whether a plan fits

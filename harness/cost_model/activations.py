@@ -95,7 +95,7 @@ def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
     tensors = {"query": size, "key": keys, "value": keys, "output": size, "future_mask": mask}
     tensors["weights_fp32"] = scores * FP32_BYTES
     if model.dropout:
-        return tensors | {"weights_mask": scores * shape.dropout_mask_width, "dropped": scores * shape.width}
+        return tensors | {"weights_mask": scores * shape.mask_width(shape.width), "dropped": scores * shape.width}
     return tensors if shape.width == FP32_BYTES else tensors | {"weights": scores * shape.width}
 
 
@@ -130,13 +130,11 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
     saved = {each.matrix: shape.whole_hidden_bytes for _, each in operators if each.kind == "row"}
     saved |= {"q_proj": size, "k_proj": grouped}
     shared = [product for product in products.values() if not product.startswith("attention.")]
-    has_scores = model.attention == "eager" or shape.attention_is_decomposed
-    if has_scores:
-        width = FP32_BYTES if shape.attention_is_decomposed else shape.width
-        saved |= {"scores": visible_scores(shape) * width, "mixed": size * width // shape.width}
+    if shape.score_width:
+        saved |= {"scores": visible_scores(shape) * shape.score_width, "mixed": size * shape.score_width // shape.width}
     else:
         shared += ["attention.chunks" if shape.cp > 1 else "attention.output", "attention.logsumexp"]
-    if has_scores or shape.cp > 1 or shape.repeats_grouped_heads:  # values are gathered or repeated again
+    if shape.score_width or shape.cp > 1 or shape.repeats_grouped_heads:  # values are gathered or repeated again
         saved["v_proj"] = grouped
     else:
         shared.append(products["v_proj"])
@@ -164,19 +162,17 @@ def layer_activations(
 
 def eager_score_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of eager attention's scores in its softmax, the worst moment of its forward; none for flash."""
-    elements = score_elements(shape)
-    if shape.attention_is_decomposed:
-        return dict.fromkeys(("scores", "softmax", "mask", "dropped"), elements * FP32_BYTES)
-    if shape.model.attention == "flash":
+    if not shape.score_width:
         return {}
-    scores = {"scaled": elements * shape.width, "masked": elements * shape.width, "softmax": elements * FP32_BYTES}
+    elements, size = score_elements(shape), score_elements(shape) * shape.score_width
+    scores = {"scaled": size, "masked": size, "softmax": elements * FP32_BYTES}
     if widens_scores(shape):
         scores["widened"] = elements * FP32_BYTES
     if not shape.model.dropout:
         return scores
-    narrowed = elements * shape.width if shape.width < FP32_BYTES else 0
-    in_dropout = {"scaled": elements * shape.width, "softmax": elements * FP32_BYTES, "narrowed": narrowed}
-    in_dropout |= {"mask": elements * shape.dropout_mask_width, "dropped": elements * shape.width}
+    narrowed = size if shape.score_width < FP32_BYTES else 0
+    mask = elements * shape.mask_width(shape.score_width)
+    in_dropout = {"scaled": size, "softmax": elements * FP32_BYTES, "narrowed": narrowed, "mask": mask, "dropped": size}
     return max(scores, in_dropout, key=lambda tensors: sum(tensors.values()))
 
 
@@ -202,10 +198,9 @@ def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[
     that were repeated for every head, or gathered from all ranks, exist whole before.
     """
     query, keys = shape.query_bytes, shape.key_bytes
-    has_scores = shape.model.attention == "eager" or shape.attention_is_decomposed
-    whole = (query if has_scores or shape.repeats_grouped_heads else keys) * shape.cp
+    whole = (query if shape.score_width or shape.repeats_grouped_heads else keys) * shape.cp
     scores_grad = "output.grad"
-    for number, (size, frees) in enumerate(score_gradients(shape) if has_scores else ()):
+    for number, (size, frees) in enumerate(score_gradients(shape) if shape.score_width else ()):
         values = {} if number else {"whole_value.grad": whole}
         yield {f"scores_{number}.grad": size} | values, (scores_grad, *frees)
         scores_grad = f"scores_{number}.grad"
@@ -221,7 +216,7 @@ def score_gradients(shape: MicroBatchShape) -> list[tuple[int, tuple[str, ...]]]
     With each are the names of the kept tensors that its operator frees.
     """
     fp32 = score_elements(shape) * FP32_BYTES
-    width = fp32 if shape.attention_is_decomposed else score_elements(shape) * shape.width
+    width = score_elements(shape) * shape.score_width
     in_softmax = fp32 if widens_scores(shape) else width
     return [
         (width, ("attention.value", "attention.dropped", "attention.weights")),

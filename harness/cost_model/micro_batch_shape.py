@@ -121,20 +121,24 @@ class MicroBatchShape:
         return self.model.attention == "flash" and self.device == "cpu" and self.model.dropout > 0
 
     @cached_property
+    def score_width(self) -> int:
+        """Bytes per element of attention's scores as products make them; 0 for a fused kernel, which stores none."""
+        return FP32_BYTES if self.attention_is_decomposed else self.width * (self.model.attention == "eager")
+
+    @cached_property
     def repeats_grouped_heads(self) -> bool:
         """Whether keys and values are repeated for every head: CUDA has no fused kernel for grouped heads in fp32."""
         is_grouped = self.model.num_key_value_heads < self.model.num_attention_heads
         return is_grouped and self.model.attention == "flash" and self.device == "cuda" and self.width == FP32_BYTES
 
-    @property
-    def dropout_mask_width(self) -> int:
-        """Bytes per element of a dropout's mask: a CPU multiplies by it in the width of compute."""
-        return self.width if self.device == "cpu" else 1
+    def mask_width(self, width: int) -> int:
+        """Return the bytes per element of a dropout's mask: a CPU multiplies by it in the width of what it drops."""
+        return width if self.device == "cpu" else 1
 
     @cached_property
     def dropout_mask_bytes(self) -> int:
         """Bytes of a dropout's mask of the residual stream; 0 without dropout."""
-        size = self.residual_tokens * self.model.hidden_size * self.dropout_mask_width
+        size = self.residual_tokens * self.model.hidden_size * self.mask_width(self.width)
         return size if self.model.dropout else 0
 
 

@@ -9,11 +9,10 @@ import pytest
 
 from harness.config.schema import RunConfig
 from harness.cost_model import sharding
+from harness.cost_model.deepspeed_buckets import BucketedZero
 from harness.cost_model.deepspeed_zero import DeepSpeedZero
-from harness.cost_model.deepspeed_zero_2 import BucketedZero
-from harness.cost_model.distributed_data_parallel import DistributedDataParallel
-from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
+from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.cost_model.whole_parameters import ParameterCoordinator, whole_parameters
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
