@@ -15,6 +15,9 @@ from harness.layout.layer_spec import layer_matrices
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
 BEFORE_SCORES = ("input_layernorm", *(f"attention.{name}" for name in ("query", "key", "value", "future_mask")))
 
+# What its core makes of them.
+BEHIND_SCORES = ("attention.weights", "attention.dropped")
+
 Tensors = dict[str, int]  # their bytes by name
 
 
@@ -93,7 +96,8 @@ def layer_backward(
             recompute_layer(backward)
         for operator in reversed(branch.operators):
             if operator.kind == "attention" and recomputed and not is_recomputed:
-                recompute_attention(backward)
+                before = {name: size for name, size in recomputed.items() if not name.startswith(BEHIND_SCORES)}
+                backward.recompute(before, {})
             run_operator(backward, branch, operator, gradient)
         run_norm(backward, branch.norm)
         backward.deferred += shape.norm_gradient_bytes + shape.whole_hidden_bytes  # of the norm, and of the last matrix
@@ -113,13 +117,6 @@ def recompute_layer(backward: LayerBackward) -> None:
     backward.saved = {name: size for name, size in backward.saved.items() if name not in backward.consumed}
     last = layer_matrices(shape.model)[-1].name
     backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", last))
-
-
-def recompute_attention(backward: LayerBackward) -> None:
-    """Run the second forward of attention's core alone."""
-    behind_scores = ("attention.weights", "attention.dropped")
-    recomputed = backward.recomputed.items()
-    backward.recompute({name: size for name, size in recomputed if not name.startswith(behind_scores)}, {})
 
 
 def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:

@@ -77,10 +77,9 @@ def whole_parameters(
     most: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
     behind: defaultdict[int, int] = defaultdict(int)  # matrices that backward has left, by their layer
     for kind, module, phase in events:
-        if kind != "compute":
-            getattr(coordinator, kind)(module)
+        waited = getattr(coordinator, kind)(module) if kind != "compute" else 0
         layer, place = module.layer, (phase, names.get(module.path, module.path))
-        copied = coordinator.gathered_at_once if kind == "enter" and backend_copies else 0
+        copied = waited if kind == "enter" and backend_copies else 0
         moments: dict[tuple[str | int, ...], int] = {}  # with their copies
         if layer is None:
             moments = {(*place, kind): 0, (*place, "gather"): copied} if kind == "enter" else {(*place, kind): 0}
@@ -182,33 +181,33 @@ class ParameterCoordinator:
         self.before_step = list(accumulate(traversed, initial=0))  # elements of all modules before a step
         self.step = 0  # of the next module in the order
         self.fetched_for = defaultdict[str, int](lambda: -1)  # the last step for which a parameter was fetched
-        self.users = defaultdict[str, set[str]](set)  # the modules that use a parameter now
         self.references: dict[str, bool] = {}  # by parameter, whether its tensor is still the whole one
         self.in_flight: dict[str, tuple[str, ...]] = {}  # by parameter, all that are gathered with it
-        self.whole = {name for name in self.uses if self._is_persistent(name)}
+        self.small = {name for name in self.uses if sizes[name] <= options.param_persistence_threshold}
+        self.whole = set(self.small)
         self.elements = self._size(self.whole)  # of all tensors that exist now
         self.available = 0  # elements that count against max_live_parameters
-        self.gathered_at_once = 0  # elements that the module entered last was waiting for, as nothing had gathered them
 
-    def enter(self, module: Module) -> None:
-        """Fetch the parameters of the next module in the order, and prefetch those of others."""
-        partitioned = [name for name in module.parameters if self._is_partitioned(name)]
-        self.gathered_at_once = self._size(partitioned)
-        self._gather(partitioned)
+    def enter(self, module: Module) -> int:
+        """Fetch the parameters of the next module in the order, and prefetch those of others.
+
+        Return the elements that it waits for, as nothing had gathered them.
+        """
+        missing = [name for name in module.parameters if name not in self.whole and name not in self.in_flight]
+        self._gather(missing)
         for name in module.parameters:
-            self.users[name].add(module.path)
             self._wait(name)
         while self.queue and self.queue[0][1] == self.step:
             name, step = self.queue.popleft()
             self.fetched_for[name] = step
         self._prefetch()
         self.step += 1
+        return self._size(missing)
 
     def leave(self, module: Module) -> None:
         """Release the parameters of a module that has run, but for those that another one uses soon."""
         for name in module.parameters:
-            self.users[name].discard(module.path)
-            if not self.users[name] and name in self.whole and not self._stays(name):
+            if name in self.whole and not self._stays(name):
                 self.whole.discard(name)
                 self.available -= self.sizes[name]
                 if self.references.get(name):
@@ -228,12 +227,6 @@ class ParameterCoordinator:
 
     def _size(self, names: Iterable[str]) -> int:
         return sum(self.sizes[name] for name in names)
-
-    def _is_partitioned(self, name: str) -> bool:
-        return name not in self.whole and name not in self.in_flight
-
-    def _is_persistent(self, name: str) -> bool:
-        return self.sizes[name] <= self.options.param_persistence_threshold
 
     def _gather(self, names: Sequence[str]) -> None:
         """Gather partitioned parameters; those of one call share a flat tensor (all_gather_coalesced)."""
@@ -262,7 +255,7 @@ class ParameterCoordinator:
         while self.queue and self._size(names) < limit:
             name, step = self.queue.popleft()
             self.fetched_for[name] = step
-            if self._is_partitioned(name):
+            if name not in self.whole and name not in self.in_flight:
                 names[name] = None
         self._gather([*names])
 
@@ -271,7 +264,7 @@ class ParameterCoordinator:
 
         This is the rule of __params_to_release.
         """
-        if self._is_persistent(name) or self.fetched_for[name] > self.step:
+        if name in self.small or self.fetched_for[name] > self.step:
             return True
         following = next((self.before_step[step] for step in self.uses[name] if step >= self.step), math.inf)
         return following - self.before_step[self.step] < self.options.max_reuse_distance
