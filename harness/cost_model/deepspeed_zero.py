@@ -24,6 +24,8 @@ FP64_BYTES = 8
 class DeepSpeedZero(Sharding):
     """What DeepSpeed's stages have in common: no pipeline, and a partition of each kind of state that they divide."""
 
+    has_host_part = True
+
     @property
     def offloads(self) -> bool:
         """Whether state is on the host."""
@@ -38,16 +40,6 @@ class DeepSpeedZero(Sharding):
     def partition(self) -> int:
         """The elements of a rank's partition."""
         return math.ceil(sum(local_sizes(self.config.model, self.layout, self.stages)) / self.layout.dp_shard)
-
-    @cached_property
-    def gradients(self) -> list[int]:
-        """The most bytes of gradients on the device, whose host has others."""
-        return self.shards(self.widths.gradients, "gradients")
-
-    @cached_property
-    def host_gradient_bytes(self) -> int:
-        """The bytes of gradients that a CPU, where the host is the device, has all the time."""
-        return sum(self.host_gradients) if self.is_cpu else 0
 
     @property
     def keeps_gradients(self) -> bool:

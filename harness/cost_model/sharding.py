@@ -38,6 +38,7 @@ class Sharding:
     """Ranks that keep their whole state, and reduce gradients where they lie."""
 
     reduces_groups = False  # whether gradients are reduced to shards group by group
+    has_host_part = False  # whether offloaded gradients are apart from the device's all the time, on a CPU too
 
     def __init__(
         self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
@@ -88,8 +89,8 @@ class Sharding:
     @cached_property
     def gradients(self) -> list[int]:
         """The most bytes of each stage's gradients on the device; on a CPU the host's memory is the device's."""
-        own = self.shards(self.widths.gradients, "gradients")
-        return [sum(sizes) for sizes in zip(own, self.host_gradients, strict=True)] if self.is_cpu else own
+        own, has_both = self.shards(self.widths.gradients, "gradients"), self.is_cpu and not self.has_host_part
+        return [sum(sizes) for sizes in zip(own, self.host_gradients, strict=True)] if has_both else own
 
     @property
     def gradient_bytes(self) -> int:
@@ -99,7 +100,7 @@ class Sharding:
     @cached_property
     def host_gradient_bytes(self) -> int:
         """The bytes of gradients that a CPU, where the host is the device, has all the time."""
-        return 0
+        return sum(self.host_gradients) * (self.is_cpu and self.has_host_part)
 
     @cached_property
     def sums(self) -> list[int]:

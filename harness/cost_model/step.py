@@ -104,12 +104,11 @@ def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
     """
     activations, shape = each.activations, each.activations.shape
     stage, matrix = activations.stage, sharding.vocabulary_grad_bytes * activations.stage.holds_head
+    grads_at_layer = each.groups.layer.largest * shape.width
+    grads_at_matrix = matrix or grads_at_layer
     if sharding.has_16_bit_grads or sharding.reduces_groups:
         of_layers = each.groups.elements * shape.width - matrix
         grads_at_layer, grads_at_matrix = of_layers - of_layers // stage.layers, of_layers + matrix
-    else:
-        grads_at_layer = each.groups.layer.largest * shape.width
-        grads_at_matrix = matrix or grads_at_layer
     at_layer, at_matrix = activations.in_weights_pass
     left = activations.deferred_grad_bytes - (stage.layers - 1) * activations.layer(0).deferred
     sharding.begin(tape, each)
