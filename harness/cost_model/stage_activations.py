@@ -77,11 +77,15 @@ class StageActivations:
     stage: Stage
     checkpointing: CheckpointingConfig
 
-    def kept_by(self, layers: range) -> int:
-        """Return the bytes that layers of these indices keep, what they share, and what the embedding keeps."""
-        recomputed = sum(map(self.checkpointing.recomputes_layer, layers))
-        counts = {True: recomputed, False: len(layers) - recomputed}
-        saved = sum(count * self.of_layer(kind).saved for kind, count in counts.items() if count)
+    @cached_property
+    def layers(self) -> list[LayerActivations]:
+        """What each layer of the stage keeps, by the number of those that follow it."""
+        recomputed = map(self.checkpointing.recomputes_layer, reversed(self.stage.layer_indices))
+        return [self.of_layer(is_recomputed) for is_recomputed in recomputed]
+
+    def kept_by(self, first: int) -> int:
+        """Return the bytes that so many first layers keep, what they share, and what the embedding keeps."""
+        saved = sum(layer.saved for layer in self.layers[self.stage.layers - first :])
         return self.embedding_bytes + self.table_bytes + saved
 
     @cached_property
@@ -112,20 +116,11 @@ class StageActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
         return one_layer_activations(self.shape, self.checkpointing, is_recomputed)
 
-    def layer(self, following: int) -> LayerActivations:
-        """Return what the layer keeps that so many layers of the stage follow."""
-        return self.of_layer(self.checkpointing.recomputes_layer(self.stage.layer_indices[-1 - following]))
-
-    @cached_property
-    def layers(self) -> list[LayerActivations]:
-        """What each layer of the stage keeps, by the number of those that follow it."""
-        return [self.layer(following) for following in range(self.stage.layers)]
-
     def outside(self, following: int) -> int:
         """Return the bytes on the device in the backward of this layer, without those of the layer itself."""
-        indices = self.stage.layer_indices[: self.stage.layers - following]
-        away = self.kept_by(indices[:-2]) - self.kept_by(indices[:0]) if self.moved_layer_bytes else 0
-        return self.kept_by(indices) - self.layer(following).saved - away
+        before = self.stage.layers - following - 1
+        away = self.kept_by(max(0, before - 1)) - self.kept_by(0) if self.moved_layer_bytes else 0
+        return self.kept_by(before) - away
 
     @cached_property
     def norm(self) -> dict[str, int]:
@@ -137,7 +132,7 @@ class StageActivations:
         """The bytes that activation offload moves: the layers', as the embedding's stay on the device."""
         if not self.checkpointing.offload_activations:
             return 0
-        return self.kept_by(self.stage.layer_indices) - self.embedding_bytes
+        return self.kept_by(self.stage.layers) - self.embedding_bytes
 
     @cached_property
     def moved_layer_bytes(self) -> int:
@@ -152,7 +147,7 @@ class StageActivations:
     @cached_property
     def before_backward(self) -> int:
         """The bytes on the device that a pass keeps for its backward, without the logits."""
-        return self.kept_by(self.stage.layer_indices) + sum(self.norm.values()) - self.moved_bytes
+        return self.kept_by(self.stage.layers) + sum(self.norm.values()) - self.moved_bytes
 
     @cached_property
     def in_final_norm(self) -> int:

@@ -32,7 +32,7 @@ def play_forward(tape: Tape, sharding: Sharding, each: Pass) -> None:
     for following in reversed(sharding.played_layers(activations.stage.layers)):
         tape.live["activations"] = outside = activations.outside(following)
         sharding.forward(tape, each, following)
-        own = activations.layer(following)
+        own = activations.layers[following]
         if following == 0:
             tape.live["activations"] = outside + own.at_scores
             tape.touch(temporaries=own.scores)
@@ -74,7 +74,7 @@ def play_head(tape: Tape, sharding: Sharding, each: Pass) -> None:
 def play_layer(tape: Tape, sharding: Sharding, each: Pass, following: int) -> None:
     """Play the backward of the layer that so many layers of the stage follow."""
     activations, outside = each.activations, each.activations.outside(following)
-    layer, hidden = activations.layer(following), activations.shape.hidden_bytes
+    layer, hidden = activations.layers[following], activations.shape.hidden_bytes
     tape.live |= {"activations": outside + layer.saved, "temporaries": hidden}
     sharding.enter_layer(tape, each, following)
     for moment in layer.moments:
@@ -86,7 +86,7 @@ def play_layer(tape: Tape, sharding: Sharding, each: Pass, following: int) -> No
 
 def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     """Play a backward for inputs alone, which frees nothing and leaves gradients for the weights' half."""
-    activations, layer = each.activations, each.activations.layer(0)
+    activations, layer = each.activations, each.activations.layers[0]
     outside, of_others = activations.before_backward - layer.saved, activations.deferred_grad_bytes - layer.deferred
     tape.live |= {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
     sharding.enter_layer(tape, each, 0)
@@ -110,7 +110,7 @@ def play_weights(tape: Tape, sharding: Sharding, each: Pass) -> None:
         of_layers = each.groups.elements * shape.width - matrix
         grads_at_layer, grads_at_matrix = of_layers - of_layers // stage.layers, of_layers + matrix
     at_layer, at_matrix = activations.in_weights_pass
-    left = activations.deferred_grad_bytes - (stage.layers - 1) * activations.layer(0).deferred
+    left = activations.deferred_grad_bytes - (stage.layers - 1) * activations.layers[0].deferred
     sharding.begin(tape, each)
     sharding.end_forward(tape, each)
     tape.phase = "backward"

@@ -255,7 +255,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
     shape = MicroBatchShape(config.model, 2, 32, "float32")
     stage = whole_model(config.model)
     own = stage_activations(shape, stage, config.checkpointing)
-    expected = own.kept_by(stage.layer_indices) - 64 * 8  # token ids stay
+    expected = own.kept_by(stage.layers) - 64 * 8  # token ids stay
     assert meter.peak_offloaded_bytes == expected and device_bytes == [0, 0]
     layers = config.model.num_hidden_layers
     assert counted.copies == (layers + 2 if checkpointing == "full" else counted.copies)
