@@ -88,7 +88,8 @@ def play_inputs(tape: Tape, sharding: Sharding, each: Pass) -> None:
     """Play a backward for inputs alone, which frees nothing and leaves gradients for the weights' half."""
     activations, layer = each.activations, each.activations.layers[0]
     outside, of_others = activations.before_backward - layer.saved, activations.deferred_grad_bytes - layer.deferred
-    tape.live |= {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
+    saved = {"activations": activations.before_backward, "loss": activations.log_probability_bytes}
+    tape.live |= saved | {"temporaries": 0}
     sharding.enter_layer(tape, each, 0)
     tape.live["gradients"] = 0
     for moment in layer.moments:
