@@ -85,9 +85,8 @@ def build_record(
     `ending` has its status, reason and figures; `layout` is None where none could be resolved; `parts` are those that
     only some runs have.
     """
-    budget = (
-        config.cluster.memory_budget_bytes
-    )  # without one, ranks on a CPU share its memory, of which no share is known
+    # Without a budget, ranks on a CPU share its memory, of which no share is known.
+    budget = config.cluster.memory_budget_bytes
     row = config_columns(config, layout) | {
         "name": command.name,
         "run_id": run_id,

@@ -19,7 +19,7 @@ import pytest
 from harness.records.schema import Row
 from harness.records.store import read_all
 from harness.runner.launch_run import RunContext
-from harness.sweep import local
+from harness.sweep import scheduler
 from tests.support import faults, random_kills
 from tests.support.commands import Harness, run_harness, run_with
 from tests.support.folder_invariants import Ledger, differences, litter
@@ -81,7 +81,7 @@ def test_every_failure_of_a_sweep_is_a_row_and_is_run_again(
 ) -> None:
     sweep = ("-m", "name=sweep", "strategy=ddp,fsdp_full_shard,tp,single", *TINY, "train.warmup_steps=2")
     with monkeypatch.context() as patched:
-        patched.setattr(local, "RunContext", functools.partial(RunContext, faults.each_its_own))
+        patched.setattr(scheduler, "RunContext", functools.partial(RunContext, faults.each_its_own))
         assert harness(*sweep, "hang_seconds=30").returncode == 1
     rows = rows_by_strategy(tmp_path / "results")
     failures = {name: (row["status"], row["failed_in_phase"]) for name, row in rows.items() if row["status"] != "ok"}
