@@ -9,11 +9,11 @@ from harness.cost_model.memory import PROCESS_BYTES
 from harness.cost_model.parts import PEAK_TITLES
 from harness.records.schema import Record
 from harness.report.comparability import group_by
-from harness.report.document import sentence
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, least, shared_value
 from harness.report.ranking import Group
 from harness.report.speeds import CROWDED, DISJOINT_RUNS, MINIMUM_RUNS, has_enough_steps, is_crowded
+from harness.report.text import sentence
 
 Answer = tuple[str, str]  # a lead and its text
 

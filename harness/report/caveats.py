@@ -13,9 +13,10 @@ from harness.report.charts import expected
 from harness.report.claims import TIMED, claims
 from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.comparability import group_by, is_measured
-from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section, sentence, span_text
+from harness.report.document import BulletList, Paragraph, Section, Table, bullets, section
 from harness.report.lines import Line, column_values, compared_layers, labels_by, labels_by_kernel
 from harness.report.speeds import is_crowded
+from harness.report.text import sentence, span_text
 from harness.report.view import View
 
 Facts = dict[str, Any]  # what each kind of caveat concerns; there is none where that is empty

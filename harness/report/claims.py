@@ -12,9 +12,9 @@ from typing import Any
 
 from harness.metrics.formulas import ENVIRONMENT, EXACT, Quantities, quantities, text_of, value_of
 from harness.report.comparability import PARTITION_COLUMNS, claim_key, group_by
-from harness.report.document import sentence
 from harness.report.lines import Line
 from harness.report.speeds import is_undisturbed
+from harness.report.text import sentence
 
 TABLE: dict[str, Any] = tomllib.loads(Path(__file__).with_name("claims.toml").read_text("utf-8"))
 

@@ -12,7 +12,10 @@ from typing import Any
 
 from harness.records.columns import column as registered
 from harness.report.comparability import varying_columns
-from harness.report.document import (
+from harness.report.document import Disturbed, Table
+from harness.report.labels import cell_text, column_title
+from harness.report.lines import RATIO_COLUMNS, Line, baseline_name, column_values, distinct_values, rows_of
+from harness.report.text import (
     BYTES,
     FLOPS,
     FRACTION,
@@ -20,15 +23,11 @@ from harness.report.document import (
     ONE,
     PERCENT,
     RATIO,
-    Disturbed,
-    Table,
     Unit,
     deviation_text,
     format_numbers,
     unit_of,
 )
-from harness.report.labels import cell_text, column_title
-from harness.report.lines import RATIO_COLUMNS, Line, baseline_name, column_values, distinct_values, rows_of
 from harness.util.text import sanitize
 
 # The units that the numbers of a kind share throughout a table, and the forms of kinds that have none.

@@ -12,8 +12,8 @@ from harness.config.from_dict import ConfigValues
 from harness.config.strategy import DEGREES
 from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
-from harness.report.document import sentence
 from harness.report.labels import DEFAULTS, IMPLIED_BY_STRATEGY, VARYING, value_text
+from harness.report.text import sentence
 
 T = TypeVar("T")
 

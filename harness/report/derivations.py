@@ -11,8 +11,8 @@ from harness.metrics.formulas import Derivation, derivations_of, terms_of
 from harness.records.columns import columns_aggregated_by
 from harness.records.schema import Record
 from harness.report.comparability import group_by
-from harness.report.document import bytes_text, sentence
 from harness.report.speeds import is_undisturbed, timed_runs
+from harness.report.text import bytes_text, sentence
 
 
 def derive_line(line: Record) -> dict[str, Derivation]:

@@ -11,7 +11,6 @@ from rich.text import Text
 from harness.records.columns import column
 from harness.records.schema import Record, Row
 from harness.report.columns import UNSETTLED_MARK, WORDS, ShownColumn, abbreviations, write
-from harness.report.document import RATIO, deviation_text, format_numbers, sentence
 from harness.report.folder_changes import (
     MISSING,
     SPEED,
@@ -25,6 +24,7 @@ from harness.report.folder_changes import (
     pairs,
 )
 from harness.report.tables import fit_width, rich_table
+from harness.report.text import RATIO, deviation_text, format_numbers, sentence
 from harness.util.files import JsonObject
 from harness.util.text import count_text, sanitize
 

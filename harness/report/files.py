@@ -23,9 +23,10 @@ from harness.report import html, markdown
 from harness.report.charts import render
 from harness.report.columns import ShownColumn, from_lines, write
 from harness.report.derivations import derive_line, pack
-from harness.report.document import ONE, Chart, Section, Table, format_numbers, sentence, template
+from harness.report.document import Chart, Section, Table, template
 from harness.report.lines import baseline_name
 from harness.report.overview import build_explorer
+from harness.report.text import ONE, format_numbers, sentence
 from harness.report.view import MOST, View, setting, truncate
 from harness.util.errors import UserError
 from harness.util.files import atomic_write_bytes, atomic_write_text

@@ -13,9 +13,10 @@ from harness.report.answers import answers, lead
 from harness.report.charts.curves import by_parameters, by_world
 from harness.report.claims import Claim, claims
 from harness.report.comparability import PARTITION_COLUMNS, comparability_key, group_by, is_measured
-from harness.report.document import BulletList, Paragraph, Part, Section, bullets, section, sentence
+from harness.report.document import BulletList, Paragraph, Part, Section, bullets, section
 from harness.report.lines import Line, shared_value
 from harness.report.ranking import Group
+from harness.report.text import sentence
 from harness.report.view import View
 
 MOST_SENTENCES = 8  # on the configurations of a group

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from harness.records.schema import Record
 from harness.report.answers import Answer, answers, fastest, lead, remedy
 from harness.report.comparability import group_by, shared_settings, varying_columns
-from harness.report.document import Table, byte_unit, rounded_up, sentence
+from harness.report.document import Table
 from harness.report.findings import checkpointing_answer, memory_wall, scaling_sentences
 from harness.report.labels import column_title
 from harness.report.lines import Line, distinct_values, rows_of
 from harness.report.ranking import Group
 from harness.report.speeds import leads
+from harness.report.text import byte_unit, rounded_up, sentence
 from harness.report.view import View
 
 MOST_ANSWERS = 6

@@ -16,10 +16,10 @@ from harness.config.fingerprint import result_affecting_keys
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record, Row
 from harness.report.comparability import group_by
-from harness.report.document import sentence
 from harness.report.labels import flattened
 from harness.report.lines import labels_of
 from harness.report.speeds import Speed, are_alike, speed_of
+from harness.report.text import sentence
 from harness.report.view import merge_repeats
 from harness.util.files import JsonObject
 

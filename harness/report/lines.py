@@ -9,7 +9,6 @@ from typing import Any
 from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key, varying_columns
-from harness.report.document import bytes_text
 from harness.report.labels import (
     OTHER_OPTIONS,
     labels,
@@ -17,6 +16,7 @@ from harness.report.labels import (
     other_differences,
 )
 from harness.report.speeds import CROWDED, Speed, are_alike, speed_of, timed_runs
+from harness.report.text import bytes_text
 from harness.util.text import sanitize
 
 STATE_COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")

@@ -12,8 +12,9 @@ from harness.report.charts import memory as memory_charts
 from harness.report.charts.curves import BATCH_COLUMNS, Series, by_micro_batch
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import curve_key
-from harness.report.document import BulletList, Paragraph, Section, bullets, bytes_text, section, sentence
+from harness.report.document import BulletList, Paragraph, Section, bullets, section
 from harness.report.lines import MEMORY_COLUMNS, Line, baseline_name, column_values
+from harness.report.text import bytes_text, sentence
 from harness.report.view import View
 
 _ON_HOST = ("offloaded_bytes", "offloaded_activation_bytes")  # shown only where one has a value

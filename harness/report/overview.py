@@ -9,10 +9,11 @@ from harness.report.charts import speed, tradeoffs
 from harness.report.charts.marks import scaled
 from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, units_of, write
 from harness.report.comparability import group_by, shared_settings, varying_columns
-from harness.report.document import ONE, Best, Paragraph, Section, Table, section, sentence
+from harness.report.document import Best, Paragraph, Section, Table, section
 from harness.report.labels import column_title, value_text
 from harness.report.lines import STATE_COLUMNS, Line, baseline_name, column_values, distinct_values, least, rows_of
 from harness.report.ranking import Group
+from harness.report.text import ONE, sentence
 from harness.report.view import View
 from harness.util.text import sanitize
 

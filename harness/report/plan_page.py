@@ -28,18 +28,9 @@ from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render, style
 from harness.report.charts.marks import Field, Plot, Rows, axis, draw, figures, palette, single
-from harness.report.document import (
-    BulletList,
-    Chart,
-    MemorySlider,
-    Paragraph,
-    Section,
-    Table,
-    bullets,
-    section,
-    sentence,
-)
+from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section, Table, bullets, section
 from harness.report.lines import Item
+from harness.report.text import sentence
 from harness.report.view import View
 from harness.util.files import atomic_write_text
 

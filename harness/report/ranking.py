@@ -9,9 +9,9 @@ from functools import cached_property
 
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
-from harness.report.document import sentence
 from harness.report.lines import Line, compared_lines, labels_of
 from harness.report.speeds import Speed, leads, pool
+from harness.report.text import sentence
 
 
 @dataclass(frozen=True)

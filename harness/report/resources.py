@@ -7,19 +7,10 @@ from harness.records.schema import Record
 from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import group_by
-from harness.report.document import (
-    Paragraph,
-    Section,
-    Table,
-    Unit,
-    byte_unit,
-    bytes_text,
-    format_numbers,
-    section,
-    sentence,
-)
+from harness.report.document import Paragraph, Section, Table, section
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, baseline_name, column_values
+from harness.report.text import Unit, byte_unit, bytes_text, format_numbers, sentence
 from harness.report.view import View
 
 BytesByKind = dict[tuple[str, str], tuple[float, int]]  # and calls, by axis and operation

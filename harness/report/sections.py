@@ -16,13 +16,14 @@ from harness.report.caveats import (
 )
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed, tradeoffs
-from harness.report.document import Banner, BulletList, Paragraph, Section, section, sentence
+from harness.report.document import Banner, BulletList, Paragraph, Section, section
 from harness.report.findings import findings
 from harness.report.first_screen import banner, compared_text, first_answers, fits_table, warning
 from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.resources import communication, formula, operations, pipeline_section, time
 from harness.report.sources import sources
+from harness.report.text import sentence
 from harness.report.view import MOST, View, truncate
 
 

@@ -14,17 +14,9 @@ from harness.records.rank_report import OUTSIDE_PHASES, SimulatedTime
 from harness.records.schema import Record
 from harness.report.columns import ShownColumn, from_lines, line_table
 from harness.report.comparability import group_by, is_measured, key_text
-from harness.report.document import (
-    MILLISECONDS,
-    BulletList,
-    Paragraph,
-    Section,
-    byte_unit,
-    format_numbers,
-    section,
-    sentence,
-)
+from harness.report.document import BulletList, Paragraph, Section, section
 from harness.report.lines import Line
+from harness.report.text import MILLISECONDS, byte_unit, format_numbers, sentence
 from harness.report.view import View
 
 _DIFFERENT_BY_SOURCE = ("launch", "simulate", "cluster", "repeat")  # what a simulation and its measurement differ in

@@ -22,10 +22,11 @@ from harness.report.columns import (
     sanitized_texts,
 )
 from harness.report.comparability import group_by, shared_settings
-from harness.report.document import MOST_LABELS, Disturbed, Table, labels_text, sentence
+from harness.report.document import Disturbed, Table
 from harness.report.first_screen import first_answers, fits_table, warning
 from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, rows_of
 from harness.report.overview import pivots
+from harness.report.text import MOST_LABELS, labels_text, sentence
 from harness.report.view import MOST, View, truncate
 from harness.util.text import sanitize
 

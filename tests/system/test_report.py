@@ -20,10 +20,10 @@ from harness.records.provenance import versions
 from harness.records.schema import Record
 from harness.records.store import write_record
 from harness.report.columns import comparison_columns
-from harness.report.document import byte_unit, format_numbers
 from harness.report.labels import OTHER_OPTIONS, VARYING, column_title
 from harness.report.lines import column_values, lines_of
 from harness.report.markdown import escape
+from harness.report.text import byte_unit, format_numbers
 from harness.runner.config_columns import config_columns
 from tests.support.commands import compose_config
 from tests.support.example_records import FAILED, HOSTILE, MIB, mixed, record_of, records, row

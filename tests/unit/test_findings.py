@@ -16,13 +16,14 @@ from harness.report.caveats import by_kind
 from harness.report.charts import render
 from harness.report.claims import Claim
 from harness.report.columns import ShownColumn, line_table
-from harness.report.document import Chart, Table, labels_text
+from harness.report.document import Chart, Table
 from harness.report.files import write_runs_parquet
 from harness.report.findings import beside
 from harness.report.first_screen import first_answers
 from harness.report.lines import column_values, lines_of
 from harness.report.overview import best
 from harness.report.sections import sections
+from harness.report.text import labels_text
 from harness.report.view import MOST, View, truncate, view_of
 from tests.support.example_records import FAILED, HOSTILE, MIB, PARAMETERS, mixed, record_of, records, row
 from tests.support.tables import changed, page, page_text, printed

@@ -7,8 +7,9 @@ from typing import Any
 
 from harness.report.charts import style
 from harness.report.charts.marks import Field, Plot, Rows, draw, palette, scaled, single, tooltip, unseen
-from harness.report.document import Chart, Unit, VegaLite, format_numbers
+from harness.report.document import Chart, VegaLite
 from harness.report.lines import Item, Line
+from harness.report.text import Unit, format_numbers
 from harness.report.view import View
 from harness.util.text import sanitize
 

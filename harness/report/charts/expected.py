@@ -26,8 +26,9 @@ from harness.report.charts.marks import (
 )
 from harness.report.claims import Claim
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, is_measured
-from harness.report.document import Chart, at_most, byte_unit, format_numbers, labels_text
+from harness.report.document import Chart
 from harness.report.lines import Datum, Item, Line, finite_number
+from harness.report.text import at_most, byte_unit, format_numbers, labels_text
 from harness.report.view import View, model_name
 from harness.util.text import join_words, sanitize
 

@@ -12,8 +12,9 @@ from operator import itemgetter
 from typing import Any
 
 from harness.report.charts import style
-from harness.report.document import ONE, Chart, Table, Unit, VegaLite, byte_unit, format_numbers, sentence
+from harness.report.document import Chart, Table, VegaLite
 from harness.report.lines import Datum, Item
+from harness.report.text import ONE, Unit, byte_unit, format_numbers, sentence
 from harness.report.view import View, setting
 
 # What the page draws: marks of strategies that are not hidden, and of bars the first ones. Some marks have neither.

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from harness.report.charts.bars import Bars, bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, by_world, curve_points
 from harness.report.charts.marks import Field, Rows, axis, column, figures, numbers, unseen
-from harness.report.document import MILLISECONDS, ONE, PERCENT, Chart, VegaLite, format_numbers
+from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, finite_number
+from harness.report.text import MILLISECONDS, ONE, PERCENT, format_numbers
 from harness.report.view import View
 
 _WIDE = 8  # if the most ranks over the fewest exceed this, both axes are logarithmic

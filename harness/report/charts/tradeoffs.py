@@ -12,10 +12,11 @@ from harness.report.charts.speed import TOKENS, speed_fields, speed_marks
 from harness.report.claims import ok_runs, peer
 from harness.report.columns import UNSETTLED_MARK
 from harness.report.comparability import group_by
-from harness.report.document import PERCENT, Chart, VegaLite, format_numbers
+from harness.report.document import Chart, VegaLite
 from harness.report.labels import value_text
 from harness.report.lines import Datum, Line
 from harness.report.speeds import CLEARANCE, DISJOINT_RUNS, are_alike
+from harness.report.text import PERCENT, format_numbers
 from harness.report.view import View
 from harness.util.text import count_text, sanitize
 
