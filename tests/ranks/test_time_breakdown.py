@@ -1,6 +1,7 @@
 """The division of a step's time, on hand-made traces of both kinds of device and with a rank that really waits."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,7 +175,7 @@ def test_a_step_is_divided(
     assert 1000 * breakdown.seconds == pytest.approx(expected.whole)
     assert 1000 * breakdown.overlapped_seconds == pytest.approx(expected.overlapped)
     for name, parts in expected.phases.items():
-        assert [1000 * seconds for seconds in breakdown.phases[name]] == pytest.approx(parts), name
+        assert [1000 * seconds for seconds in astuple(breakdown.phases[name])] == pytest.approx(parts), name
 
 
 def test_a_trace_without_kernels_has_no_breakdown() -> None:
