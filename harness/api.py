@@ -19,7 +19,7 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.runs_csv import columns_of, read_runs_csv, rows_of
 from harness.records.store import read_all
 from harness.runner.resolve import resolve_auto, resolve_run_config
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 __all__ = ["Layout", "MemoryEstimate", "RunConfig", "UserError", "estimate_memory", "load"]
 

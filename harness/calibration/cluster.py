@@ -18,8 +18,8 @@ from harness.calibration.points import Measurements
 from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.hardware.machine import Machine, processor_name
 from harness.hardware.peak_flops import peak_flops
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
+from harness.util.text import UserError
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 

@@ -23,7 +23,7 @@ from harness.cost_model.timing.kernels import (
     rank_hardware,
     send_seconds,
 )
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 ITERATIONS = 30
 MOST_OVERLAP_SLOWDOWN = 2.0  # more is not the collective's doing, but another program's

@@ -11,8 +11,8 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import Device
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
+from harness.util.text import UserError
 
 # The files in a calibration's folder by which the parent and the ranks talk.
 SPEC_FILE, RESULT_FILE = "calibration.json", "measurements.json"

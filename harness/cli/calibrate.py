@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 if TYPE_CHECKING:
     from harness.calibration.fit import CurveError

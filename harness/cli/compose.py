@@ -28,8 +28,7 @@ from harness.runner.reuse import ensure_writable
 from harness.sweep.queued_run import parse_stop_after, wants_max_micro_batch
 from harness.sweep.slurm import plugin
 from harness.tracking.base import tracker_names
-from harness.util.errors import UserError
-from harness.util.text import count_text
+from harness.util.text import UserError, count_text
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from harness.records.schema import Record
 from harness.report.diff import print_comparison, print_names, print_regressions
 from harness.report.folder_changes import compare
 from harness.report.tables import terminal
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 REGRESSED = 1  # the exit status of a baseline that is not held
 

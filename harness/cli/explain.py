@@ -6,8 +6,7 @@ from harness.metrics.formulas import derivations_of
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_record
 from harness.report.derivations import derivation_lines
-from harness.util.errors import UserError
-from harness.util.text import printable
+from harness.util.text import UserError, printable
 
 
 def main(options: Namespace) -> None:

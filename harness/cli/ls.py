@@ -8,8 +8,7 @@ import yaml
 from harness.cli.commands import KINDS
 from harness.config.from_dict import GroupValues
 from harness.config.locations import files_in, first_sentence
-from harness.util.errors import UserError
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 
 def describe(kind: str, values: GroupValues, comment: str) -> str:

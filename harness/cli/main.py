@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from harness import __version__
 from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
-from harness.util.errors import UserError, run_command
+from harness.util.text import UserError, run_command
 
 # Words that other programs have, which are no command because settings alone make runs.
 RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep")

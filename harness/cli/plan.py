@@ -17,8 +17,7 @@ from harness.planner.sentences import (
     table_lines,
 )
 from harness.records.schema import Row
-from harness.util.errors import UserError
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 FORMATS = ("table", "csv", "json")
 

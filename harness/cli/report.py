@@ -14,8 +14,7 @@ from harness.report.files import FOLDER, export, parse_formats, parse_width, wri
 from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
-from harness.util.errors import UserError
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 
 def main(options: Namespace) -> None:

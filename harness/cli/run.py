@@ -27,7 +27,7 @@ from harness.sweep.queued_run import PlannedOrder, QueuedRun, deduplicate_and_so
 from harness.sweep.scheduler import Executor, Scheduler, SequentialExecutor
 from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
 from harness.tracking.client import TrackingClient
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 SWEEP_STATUSES = {"ok", "oom", "refused"}  # results of a sweep; any other status is a failure
 

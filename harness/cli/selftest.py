@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 def main(options: Namespace) -> int:

@@ -9,8 +9,7 @@ from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
 from harness.records.store import read_all
 from harness.tracking.client import sync_comparison
-from harness.util.errors import UserError
-from harness.util.text import count_text, sanitize
+from harness.util.text import UserError, count_text, sanitize
 
 
 def requested_tracking(folder: Path, tracker: str, project: str | None, entity: str | None) -> TrackingConfig:

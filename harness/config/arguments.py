@@ -23,8 +23,7 @@ from harness.config.mistakes import (
     unknown_key,
     wrong_value,
 )
-from harness.util.errors import UserError
-from harness.util.text import join_words
+from harness.util.text import UserError, join_words
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
 LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)

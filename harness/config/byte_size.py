@@ -4,7 +4,7 @@ import re
 from decimal import Decimal
 from typing import Annotated
 
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 BINARY = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}  # largest first
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import ConfigValues, Positive, from_dict, one_of, rule
 from harness.config.schema import RunConfig
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 RetryableStatus = Literal["error", "timeout", "oom"]  # interrupted runs are always run again
 NoiseFloors = Annotated[

@@ -12,7 +12,7 @@ from harness.config.byte_size import parse_bytes
 from harness.config.command import COMMAND_KEYS
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 NAME_BYTES = 160  # of the readable part of an id; file systems take 255 for a file's whole name
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
-from harness.util.errors import UserError
-from harness.util.text import join_words
+from harness.util.text import UserError, join_words
 
 TYPE_NAMES = {
     int: "a whole number",

@@ -22,8 +22,7 @@ from harness.config.from_dict import ConfigValues, default_of, is_group
 from harness.config.locations import PACKAGED_CONF, PRESETS, user_folder
 from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
 from harness.config.schema import RunConfig
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 
 def dataclass_defaults(cls: type) -> dict[str, Any]:

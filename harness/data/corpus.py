@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.schema import DataConfig
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 _INSTALLED = ("site-packages", "dist-packages")  # folders beside the standard library that pip fills
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from harness.layout.state_widths import StateKind, StateWidths
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 from harness.records.run_folder import RunFolder, read_run_spec
 from harness.records.store import read_record
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from harness.config.byte_size import format_bytes
 from harness.hardware.nvml import NvmlDevice, NvmlError, visible_devices
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 # NVML numbers devices by their position on the bus; CUDA would number the fastest first.
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

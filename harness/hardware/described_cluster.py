@@ -13,7 +13,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.locations import files_in
 from harness.config.schema import ClusterConfig, Device
 from harness.hardware.machine import Machine, processor_name
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 @dataclass(frozen=True)

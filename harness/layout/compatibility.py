@@ -6,7 +6,7 @@ from harness.config.schema import RunConfig
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from harness.config.schema import RunConfig, TrainConfig
 from harness.config.strategy import AXES, DATA_AXES, DEGREES, DataParallel, Offload, Schedule, StrategyConfig
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 @dataclass(frozen=True)

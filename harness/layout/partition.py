@@ -11,7 +11,7 @@ from harness.config.model import ModelConfig
 from harness.layout.layer_spec import SHARD_DIM, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import layer_parameter_count, model_profile
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 def tp_shard_dim(parameter: str, model: ModelConfig) -> int | None:

@@ -38,10 +38,9 @@ from harness.metrics import columns, memory, step_time
 from harness.records import rank_report
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
-from harness.util.errors import UserError
 from harness.util.files import JsonObject
 from harness.util.sentences import Sentences
-from harness.util.text import count_text, join_words
+from harness.util.text import UserError, count_text, join_words
 
 EXACT = 0.05  # the relative tolerance of bytes, counts and operations
 

@@ -25,8 +25,7 @@ from harness.models.activation_checkpoint import checkpoint_block
 from harness.models.decoder import loss_function
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, decoder_layers, instantiate, load_hf_config
 from harness.tensors.flops import operator_flops
-from harness.util.errors import UserError, run_command
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line, run_command
 
 # The styles of harness.layout.layer_spec by the library's names (transformers/distributed/tensor_parallel.py).
 STYLES = {

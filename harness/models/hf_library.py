@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.models.decoder import repeats_grouped_heads
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}  # model.attention to transformers' attn_implementation
 

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import GroupValues
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 # The keys by which configurations of the transformers library count the experts of a layer.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

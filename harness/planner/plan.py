@@ -23,7 +23,7 @@ from harness.planner.search import SearchResult, search
 from harness.planner.sentences import say
 from harness.planner.space import SearchedSpace, plan_problems, predict
 from harness.runner.resolve import AUTO, TRAIN_DEFAULTS, resolve_auto, resolve_run_config
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from harness.cost_model.rank_memory import RankStep, rank_steps
 from harness.cost_model.stack_memory import stack_steps, workspace_bytes
 from harness.layout.layout import Layout
 from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 BEST = 5  # candidates that are shown
 

@@ -23,7 +23,7 @@ from harness.hardware.described_cluster import DescribedCluster, described_machi
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 MOST_TP = 64  # ranks; attention heads and nodes are fewer in every published layout
 

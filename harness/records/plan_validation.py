@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import ComparisonFolder
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, read_json_object
-from harness.util.text import count_text
+from harness.util.text import UserError, count_text
 
 
 @dataclass(frozen=True)

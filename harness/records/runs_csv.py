@@ -12,9 +12,8 @@ from harness.records.provenance import machine_text, version_differences, versio
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Cell, Record, Row, with_current_names
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 
 def rows_of(records: Iterable[Record]) -> list[Row]:

@@ -12,11 +12,10 @@ from harness.records.columns import COLUMN_TYPES, column_type
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import SCHEMA_VERSION, Record, with_current_names
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 # The lists in a record, and the keys of their entries that a report reads.
 _LISTS = {

@@ -28,9 +28,8 @@ from harness.report.lines import baseline_name
 from harness.report.overview import build_explorer
 from harness.report.text import ONE, format_numbers, sentence
 from harness.report.view import MOST, View, setting, truncate
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_bytes, atomic_write_text
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 Statistic = Literal["median", "mean"]  # median [min, max], or mean ± sd
 

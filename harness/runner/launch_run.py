@@ -29,10 +29,9 @@ from harness.runner.record import Reference, build_record, judge_run, predicted_
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.disk_reserve import is_disk_full, release
-from harness.util.errors import UserError
 from harness.util.files import JsonObject, atomic_write_text
 from harness.util.native_build import announcing_builds
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
 from harness.hardware.described_cluster import described_cluster, described_machine
 from harness.hardware.machine import CPU_RANKS, Machine, is_built_for_gpus, usable_cores
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 
 def machine_of_run(values: ConfigValues, detect: Callable[[ClusterConfig], Machine] | None = None) -> Machine:

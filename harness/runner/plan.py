@@ -34,8 +34,7 @@ from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_f
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
 from harness.util import native_build
-from harness.util.errors import UserError
-from harness.util.text import count_text
+from harness.util.text import UserError, count_text
 
 # The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
 FILLING_RELEASE = (2, 13)

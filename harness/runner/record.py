@@ -40,9 +40,8 @@ from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import RunPlan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
-from harness.util.errors import UserError
 from harness.util.files import JsonObject
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from harness.config.locations import files_in
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, PrecisionConfig, RunConfig
 from harness.config.strategy import StrategyConfig
-from harness.util.errors import UserError
 from harness.util.redact import keys_holding_secrets
+from harness.util.text import UserError
 
 
 def resolve_run_config(values: ConfigValues) -> RunConfig:

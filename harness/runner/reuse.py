@@ -11,8 +11,8 @@ from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.util.disk_reserve import reserve
-from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
+from harness.util.text import UserError
 
 NO_REFERENCE = "none: proof.reference=false"  # stored in records, which are compared with it
 

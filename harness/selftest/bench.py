@@ -19,8 +19,8 @@ from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.runner.run import execute
-from harness.util.errors import UserError
 from harness.util.files import JsonObject
+from harness.util.text import UserError
 
 COMPARISON = "selftest"  # the name of the comparison that has the self-test's runs
 MOST_RANKS = 2  # of a run that can have any number of ranks

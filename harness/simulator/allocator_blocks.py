@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 MIB = 2**20
 

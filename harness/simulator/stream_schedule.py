@@ -23,7 +23,7 @@ from harness.records.rank_report import SimulatedTime
 from harness.simulator.kernel_work import Collective, Communication, HostLinkCopy, Transfers, Work, work_seconds
 from harness.simulator.operator_stream import HOST, Launch
 from harness.simulator.process import StepRequest
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 ROUNDING_SECONDS = 1e-12  # a kernel that has so little left has ended
 

@@ -26,8 +26,7 @@ from harness.records.plan_validation import PlannedConfiguration, PlanValidation
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.schema import Record
 from harness.runner.plan import RunPlan
-from harness.util.errors import UserError
-from harness.util.text import count_text
+from harness.util.text import UserError, count_text
 
 UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}  # of a limit in seconds
 

@@ -23,7 +23,7 @@ from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.records.store import read_all
 from harness.tracking import payload
 from harness.tracking.base import Answer, Message, Task
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed over to be tracked
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 
 @contextmanager

@@ -15,8 +15,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 
-from harness.util.errors import UserError
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 _announce: ContextVar[Callable[[str], None]] = ContextVar("_announce", default=lambda _: None)
 

@@ -19,7 +19,7 @@ from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.runner.plan import make_plan
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support.campaigns import REQUIRED_PATH, Line, complete_table, parse_options, read_table
 from tests.support.commands import ROOT, compose, compose_config, execute_run

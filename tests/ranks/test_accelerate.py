@@ -11,7 +11,7 @@ from harness.launcher.launch import launch
 from harness.records.schema import Record
 from harness.runner import local_machine
 from harness.runner.plan import make_plan
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import accelerate_entries, commands
 from tests.support.commands import compose_config

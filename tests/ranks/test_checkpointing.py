@@ -30,7 +30,7 @@ from harness.models.build import build_model
 from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import faults
 from tests.support.capacity import capacity_problem

@@ -35,7 +35,7 @@ from harness.report.lines import lines_of
 from harness.runner.config_columns import config_columns
 from harness.runner.resolve import resolve_run_config
 from harness.simulator.process import StepRequest
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults
 from tests.support.commands import Harness, assert_not_proven, compose_config

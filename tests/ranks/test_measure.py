@@ -35,8 +35,8 @@ from harness.records.rank_report import Traffic
 from harness.simulator.process_group import fake_process_group
 from harness.tensors.shard import Shard
 from harness.tensors.storage import storage_bytes
-from harness.util.errors import UserError
 from harness.util.native_build import compiler_problem
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 
 WORLD = 4

@@ -28,7 +28,7 @@ from harness.proof.layout import placement_problems
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import local_machine
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults, replayed_faults, row_invariants
 from tests.support.capacity import capacity_problem

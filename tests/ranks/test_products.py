@@ -11,7 +11,7 @@ from harness.engines import torch as torch_engine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import faults, row_invariants
 from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with

@@ -16,7 +16,7 @@ from harness.report.view import view_of
 from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
 from harness.simulator.process import StepRequest
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import Harness, compose_config
 from tests.support.simulated_steps import simulate_steps
 

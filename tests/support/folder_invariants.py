@@ -8,7 +8,7 @@ from typing import Any
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.campaigns import read_table
 
 # The columns that differ between two runs of one configuration. If several moments of a step are equally full, which

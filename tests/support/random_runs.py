@@ -20,7 +20,7 @@ from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.record import predicted_columns
 from harness.runner.run import execute
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.campaigns import FLAG, REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.commands import compose
 from tests.support.random_draws import draw_real_size, listed

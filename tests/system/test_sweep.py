@@ -38,8 +38,7 @@ from harness.sweep.queued_run import (
     queue_plan,
 )
 from harness.sweep.scheduler import Scheduler, SequentialExecutor
-from harness.util.errors import UserError
-from harness.util.text import format_duration
+from harness.util.text import UserError, format_duration
 from tests.support import faults
 from tests.support.commands import ROOT, Harness, compose, compose_config, execute_run, read_rows
 from tests.support.slurm_cluster import wait_for_step

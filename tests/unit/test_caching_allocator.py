@@ -8,7 +8,7 @@ import pytest
 
 from harness.simulator.allocator_blocks import MIB, PLACE, AllocatorSettings, MemoryBlock, parse_allocator_settings
 from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 GIB = 2**30
 

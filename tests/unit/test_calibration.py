@@ -33,7 +33,7 @@ from harness.engines.base import load_engine
 from harness.hardware.described_cluster import described_devices
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 from tests.support.planned import HARDWARE
 

@@ -17,7 +17,7 @@ from harness.runner import plan as run_plan
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.record import fallback_run_id
 from harness.runner.resolve import resolve_auto
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose, compose_config
 
 # Run ids of the first release. The same configuration must keep its id, or no stored record could be reused.

@@ -19,7 +19,7 @@ from harness.records.rank_report import LaunchStatus
 from harness.runner import launch_run, local_machine
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.nvml_tables import GIB, Board, install
 
 TWO = (Board(), Board(uuid="GPU-1b2f1a11-0000-0000-0000-000000000001", memory=(40 * GIB, 80 * GIB)))

@@ -24,7 +24,7 @@ from harness.sweep import parallel, scheduler
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.parallel import ParallelExecutor, WorkerSlot
 from harness.sweep.queued_run import queue_plan
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 from tests.support.nvml_tables import GIB, Board, install
 

@@ -11,7 +11,7 @@ from harness.export.files import FILES
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
 from harness.layout.layout import resolve_layout
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 
 STRATEGIES = [path.stem for path in sorted((Path(__file__).parents[2] / "conf" / "strategy").glob("*.yaml"))]

@@ -17,7 +17,7 @@ from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
 from harness.runner.plan import capacity_problem, core_note, find_problems, machine_problems, make_plan
 from harness.util import native_build
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from harness.planner.space import predict
 from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv
 from harness.records.store import read_record
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import ROOT
 from tests.support.models import run, shaped
 from tests.support.planned import cluster_of_eight

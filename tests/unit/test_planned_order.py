@@ -21,7 +21,7 @@ from harness.report.findings import validation_sentences
 from harness.report.view import View
 from harness.runner.plan import make_plan
 from harness.sweep.queued_run import QueuedRun, order_by_plan, queue_plan
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose
 
 H100 = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (80 * 10**9,) * 8, 64, device_bytes=80 * 10**9)

@@ -10,7 +10,7 @@ from harness.hardware.machine import Machine
 from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
 from harness.selftest.run import each_run
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 
 GUIDE = Path(harness.__file__).parents[1] / "docs" / "guides" / "simulation.md"

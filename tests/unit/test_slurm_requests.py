@@ -18,7 +18,7 @@ from harness.sweep.slurm.commands import (
     query_node_shape,
     sbatch_directives,
 )
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 # What `sinfo --noheader --format="%P %c %G"` prints. The default partition has a star.
 SITES = {

@@ -25,7 +25,7 @@ from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.support.commands import compose_config
 from tests.support.published import DATA, fms, megatron, memory_scores
 from tests.support.published.mapping import numbered_rows

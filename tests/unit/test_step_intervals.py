@@ -10,7 +10,7 @@ from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import UNMEASURED_RANGE, StepTime
 from harness.planner.row import planned_row
-from harness.util.errors import UserError
+from harness.util.text import UserError
 from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows
 from tests.support.planned import planned
 

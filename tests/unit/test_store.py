@@ -18,9 +18,8 @@ from harness.records.provenance import git_commit, version_differences, versions
 from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
 from harness.records.store import read_all, read_record, write_record
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_text
-from harness.util.text import sanitize
+from harness.util.text import UserError, sanitize
 
 PROMISED = [
     "run_id",

@@ -23,7 +23,7 @@ from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.hardware.peak_flops import peak_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.util.errors import UserError
+from harness.util.text import UserError
 
 # The elements of a head whose products take a fused attention kernel as long as the exponentials and sums of a score:
 # FlashAttention-2 (arXiv 2307.08691, figures 4 to 6) is some 15 % slower with heads of 64 than with heads of 128.

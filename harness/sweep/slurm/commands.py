@@ -15,9 +15,8 @@ from harness.config.command import CommandConfig
 from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.hardware.machine import CORES_PER_GPU_RANK, CPU_RANKS
 from harness.records.run_folder import ComparisonFolder
-from harness.util.errors import UserError
 from harness.util.files import read_json_object
-from harness.util.text import one_line
+from harness.util.text import UserError, one_line
 
 COMMAND_SECONDS = 60.0  # for one of Slurm's commands to answer
 

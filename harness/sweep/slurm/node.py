@@ -16,8 +16,8 @@ from harness.runner.resolve import load_model_presets
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import QueuedRun, StopAfter
 from harness.sweep.scheduler import Scheduler, SequentialExecutor
-from harness.util.errors import UserError
 from harness.util.files import atomic_write_json
+from harness.util.text import UserError
 
 FIRST_PORT, PORTS = 20_000, 20_000  # a job's nodes meet at a port that follows from the job's number
 
