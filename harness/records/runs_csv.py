@@ -7,11 +7,10 @@ import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from harness.records.columns import COLUMN_NAMES, column_type
 from harness.records.provenance import machine_text, version_differences, versions, versions_text
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Cell, Record, Row, with_current_names
+from harness.records.schema import COLUMN_NAMES, Cell, Record, Row, column_type, with_current_names
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
 

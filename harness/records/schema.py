@@ -1,9 +1,16 @@
-"""The record of a run, everything that is known of it, and the types of its parts."""
+"""The record of a run, everything that is known of it, with the types of its parts and the registry of columns.
+
+Type, unit, title, meaning and use of every column of runs.csv are in columns.toml. Reports, tables and the reference
+page docs/reference/columns.md take a column's facts from here. A row may have columns of its own beyond these, such as
+at_peak_gradient_bytes: names that end in _bytes are whole numbers of bytes.
+"""
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
 from harness.config.from_dict import ConfigValues
@@ -14,10 +21,10 @@ Cell = str | int | float | bool | None  # None: the value is unknown
 
 Cells = dict[str, Cell]  # the values of some columns of a row, by the columns' names
 
-# A whole row as it is read. The store has checked that every cell has its column's type (harness.records.columns).
+# A whole row as it is read. The store has checked that every cell has its column's type.
 Row = dict[str, Any]
 
-SCHEMA_VERSION = 2  # version 1 has other names of columns: harness.records.schema.RENAMED_COLUMNS
+SCHEMA_VERSION = 2  # version 1 has other names of columns: RENAMED_COLUMNS
 
 
 class Commit(TypedDict):
@@ -140,3 +147,56 @@ RENAMED_COLUMNS: dict[str, str] = {
 def with_current_names(row: Row) -> Row:
     """Return a row of schema version 1 with the columns' current names."""
     return {RENAMED_COLUMNS.get(name, name): value for name, value in row.items()}
+
+
+Aggregate = Literal["", "maximum", "median", "sum"]  # over ranks or repeats; "" where it is the same for all
+Group = Literal[
+    "run", "model", "layout", "batch", "options", "outcome", "training", "time", "throughput", "memory", "bytes"
+]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of runs.csv."""
+
+    name: str
+    type: type
+    group: Group
+    title: str
+    help: str
+    unit: str = ""
+    aggregate: Aggregate = ""
+    better: Literal["", "higher", "lower"] = ""
+    short: str = ""  # the title in labels and narrow tables; empty where the title is short enough
+
+    @property
+    def label(self) -> str:
+        """The short title, or the title if there is none."""
+        return self.short or self.title
+
+
+_TYPES = {entry.__name__: entry for entry in (str, int, float, bool)}
+
+COLUMNS = tuple(
+    Column(name, _TYPES[facts.pop("type")], **facts)
+    for name, facts in tomllib.loads(Path(__file__).with_name("columns.toml").read_text("utf-8")).items()
+)
+COLUMN_NAMES = tuple(column.name for column in COLUMNS)
+COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
+_BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def column(name: str) -> Column:
+    """Return a column of the registry. Raise KeyError if it has none of this name."""
+    return _BY_NAME[name]
+
+
+@cache
+def column_type(name: str) -> type | None:
+    """Return the type of a column's values; None for an unregistered column that is not in bytes: it can have any."""
+    return int if name.endswith("_bytes") else COLUMN_TYPES.get(name)
+
+
+def columns_aggregated_by(aggregate: Aggregate) -> tuple[str, ...]:
+    """Return the names of the columns that are aggregated in this way."""
+    return tuple(entry.name for entry in COLUMNS if entry.aggregate == aggregate)

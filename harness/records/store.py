@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from harness.records.columns import COLUMN_TYPES, column_type
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import SCHEMA_VERSION, Record, with_current_names
+from harness.records.schema import COLUMN_TYPES, SCHEMA_VERSION, Record, column_type, with_current_names
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted

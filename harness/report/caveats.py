@@ -7,8 +7,7 @@ from typing import Any
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.metrics.formulas import EXACT
-from harness.records.columns import column
-from harness.records.schema import Record
+from harness.records.schema import Record, column
 from harness.report.charts import expected
 from harness.report.claims import TIMED, claims
 from harness.report.columns import ShownColumn, from_lines, line_table

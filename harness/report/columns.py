@@ -10,7 +10,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from harness.records.columns import column as registered
+from harness.records.schema import column as registered
 from harness.report.comparability import varying_columns
 from harness.report.document import Disturbed, Table
 from harness.report.labels import cell_text, column_title

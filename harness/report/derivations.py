@@ -8,8 +8,7 @@ from itertools import count
 from typing import Any
 
 from harness.metrics.formulas import Derivation, derivations_of, terms_of
-from harness.records.columns import columns_aggregated_by
-from harness.records.schema import Record
+from harness.records.schema import Record, columns_aggregated_by
 from harness.report.comparability import group_by
 from harness.report.speeds import is_undisturbed, timed_runs
 from harness.report.text import bytes_text, sentence

@@ -8,8 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from harness.records.columns import column
-from harness.records.schema import Record, Row
+from harness.records.schema import Record, Row, column
 from harness.report.columns import UNSETTLED_MARK, WORDS, ShownColumn, abbreviations, write
 from harness.report.folder_changes import (
     MISSING,

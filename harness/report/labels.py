@@ -7,8 +7,7 @@ from typing import Any
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.strategy import DEGREES
 from harness.cost_model.parts import STEP_PARTS
-from harness.records.columns import COLUMN_TYPES, column
-from harness.records.schema import Record, Row
+from harness.records.schema import COLUMN_TYPES, Record, Row, column
 from harness.util.text import sanitize
 
 # The strategy and the world size determine these columns, unless rows that share both differ in them.

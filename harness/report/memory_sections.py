@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.cost_model.parts import PEAK_TITLES
-from harness.records.columns import column
-from harness.records.schema import Record
+from harness.records.schema import Record, column
 from harness.report.charts import memory as charts
 from harness.report.charts import memory as memory_charts
 from harness.report.charts.curves import BATCH_COLUMNS, Series, by_micro_batch

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from harness.records.columns import column as registered
+from harness.records.schema import column as registered
 from harness.report.charts import speed, tradeoffs
 from harness.report.charts.marks import scaled
 from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, units_of, write

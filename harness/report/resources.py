@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.records.columns import column
-from harness.records.schema import Record
+from harness.records.schema import Record, column
 from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import group_by

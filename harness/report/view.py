@@ -8,9 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.records.columns import columns_aggregated_by
 from harness.records.provenance import versions
-from harness.records.schema import Record, Row
+from harness.records.schema import Record, Row, columns_aggregated_by
 from harness.records.store import LoadedRecords
 from harness.report.comparability import group_by, repeat_key
 from harness.report.labels import STEP_TITLES, value_text

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from harness.config.command import TrackingConfig
 from harness.metrics.memory import max_known
 from harness.records import heartbeat
-from harness.records.columns import COLUMN_NAMES
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Record
+from harness.records.schema import COLUMN_NAMES, Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
 from harness.util.files import JsonObject, atomic_write_json, read_json_object
 from harness.util.redact import redacted

@@ -25,7 +25,7 @@ import yaml
 from harness.cli.commands import run_word
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
-from harness.records.columns import COLUMNS, Group
+from harness.records.schema import COLUMNS, Group
 from tests.support.page_templates import render_page
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,9 +15,8 @@ from rich.cells import cell_len
 
 from harness.cli.main import main
 from harness.layout.layout import resolve_layout
-from harness.records.columns import COLUMN_TYPES
 from harness.records.provenance import versions
-from harness.records.schema import Record
+from harness.records.schema import COLUMN_TYPES, Record
 from harness.records.store import write_record
 from harness.report.columns import comparison_columns
 from harness.report.labels import OTHER_OPTIONS, VARYING, column_title

@@ -15,8 +15,7 @@ from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
 from harness.metrics.formulas import DERIVATIONS, ENVIRONMENT
-from harness.records.columns import COLUMN_TYPES
-from harness.records.schema import Record
+from harness.records.schema import COLUMN_TYPES, Record
 from harness.report import markdown
 from harness.report.caveats import literature
 from harness.report.claims import TABLE, Claim, claims

@@ -19,8 +19,8 @@ from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.planner.row import PLAN_COLUMNS
 from harness.planner.space import predict
-from harness.records.columns import COLUMN_NAMES
 from harness.records.runs_csv import read_runs_csv
+from harness.records.schema import COLUMN_NAMES
 from harness.records.store import read_record
 from harness.util.text import UserError
 from tests.support.commands import ROOT

@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.records import provenance
-from harness.records.columns import COLUMN_NAMES, COLUMN_TYPES
 from harness.records.provenance import git_commit, version_differences, versions
 from harness.records.runs_csv import rows_of, write_runs_csv
-from harness.records.schema import Record
+from harness.records.schema import COLUMN_NAMES, COLUMN_TYPES, Record
 from harness.records.store import read_all, read_record, write_record
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
