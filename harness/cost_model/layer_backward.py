@@ -27,6 +27,7 @@ class LayerMoment:
 
     saved: int  # bytes of the tensors that the layer saved or recomputed
     temporaries: int  # bytes of gradients of intermediates, and of copies of them
+    arrived: int = 0  # bytes of them that are the gradient of the layer's output, until it is summed
     freed: int = 0  # bytes of saved tensors, freed until now, which a backward for inputs alone keeps
     deferred: int = 0  # bytes of gradients, freed until now, which it leaves to the weights' half
     weights: int = 0  # elements of the layer's weights whose gradients are complete
@@ -42,6 +43,7 @@ class LayerBackward:
         self.shape, self.saved = shape, dict(saved)
         self.recomputed, self.consumed = recomputed, consumed
         self.temporaries = {"residual.grad": shape.hidden_bytes}
+        self.arrived = shape.hidden_bytes
         self.weights = self.freed = self.deferred = 0
         self.moments: list[LayerMoment] = []
 
@@ -58,7 +60,7 @@ class LayerBackward:
         The residual stream's gradient is never freed: what is added to it takes its place.
         """
         self.temporaries |= results
-        sizes = (sum(self.saved.values()), sum(self.temporaries.values()), self.freed, self.deferred)
+        sizes = (sum(self.saved.values()), sum(self.temporaries.values()), self.arrived, self.freed, self.deferred)
         self.moments.append(LayerMoment(*sizes, self.weights, weight, is_accumulation, is_followed_by_matrix))
         self.weights += weight * is_accumulation
         for name in {*frees} - {"residual.grad"}:
@@ -210,3 +212,4 @@ def run_norm(backward: LayerBackward, norm: str) -> None:
     backward.run({"norm.grad": rest}, ("norm.grad", output_grad))
     backward.free(f"{norm}.")
     backward.run({"norm_input.grad": own, "sum.grad": own}, ("norm_input.grad", "sum.grad"))
+    backward.arrived = 0

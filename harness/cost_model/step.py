@@ -72,13 +72,18 @@ def play_head(tape: Tape, sharding: Sharding, each: Pass) -> None:
 
 
 def play_layer(tape: Tape, sharding: Sharding, each: Pass, following: int) -> None:
-    """Play the backward of the layer that so many layers of the stage follow."""
+    """Play the backward of the layer that so many layers of the stage follow.
+
+    The gradient that another stage sends lies in the buffer that received it, and is counted with these buffers.
+    """
     activations, outside = each.activations, each.activations.outside(following)
     layer, hidden = activations.layers[following], activations.shape.hidden_bytes
-    tape.live |= {"activations": outside + layer.saved, "temporaries": hidden}
+    is_sent = following == 0 and not activations.stage.holds_head
+    tape.live |= {"activations": outside + layer.saved, "temporaries": hidden * (not is_sent)}
     sharding.enter_layer(tape, each, following)
     for moment in layer.moments:
-        tape.live |= {"activations": outside + moment.saved, "temporaries": moment.temporaries}
+        temporaries = moment.temporaries - moment.arrived * is_sent
+        tape.live |= {"activations": outside + moment.saved, "temporaries": temporaries}
         sharding.in_layer(tape, each, following, moment)
     tape.live["temporaries"] = hidden
     sharding.leave_layer(tape, each, following)

@@ -277,7 +277,7 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
                     stage_input.grad = None
                 else:
                     input_grads = stage_backward(outputs, back or [None], [stage_input])
-                sent += [*input_grads] if layout.schedule != "1f1b" else []
+                sent = [*input_grads] if layout.schedule == "1f1b" else [*sent, *input_grads]
                 del outputs, input_grads, stage_input
     return live.peak_bytes, meter.peak_bytes
 
