@@ -31,13 +31,14 @@ FLAT_ALIGNMENT = 2  # elements a rank, to which DeepSpeed's stages 1 and 2 pad a
 
 
 def expected_bytes(
-    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, *, is_padded: bool = False
+    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, *, is_padded: bool = False, is_sent: bool = False
 ) -> dict[str, float]:
     """Return the bytes that this rank must send in a step by the papers, in which every share is even.
 
     The keys are an axis, or several joined by '+', and a kind: gather or reduce along the axes of data and sequences
     (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out. With
-    `is_padded` shares are uneven, and padded as the library does it.
+    `is_padded` shares are uneven, and padded as the library does it. With `is_sent` gradients count twice where a
+    library all-reduces what the papers reduce once.
     """
     expected: defaultdict[str, float] = defaultdict(float)
     shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
@@ -48,7 +49,7 @@ def expected_bytes(
         neighbors = (not stage.holds_head) + (not stage.holds_embedding)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
         by_purpose: tuple[dict[str, float], ...] = (
-            dp_bytes(config, layout, widths, gathered, reduced),
+            dp_bytes(config, layout, widths, gathered, reduced, 1 + (is_sent and widths.all_reduces_gradients)),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
             cp_bytes(config, layout, stage, shape),
             {"pp send": transfers},
@@ -56,15 +57,6 @@ def expected_bytes(
         for name, size in itertools.chain.from_iterable(sent.items() for sent in by_purpose):
             expected[name] += size  # shards of fully_shard may lie along cp, too
     return dict(expected)
-
-
-def planned_bytes(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> dict[str, float]:
-    """Return the bytes of expected_bytes(), with those of a library that all-reduces what the papers reduce once."""
-    sent = expected_bytes(config, layout, widths, rank)
-    reduction = f"{layout.group_name(*layout.sharding_axes)} reduce"
-    if widths.all_reduces_gradients and reduction in sent:
-        sent[reduction] *= 2
-    return sent
 
 
 def tp_bytes(
@@ -198,22 +190,21 @@ def _sent_elements_once(
 
 
 def dp_bytes(
-    config: RunConfig, layout: Layout, widths: StateWidths, gathered: float, reduced: float
+    config: RunConfig, layout: Layout, widths: StateWidths, gathered: float, reduced: float, passes: int
 ) -> dict[str, float]:
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
     Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
-    synchronize once.
+    synchronize once. A reduction goes through the ring so many times.
     """
     shards, replicas = layout.axes_size(layout.sharding_axes), layout.axes_size(layout.replica_axes)
     along_shards, along_replicas = layout.group_name(*layout.sharding_axes), layout.group_name(*layout.replica_axes)
-    reduce_bytes = config.precision.reduce_bytes
-    reductions = reductions_per_step(config, layout)
+    reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
     sent = {
         (along_shards, "gather"): ring_fraction(shards) * gathered * widths.gathered,
-        (along_shards, "reduce"): ring_fraction(shards) * reduced * reduce_bytes if layout.zero_stage else 0.0,
-        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced / reductions * reduce_bytes / shards,
+        (along_shards, "reduce"): passes * ring_fraction(shards) * reduced * reduce_bytes * (layout.zero_stage > 0),
+        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced_once * reduce_bytes / shards,
     }
     return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
 

@@ -12,7 +12,7 @@ from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.sharding import Pass
 from harness.cost_model.tape import Tape
-from harness.cost_model.whole_parameters import WholeParameters, coordinator_options, whole_parameters
+from harness.cost_model.whole_parameters import CoordinatorOptions, WholeParameters, whole_parameters
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_sizes
 
@@ -220,8 +220,10 @@ class ZeroStage3(BucketedZero):
     @cached_property
     def whole_parameters(self) -> WholeParameters:
         """The elements of whole parameters in a micro-batch."""
-        options = coordinator_options(self.config.strategy.options)
-        return whole_parameters(self.config.model, self.config.checkpointing, options, self.is_cpu)
+        names, options = CoordinatorOptions._fields, self.config.strategy.options
+        stated = {name: options[f"stage3_{name}"] for name in names if f"stage3_{name}" in options}
+        rules = CoordinatorOptions(**{name: int(float(str(value))) for name, value in stated.items()})
+        return whole_parameters(self.config.model, self.config.checkpointing, rules, self.is_cpu)
 
     def gather(self, tape: Tape, *moment: str | int) -> None:
         """Change the elements of whole parameters to those of a moment."""
@@ -229,17 +231,13 @@ class ZeroStage3(BucketedZero):
 
     def forward(self, tape: Tape, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
-        if following < 0:
-            self.gather(tape, "forward", "head", "gather")
-        else:
-            self.gather(tape, "forward", each.groups.layers - 1 - following)
+        layer = each.groups.layers - 1 - following
+        self.gather(tape, "forward", *([layer] if following >= 0 else ["head", "gather"]))
 
     def end_forward(self, tape: Tape, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""
-        if self.shape.loss_chunks > 1:
-            self.gather(tape, "backward", "head", "enter")
-        else:
-            self.gather(tape, "forward", "", "leave")
+        runs_again = self.shape.loss_chunks > 1
+        self.gather(tape, *(("backward", "head", "enter") if runs_again else ("forward", "", "leave")))
 
     def enter_backward(self, tape: Tape, each: Pass) -> None:
         """Gather the head again."""

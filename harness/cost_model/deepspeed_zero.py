@@ -50,8 +50,7 @@ class DeepSpeedZero(Sharding):
     def copied_bytes(self) -> int:
         """The bytes of the rank's part of the gradients in a flat copy that the optimizer takes."""
         width = self.precision.accumulate_bytes
-        part = -(-width * sum(self.counts) // self.layout.dp_shard)
-        return part if self.widths.gradients == width else 0
+        return -(-width * sum(self.counts) // self.layout.dp_shard) * (self.widths.gradients == width)
 
     def gathered_copy(self) -> int:
         """Return the bytes of the flat copy in which gloo gathers new parameters."""
@@ -84,43 +83,28 @@ class ZeroStage1(DeepSpeedZero):
         Without BF16_Optimizer the reduction buckets are freed before parameters are gathered.
         """
         super().step(tape)
-        own, width = sum(self.gradients), self.precision.accumulate_bytes
-        freed = self.widths.buffer_bytes
+        own, width, first = sum(self.gradients), self.precision.accumulate_bytes, self.sizes[0]
+        freed, largest_copy = self.widths.buffer_bytes, FP64_BYTES * min(first, self.partition)
         if self.holds_gradients_twice:  # it widens a copy of one after the other (bf16_optimizer.py, _update_hp_grad)
             tape.touch(gradients=own, temporaries=width * max(self.sizes))
         else:
             tape.touch(gradients=own, temporaries=self.copied_bytes, buffers_bucket=-freed)
-        if not self.is_cpu and self.offloads:
-            tape.touch(gradients=own, temporaries=self.offloaded_reduction_bytes)
-        elif self.is_cpu:
+        if self.is_cpu:
             freed *= not (self.holds_gradients_twice or self.offloads)
             tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy() - freed)
+        elif self.offloads:
+            # When the first gradient, the embedding's, is reduced by itself, there are the rank's partition of the sums
+            # in mixed precision (_get_compact_grad_partition_slice), and a copy in fp64 for the norm of what the rank
+            # has of it (copy_grads_in_partition, set_norm_for_param_grad_in_gpu).
+            copied = largest_copy * (first > self.widths.reduce_bucket_elements)
+            tape.touch(gradients=own, temporaries=copied + width * self.partition * self.is_mixed)
         elif not self.holds_gradients_twice:
-            self.compute_norm(tape)
-
-    @property
-    def offloaded_reduction_bytes(self) -> int:
-        """The bytes beside all gradients when the first of them is reduced under offload, if it is a large one.
-
-        That is the embedding's. They are the rank's partition of the sums in mixed precision
-        (_get_compact_grad_partition_slice), and a copy in fp64 for the norm of what the rank has of it
-        (copy_grads_in_partition, set_norm_for_param_grad_in_gpu).
-        """
-        first = self.sizes[0]
-        copied = min(first, self.partition) if first > self.widths.reduce_bucket_elements else 0
-        return FP64_BYTES * copied + self.precision.accumulate_bytes * self.partition * self.is_mixed
-
-    def compute_norm(self, tape: Tape) -> None:
-        """Compute the norm of gradients, each in a copy in fp64.
-
-        The first rank has the most: only parts of its own gradients, from the embedding on, and all those of other
-        ranks (get_grad_norm_direct and free_grad_in_param_list).
-        """
-        ends = accumulate(self.sizes)
-        own = sum(size for size, end in zip(self.sizes, ends, strict=True) if end - size < self.partition)
-        elements = sum(self.sizes) + (self.partition - own) * self.is_mixed
-        copy = FP64_BYTES * min(self.sizes[0], self.partition)
-        tape.touch(gradients=self.precision.accumulate_bytes * elements, temporaries=copy)
+            # The norm takes a copy in fp64 of each gradient. The first rank has the most: only parts of its own
+            # gradients, from the embedding on, and all of others' (get_grad_norm_direct and free_grad_in_param_list).
+            ends = accumulate(self.sizes)
+            whole = sum(size for size, end in zip(self.sizes, ends, strict=True) if end - size < self.partition)
+            elements = sum(self.sizes) + (self.partition - whole) * self.is_mixed
+            tape.touch(gradients=width * elements, temporaries=largest_copy)
 
 
 def partition_elements(

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.rank_memory import RankPeak, RankStep, highest_peak, rank_stages, rank_steps
+from harness.cost_model.rank_memory import RankStep, highest_rank, rank_stages, rank_steps
 from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
@@ -40,7 +40,7 @@ class MemoryEstimate:
     """The bytes of one rank, each part at its own maximum; `at_peak` has the parts at the moment of the peak."""
 
     parameter_bytes: int  # at rest between steps
-    gradient_bytes: int
+    gradient_bytes: int  # once they are reduced, those on the host included
     optimizer_bytes: int
     activation_bytes: int  # the most kept for backward, log-probabilities included
     loss_bytes: int  # logits and cross-entropy
@@ -70,28 +70,28 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     an end), or it is the optimizer's. For a model whose activations are not known it is the optimizer's alone. Raises
     UserError if the global batch leaves a remainder.
     """
-    highest = rank_estimate(highest_peak(rank_steps(config, layout, widths, device)))
+    highest = rank_estimate(*highest_rank(rank_steps(config, layout, widths, device)))
     if device == "cpu" or not model_profile(config.model).is_project_decoder:
         return highest
     return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
 
 
-def rank_estimate(peak: RankPeak) -> MemoryEstimate:
-    """Return the memory of a rank whose worst moment is known."""
-    own, step = peak.step.sharding, peak.step
+def rank_estimate(step: RankStep, pp_rank: int) -> MemoryEstimate:
+    """Return the memory of a rank of the pipeline that has this step."""
+    own, peak = step.sharding, step.peak(pp_rank)
     buffers = [moment.parts["buffers"] for tape in step.tapes.values() for moment in tape.moments]
-    offloaded = 0 if own.is_cpu else step.most_offloaded(peak.pp_rank)
+    offloaded = 0 if own.is_cpu else step.most_offloaded(pp_rank)
     return MemoryEstimate(
         own.parameter_bytes,
-        own.gradient_bytes,
+        sum(own.shards(own.widths.gradients, "gradients")) + sum(own.host_gradients),
         own.optimizer_bytes,
-        activation_bytes=step.most_saved(peak.pp_rank),
+        activation_bytes=step.most_saved(pp_rank),
         loss_bytes=sum(stage.loss_bytes for stage in own.activations),
         communication_buffer_bytes=own.buffer_bytes + max(buffers, default=0),
         host_bytes=step.host_bytes + offloaded,
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
-        at_peak=peak.at_peak,
-        rank=peak.pp_rank * (own.layout.world_size // own.layout.pp),
+        at_peak=peak.live,
+        rank=pp_rank * (own.layout.world_size // own.layout.pp),
         phase=peak.phase,
     )
 

@@ -9,7 +9,7 @@ from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
-from harness.cost_model.communication import planned_bytes
+from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, predicted_memory
@@ -181,7 +181,7 @@ class Prediction:
     def sent_bytes(self) -> dict[str, float]:
         """The bytes that the rank with most of them sends in a step, by axes and operation."""
         ranks = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)
-        sent = (planned_bytes(self.config, self.layout, self.widths, rank) for rank in ranks)
+        sent = (expected_bytes(self.config, self.layout, self.widths, rank, is_sent=True) for rank in ranks)
         return max(sent, key=lambda volumes: sum(volumes.values()))
 
     def label(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from operator import add, mul
-from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
@@ -124,8 +123,8 @@ class RankStep:
         micro_batches = own.micro_batches if own.layout.pp_enabled else min(3, own.micro_batches)
         return backward_starts(own.layout, micro_batches, pp_rank)
 
-    def peak(self, pp_rank: int) -> "RankPeak":
-        """Return the worst moment of the step of this rank."""
+    def peak(self, pp_rank: int) -> Moment:
+        """Return the worst moment of the step of this rank, with its bytes by what they are."""
         own = self.sharding
         moments = [(self.outside, Bytes())]
         for start in own.counted_starts(self.starts(pp_rank)):
@@ -135,7 +134,8 @@ class RankStep:
         at_peak = {part: size + others.get(part, 0) for part, size in highest.parts.items()}
         at_peak["gradients"] += own.host_gradient_bytes
         at_peak["buffers"] += own.buffer_bytes
-        return RankPeak(self, pp_rank, highest.phase, self.state | at_peak)
+        at_peak = self.state | at_peak
+        return Moment(sum(at_peak.values()), highest.phase, at_peak)
 
     def most_saved(self, pp_rank: int) -> int:
         """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
@@ -154,25 +154,16 @@ class RankStep:
         return max((sum(map(mul, sizes, passes)) for passes in pending), default=0)
 
 
-class RankPeak(NamedTuple):
-    """A rank of the pipeline at the worst moment of its step."""
-
-    step: RankStep
-    pp_rank: int
-    phase: str
-    at_peak: Bytes  # by what they are
-
-
 def rank_steps(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> list[RankStep]:
     """Return the steps of the pipeline's ranks, one for all whose stages are alike."""
     alike = alike_ranks(config.model, layout, config.checkpointing.every)
     return [RankStep(sharding_of(config, layout, widths, device, stages), ranks) for stages, ranks in alike]
 
 
-def highest_peak(steps: Sequence[RankStep]) -> RankPeak:
-    """Return the first of the ranks of these steps whose peak is highest."""
-    ranks = [step.peak(pp_rank) for step in steps for pp_rank in step.pp_ranks]
-    return max(ranks, key=lambda rank: (sum(rank.at_peak.values()), -rank.pp_rank))
+def highest_rank(steps: Sequence[RankStep]) -> tuple[RankStep, int]:
+    """Return the first of the ranks of these steps whose peak is highest, with its step."""
+    ranks = [(step, pp_rank) for step in steps for pp_rank in step.pp_ranks]
+    return max(ranks, key=lambda rank: (rank[0].peak(rank[1]).total, -rank[1]))
 
 
 def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:

@@ -18,7 +18,7 @@ from harness.cost_model.stage_activations import StageActivations, stage_activat
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
-from harness.layout.state_widths import StateWidths
+from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Sharding:
         self.shape = micro_batch_shape(config, layout, device)
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
+        self.shard_counts = {kind: layout.shard_count(kind) for kind in STATE_KINDS}
         self.micro_batches = layout.grad_accumulation_steps(config.train)
         self.optimizer_copies = 0 if config.train.fused_optimizer else config.optimizer.foreach_copies
 
@@ -63,18 +64,14 @@ class Sharding:
         tp, vocabulary_tp = self.layout.tp, self.layout.vocabulary_tp
         return [local_parameter_count(self.config.model, stage, tp, vocabulary_tp) for stage in self.stages]
 
-    def shards(self, width: int, kind: str) -> list[int]:
+    def shards(self, width: int, kind: StateKind) -> list[int]:
         """Return the bytes of the rank's shard of each stage's state of a kind."""
-        return [-(-width * count // self.shard_count(kind)) for count in self.counts]
-
-    def shard_count(self, kind: str) -> int:
-        """Return the number of shards of a kind of state."""
-        return self.layout.shard_count(kind)
+        return [-(-width * count // self.shard_counts[kind]) for count in self.counts]
 
     @cached_property
     def parameter_bytes(self) -> int:
         """The bytes of the rank's parameters between steps."""
-        return -(-self.widths.parameters * sum(self.counts) // self.shard_count("parameters"))
+        return -(-self.widths.parameters * sum(self.counts) // self.shard_counts["parameters"])
 
     @cached_property
     def optimizer_bytes(self) -> int:
@@ -91,11 +88,6 @@ class Sharding:
         """The most bytes of each stage's gradients on the device; on a CPU the host's memory is the device's."""
         own, has_both = self.shards(self.widths.gradients, "gradients"), self.is_cpu and not self.has_host_part
         return [sum(sizes) for sizes in zip(own, self.host_gradients, strict=True)] if has_both else own
-
-    @property
-    def gradient_bytes(self) -> int:
-        """The bytes of the rank's gradients once they are reduced, those on the host included."""
-        return sum(self.shards(self.widths.gradients, "gradients")) + sum(self.host_gradients)
 
     @cached_property
     def host_gradient_bytes(self) -> int:
@@ -225,7 +217,7 @@ class Sharding:
     def foreach_bytes(self) -> int:
         """The bytes of an optimizer's copies of its state."""
         width = self.optimizer_copies * self.precision.master_bytes
-        return -(-width * sum(self.counts) // self.shard_count("optimizer"))
+        return -(-width * sum(self.counts) // self.shard_counts["optimizer"])
 
     # Gradients of matrices.
 

@@ -17,7 +17,7 @@ from harness.config.schema import Device, RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import MODEL_AXES
 from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, MemoryEstimate, rank_estimate
-from harness.cost_model.rank_memory import RankPeak, RankStep, group_ranks, highest_peak
+from harness.cost_model.rank_memory import RankStep, group_ranks, highest_rank
 from harness.cost_model.stack_sharding import StackSharding
 from harness.layout.layout import Layout, refusals
 from harness.layout.model_profile import model_profile
@@ -44,8 +44,8 @@ def predict_highest_rank(
 
     Raises UserError for a layout that the model or the global batch does not divide into.
     """
-    highest = highest_peak(stack_steps(config, layout, stack.memory))
-    return stack_rank_memory(highest, stack.memory, compute_capability)
+    highest = highest_rank(stack_steps(config, layout, stack.memory))
+    return stack_rank_memory(*highest, stack.memory, compute_capability)
 
 
 def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device) -> RankMemory:
@@ -131,14 +131,14 @@ def balanced_by_products(model: ModelConfig, count: int) -> list[int]:
     return layers
 
 
-def stack_rank_memory(peak: RankPeak, memory: StackMemory, compute_capability: int) -> RankMemory:
-    """Return the memory of a rank under a stack other than `harness`, whose worst moment is known."""
-    own, shape = peak.step.sharding, peak.step.sharding.shape
-    state = peak.step.state | {"workspaces": workspace_bytes(memory, compute_capability)}
-    estimate = rank_estimate(peak)
+def stack_rank_memory(step: RankStep, pp_rank: int, memory: StackMemory, compute_capability: int) -> RankMemory:
+    """Return the memory of a rank of the pipeline that has this step, under a stack other than `harness`."""
+    own, shape = step.sharding, step.sharding.shape
+    state = step.state | {"workspaces": workspace_bytes(memory, compute_capability)}
+    estimate = rank_estimate(step, pp_rank)
     estimate = dataclasses.replace(estimate, at_peak=state | estimate.at_peak)
     received = memory.pipeline_tensors_at_rest * len(own.stages) * shape.hidden_bytes * own.layout.pp_enabled
-    rests = own.keeps_gradients or (memory.keeps_gradients_at_rest and own.shard_count("gradients") > 1)
+    rests = own.keeps_gradients or (memory.keeps_gradients_at_rest and own.shard_counts["gradients"] > 1)
     is_ahead = shape.sequence_parallel and not own.layout.pp_enabled  # the host, of collectives
     collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes * is_ahead
     absent_gradients = sum(own.gradients) - max(estimate.at_peak["gradients"], sum(own.sums))

@@ -36,25 +36,22 @@ class StackSharding(Sharding):
         precision, is_flat = config.precision, memory.kind == "flat_units"
         is_sharded = layout.zero_stage > 0 and (layout.data_parallel == "fsdp" or not is_flat)
         shards = layout.dp_shard * layout.cp if is_sharded else 1
+        parts = shards if is_flat else 1  # of parameters and gradients
         self.memory = memory
-        self.shard_counts = {"optimizer": shards, "parameters": shards if is_flat else 1}
         self.main_width = precision.accumulate_bytes * (memory.keeps_main_gradients and not is_flat)
         width = precision.master_bytes if is_flat else precision.compute_bytes
         masters = precision.master_bytes * (precision.is_mixed and not is_flat)
         gathered = precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed))
         widths = StateWidths(width, self.main_width or width, config.optimizer_state_bytes + masters, gathered)
         super().__init__(config, layout, widths, "cuda", stages)
+        self.shard_counts |= {"optimizer": shards, "parameters": parts, "gradients": parts}
         self.optimizer_copies = memory.optimizer_copies
         self.activations = [StackActivations(self.shape, stage, config.checkpointing, memory) for stage in stages]
-
-    def shard_count(self, kind: str) -> int:
-        """Return the number of shards of a kind of state; gradients are sharded as parameters are."""
-        return self.shard_counts.get(kind, self.shard_counts["parameters"])
 
     @cached_property
     def optimizer_bytes(self) -> int:
         """The bytes of the rank's optimizer state."""
-        return -(-self.widths.optimizer * sum(self.counts) // self.shard_count("optimizer"))
+        return -(-self.widths.optimizer * sum(self.counts) // self.shard_counts["optimizer"])
 
     @cached_property
     def sums(self) -> list[int]:
@@ -78,11 +75,10 @@ class StackSharding(Sharding):
         has_buckets = self.layout.dp_enabled and self.layout.zero_stage == 0
         return self.memory.reduce_bucket_bytes * sum(self.counts) * has_buckets
 
-    def gathered_bytes(self, each: Pass, *, in_backward: bool) -> int:
-        """Return the bytes of gathered parameters: all, or those outside of layers and of layers in use."""
-        groups, units = each.groups, each.groups.layers
-        if self.layout.zero_stage != 2 and self.shard_count("parameters") > 1:
-            units = min(units, 1 + self.memory.prefetched_units) * in_backward
+    def gathered_bytes(self, each: Pass, in_use: int) -> int:
+        """Return the bytes of gathered parameters: all, or those outside of layers and of so many layers in use."""
+        groups, is_whole = each.groups, self.layout.zero_stage == 2 or self.shard_counts["parameters"] == 1
+        units = groups.layers if is_whole else min(groups.layers, in_use)
         return self.widths.gathered * (groups.elements - (groups.layers - units) * groups.layer.elements)
 
     def counted_starts(self, starts: Sequence[BackwardStart]) -> Sequence[BackwardStart]:
@@ -97,9 +93,8 @@ class StackSharding(Sharding):
 
     def begin(self, tape: Tape, each: Pass) -> None:
         """Gather parameters, and inputs in buffers that sequence parallelism has for them."""
-        tape.live["buffers_gathered"] = self.gathered_bytes(each, in_backward=False)
         inputs = self.memory.tp_gather_buffers * self.shape.whole_hidden_bytes * self.shape.sequence_parallel
-        tape.live["temporaries_inputs"] = inputs
+        tape.live |= {"buffers_gathered": self.gathered_bytes(each, 0), "temporaries_inputs": inputs}
 
     def enter_backward(self, tape: Tape, each: Pass) -> None:
         """Receive the gradient of the pass's output."""
@@ -110,7 +105,7 @@ class StackSharding(Sharding):
 
     def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
         """Gather the layers in use; a layer's gradients are whole before they are reduced."""
-        tape.live["buffers_gathered"] = self.gathered_bytes(each, in_backward=True)
+        tape.live["buffers_gathered"] = self.gathered_bytes(each, 1 + self.memory.prefetched_units)
         tape.live["buffers_reduced"] = self.reduced_bytes(each.groups.layer.elements)
 
     def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:

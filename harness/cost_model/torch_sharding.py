@@ -1,6 +1,5 @@
 """The memory that torch's DDP and fully_shard take for buckets, whole parameters and gradients. Imports no torch."""
 
-from collections.abc import Sequence
 from functools import cached_property
 
 from harness.cost_model.layer_backward import LayerMoment
@@ -26,15 +25,13 @@ class DistributedDataParallel(Sharding):
         """Whether gradients lie in the buckets."""
         return self.config.strategy.gradient_as_bucket_view and not self.is_mixed
 
-    def bucket_elements(self, stages: Sequence[Stage]) -> float:
-        """Return the elements of the buckets of these stages."""
-        return sum(local_sizes(self.config.model, self.layout, stages))
-
     @cached_property
     def bucket_bytes(self) -> int:
         """The bytes of the buckets that exist beside gradients."""
         copies = int(self.is_mixed) + int(not self.config.strategy.gradient_as_bucket_view)
-        return round(copies * self.bucket_elements(self.stages) * self.precision.compute_bytes)
+        return round(
+            copies * sum(local_sizes(self.config.model, self.layout, self.stages)) * self.precision.compute_bytes
+        )
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -55,7 +52,7 @@ class DistributedDataParallel(Sharding):
         In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
         """
         exist = self.rebuilds_buckets and self.is_mixed
-        return round(self.bucket_elements([stage]) * self.precision.compute_bytes) * exist
+        return round(sum(local_sizes(self.config.model, self.layout, [stage])) * self.precision.compute_bytes) * exist
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return the old buckets."""
@@ -140,7 +137,7 @@ class FullyShard(Sharding):
     @cached_property
     def optimizer_bytes(self) -> int:
         """The bytes of the rank's optimizer state, as padded as parameters."""
-        return self.widths.optimizer * -(-sum(self.counts) // self.layout.shard_count("optimizer"))
+        return self.widths.optimizer * -(-sum(self.counts) // self.shard_counts["optimizer"])
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""
@@ -181,25 +178,21 @@ class FullyShard(Sharding):
         At first all of them lie beside the flat tensor. When that is reduced, a loop in foreach_reduce still refers to
         the last of them.
         """
-        tape.drop("buffers_gradients", "buffers_reduced")
         width, flat = self.precision.compute_bytes, self.reduced(group)
-        tape.touch(buffers_copies=group.elements * width + flat + group.uneven * width * self.is_cpu)
+        copies = group.elements * width + flat + group.uneven * width * self.is_cpu
+        tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
         copies = (group.last * width + flat * self.is_cpu) * (self.degree > 1)
-        tape.touch(buffers_reduced=flat, buffers_copies=flat // self.degree + copies)
-        tape.live["buffers_reduced"] = flat
+        tape.put(buffers_reduced=flat, buffers_copies=flat // self.degree + copies)
+        tape.drop("buffers_copies")
 
     def begin(self, tape: Tape, each: Pass) -> None:
         """Gather what the first layer waits for."""
-        groups = each.groups
-        if not each.is_first:
-            tape.live["buffers_reduced"] = self.reduced(groups.last_reduced)
-        if self.reshards:
-            tape.put(buffers_root=self.whole(groups.root))
-        elif not each.gathers:
-            tape.put(buffers_whole=self.whole_but(each, 0, has_head=True))
-        if self.reshards or each.gathers:
-            first = groups.root if groups.root.elements else groups.embedding
-            tape.live["buffers_flat"] = self.whole(first) * (self.degree > 1)
+        groups, gathers = each.groups, self.reshards or each.gathers
+        tape.live["buffers_reduced"] = self.reduced(groups.last_reduced) * (not each.is_first)
+        whole = 0 if gathers else self.whole_but(each, 0, has_head=True)
+        tape.put(buffers_root=self.whole(groups.root) * self.reshards, buffers_whole=whole)
+        first = groups.root if groups.root.elements else groups.embedding
+        tape.live["buffers_flat"] = self.whole(first) * (gathers and self.degree > 1)
 
     def forward(self, tape: Tape, each: Pass, following: int) -> None:
         """Gather a layer, or the head if it is a group of its own."""
@@ -263,19 +256,17 @@ class FullyShard(Sharding):
 
     def end(self, tape: Tape, each: Pass) -> None:
         """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""
-        groups, shape, last = each.groups, self.shape, each.groups.last_reduced
+        groups, last = each.groups, each.groups.last_reduced
         tape.drop("buffers_flat", "buffers_waiting")
         if each.activations.stage.holds_embedding:
             elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting
-            tape.live["gradients"] = self.computed(each, groups.layers)
+            computed, gradients = self.computed(each, groups.layers), elements * self.precision.compute_bytes
             if self.reshards:
                 tape.live["buffers_whole"] = self.whole(groups.embedding)
-            tape.live["buffers_gradients"] = elements * self.precision.compute_bytes
-            tape.put(temporaries=shape.whole_hidden_bytes)
-        tape.drop("temporaries", "buffers_root")
+            tape.put(gradients=computed, buffers_gradients=gradients, temporaries=self.shape.whole_hidden_bytes)
         if self.reshards or each.is_last:
             tape.drop("buffers_whole")
         # The shard becomes the gradient itself in the first micro-batch.
-        tape.live["gradients"] = each.new_gradients
-        tape.live["buffers_shard"] = -(self.reduced(last) // self.degree) * each.is_first
+        shard = -(self.reduced(last) // self.degree) * each.is_first
+        tape.live |= {"temporaries": 0, "buffers_root": 0, "gradients": each.new_gradients, "buffers_shard": shard}
         self.reduce(tape, last)

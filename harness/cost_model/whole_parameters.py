@@ -9,7 +9,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, groupby, pairwise
 from typing import Literal, NamedTuple
 
 from harness.config.model import ModelConfig
@@ -47,18 +47,19 @@ class Module(NamedTuple):
         return int(self.path.split(".")[1]) if "." in self.path else None
 
     @property
+    def chain(self) -> list["Module"]:
+        """The modules around it that run, which lists of layers do not, from the model on, and itself."""
+        parts = self.path.split(".")
+        around = [Module(".".join(parts[:end])) for end in range(len(parts)) if not parts[end].isdigit()]
+        return [*around, self]
+
+    @property
     def is_matrix(self) -> bool:
         """Whether it is a matrix: all modules with parameters are, but norms."""
         return bool(self.parameters) and not self.path.endswith("norm")
 
 
 Event = tuple[EventKind, Module, Literal["forward", "backward", "recompute"]]  # what happens, where and when
-
-
-def coordinator_options(options: Mapping[str, object]) -> CoordinatorOptions:
-    """Return what the options of a strategy say about whole parameters."""
-    names = {name: f"stage3_{name}" for name in CoordinatorOptions._fields}
-    return CoordinatorOptions(**{name: int(float(str(options[key]))) for name, key in names.items() if key in options})
 
 
 @lru_cache(maxsize=256)
@@ -97,9 +98,8 @@ def whole_parameters(
 
 def modules_in_order(model: ModelConfig) -> list[Module]:
     """Return the modules with parameters in the order in which forward runs them; a tied head is one of them."""
-    profile, names = model_profile(model), defaultdict[str, list[str]](list)
-    for name in profile.parameter_shapes:
-        names[name.rpartition(".")[0]].append(name)
+    profile = model_profile(model)
+    names = {path: tuple(own) for path, own in groupby(profile.parameter_shapes, lambda name: name.rpartition(".")[0])}
     in_layer = [
         path
         for branch in model.architecture.branches
@@ -107,7 +107,7 @@ def modules_in_order(model: ModelConfig) -> list[Module]:
     ]
     paths = [name.removesuffix(".weight") for name in profile.embedding_shapes]
     paths += [f"layers.{index}.{path}" for index in range(model.num_hidden_layers) for path in in_layer]
-    return [Module(path, tuple(names.get(path, names[paths[0]]))) for path in (*paths, "norm", "lm_head")]
+    return [Module(path, names.get(path, names[paths[0]])) for path in (*paths, "norm", "lm_head")]
 
 
 def micro_batch_events(
@@ -148,20 +148,12 @@ def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
 
 
 def nested(modules: Sequence[Module], depth: int = 0) -> Iterator[tuple[Literal["enter", "leave"], Module]]:
-    """Yield these modules and those around them, but for so many outermost ones, as forward enters and leaves them.
-
-    Lists of layers never run.
-    """
-    inside: list[Module] = []
-    for module in (*modules, None):
-        parts = module.path.split(".") if module else []
-        around = [Module(".".join(parts[:end])) for end in range(len(parts)) if not parts[end].isdigit()]
-        chain = [*around, module][depth:] if module else []
-        while inside and inside[-1] not in chain:
-            yield "leave", inside.pop()
-        for entered in chain[len(inside) :]:
-            inside.append(entered)
-            yield "enter", entered
+    """Yield these modules and those around them, but for so many outermost ones, as forward enters and leaves them."""
+    chains = [[], *(module.chain[depth:] for module in modules), []]
+    for before, after in pairwise(chains):
+        shared = sum(1 for pair in zip(before, after, strict=False) if pair[0] == pair[1])
+        yield from (("leave", module) for module in reversed(before[shared:]))
+        yield from (("enter", module) for module in after[shared:])
 
 
 class ParameterCoordinator:
@@ -197,10 +189,14 @@ class ParameterCoordinator:
         self._gather(missing)
         for name in module.parameters:
             self._wait(name)
-        while self.queue and self.queue[0][1] == self.step:
+        limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
+        ahead: list[str] = []  # those that are used next, as many as the options allow (_fetch_sub_module_impl)
+        while self.queue and (self.queue[0][1] == self.step or self._size(ahead) < limit):
             name, step = self.queue.popleft()
             self.fetched_for[name] = step
-        self._prefetch()
+            if name not in self.whole and name not in self.in_flight and name not in ahead:
+                ahead.append(name)
+        self._gather(ahead)
         self.step += 1
         return self._size(missing)
 
@@ -247,17 +243,6 @@ class ParameterCoordinator:
             self.whole.update(together)
         if all(other is not together for other in self.in_flight.values()):
             self.elements -= flat
-
-    def _prefetch(self) -> None:
-        """Gather the parameters that are used next, as many as the options allow (_fetch_sub_module_impl)."""
-        limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
-        names: dict[str, None] = {}
-        while self.queue and self._size(names) < limit:
-            name, step = self.queue.popleft()
-            self.fetched_for[name] = step
-            if name not in self.whole and name not in self.in_flight:
-                names[name] = None
-        self._gather([*names])
 
     def _stays(self, name: str) -> bool:
         """Return whether a parameter is small, was fetched for a later module, or is used again within the distance.

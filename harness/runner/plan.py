@@ -14,7 +14,6 @@ from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
-from harness.cost_model.rank_memory import highest_peak, rank_steps
 from harness.data.corpus import Corpus, prepare_corpus
 from harness.engines.base import (
     device_count,
@@ -128,12 +127,10 @@ class RunPlan:
             return (rank,)
         if layout.uses_deepspeed_zero and layout.zero_stage < 3:
             return (fullest_rank(config, layout, self.widths, split_into_stages(config.model, layout)),)
-        stage_ranks = layout.world_size // layout.pp
         if rank == "all":
-            return tuple(range(0, layout.world_size, stage_ranks))
-        if layout.pp == 1 or not model_profile(config.model).is_project_decoder:
-            return (0,)
-        return (highest_peak(rank_steps(config, layout, self.widths, self.machine.device)).pp_rank * stage_ranks,)
+            return tuple(range(0, layout.world_size, layout.world_size // layout.pp))
+        is_known = layout.pp > 1 and model_profile(config.model).is_project_decoder
+        return (self.memory.rank if is_known else 0,)
 
 
 def make_plan(

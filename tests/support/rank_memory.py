@@ -17,7 +17,7 @@ def estimate_rank_memory(
 ) -> MemoryEstimate:
     """Return the memory of this rank of the pipeline, which has these stages, under the stack harness."""
     step = RankStep(sharding_of(config, layout, widths, device, stages))
-    return rank_estimate(step.peak(pp_rank))
+    return rank_estimate(step, pp_rank)
 
 
 def predict_rank_memory(
@@ -25,4 +25,4 @@ def predict_rank_memory(
 ) -> RankMemory:
     """Return the memory of this rank of the pipeline under another stack."""
     step = next(step for step in stack_steps(config, layout, stack.memory) if pp_rank in step.pp_ranks)
-    return stack_rank_memory(step.peak(pp_rank), stack.memory, compute_capability)
+    return stack_rank_memory(step, pp_rank, stack.memory, compute_capability)

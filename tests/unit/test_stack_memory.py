@@ -130,7 +130,7 @@ def one_moment(own: StackSharding) -> int:
     """Return the bytes of Adam's state with one of its two moments."""
     states = 3 if own.precision.is_mixed and own.keeps_gradients else 2
     width = own.widths.optimizer * (states - 1) // states
-    return -(-width * sum(own.counts) // own.shard_count("optimizer"))
+    return -(-width * sum(own.counts) // own.shard_counts["optimizer"])
 
 
 def with_tensor_and_pipeline_parallelism_swapped(
