@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 
 from harness.config.model import ModelConfig
@@ -18,34 +19,29 @@ from harness.tensors.shard import GATHERED
 MASTER_BYTES = 4  # per parameter element, in fp32
 
 
-def ownership_problems(
-    model: ModelConfig, layout: Layout, ranks: Sequence[RankReport], literature: bool = True
-) -> list[str]:
-    """Return every difference between the shards that the ranks hold and those of the layout; empty if it is proven.
+def ownership_problems(model: ModelConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield every difference between the shards that the ranks hold and those of the layout; none if it is proven.
 
     All elements of every parameter must be there, on as many ranks as the layout has copies, in equal shares and on
-    the right pipeline stage. Gathered copies are allowed beside them where the papers' method is not claimed.
+    the right pipeline stage.
     """
     if len(ranks) != layout.world_size:
-        return [f"{len(ranks)} ranks wrote a report, and the layout has {layout.world_size} ranks"]
-    problems = gathered_problems(ranks, literature)
+        yield f"{len(ranks)} ranks wrote a report, and the layout has {layout.world_size} ranks"
+        return
     for kind in STATE_KINDS:
         by_rank = [kept_shards(rank, kind) for rank in ranks]
-        counts = allowed_shard_counts(layout, kind)
-        by_shard_count = [list(_ownership_problems(kind, by_rank, model, layout, count)) for count in counts]
-        problems += [] if [] in by_shard_count else by_shard_count[0]
-    return problems
+        yield from problems_of_state(kind, layout, partial(_ownership_problems, kind, by_rank, model, layout))
 
 
-def allowed_shard_counts(layout: Layout, kind: StateKind) -> list[int]:
-    """Return into how many data-parallel shards a kind of state may be divided.
+def problems_of_state(kind: StateKind, layout: Layout, problems_of: Callable[[int], Iterator[str]]) -> list[str]:
+    """Return the problems of a kind of state that is divided into data-parallel shards, whose number they depend on.
 
-    Stage 1 has gradients whole until they are reduced, and then this rank's shard of the result.
+    Stage 1 has gradients whole until they are reduced, and then this rank's shard of the result: none may be a problem.
     """
-    allowed = {layout.shard_count(kind)}
-    if kind == "gradients" and layout.zero_stage == 1:
-        allowed.add(layout.dp_shard)
-    return sorted(allowed)
+    is_reduced_late = kind == "gradients" and layout.zero_stage == 1
+    counts = {layout.shard_count(kind), layout.dp_shard if is_reduced_late else layout.shard_count(kind)}
+    by_count = [list(problems_of(count)) for count in sorted(counts)]
+    return [] if [] in by_count else by_count[0]
 
 
 def kept_shards(rank: RankReport, kind: StateKind) -> list[StateShard]:
@@ -53,16 +49,14 @@ def kept_shards(rank: RankReport, kind: StateKind) -> list[StateShard]:
     return [shard for shard in _reported_shards(rank, kind) if shard.state_name != GATHERED]
 
 
-def gathered_problems(ranks: Sequence[RankReport], literature: bool) -> list[str]:
-    """Return a problem if the papers' method is claimed and a rank keeps whole parameters beside its shards."""
-    shards = (shard for rank in ranks for shard in _reported_shards(rank, "parameters"))
-    if literature and any(shard.state_name == GATHERED for shard in shards):
-        return ["parameters are still whole between steps, although the layout shards them"]
-    return []
+def gathered_problems(ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield a problem if a rank keeps whole parameters beside its shards, which is not the papers' method."""
+    if any(shard.state_name == GATHERED for rank in ranks for shard in _reported_shards(rank, "parameters")):
+        yield "parameters are still whole between steps, although the layout shards them"
 
 
-def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankReport]) -> list[str]:
-    """Return where parameters, masters, moments or gradient accumulation are missing or of another width.
+def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where parameters, masters, moments or gradient accumulation are missing or of another width.
 
     The widths are those that the precision has in this engine.
     """
@@ -73,33 +67,30 @@ def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankR
         "parameters": {("", parameter), (GATHERED, parameter)},
         "optimizer": {(name, precision.master) for name in states | ({"master"} if has_masters else set())},
     }
-    problems = []
     for kind, allowed in expected.items():
         reported = {(shard.state_name, shard.dtype) for rank in ranks for shard in _reported_shards(rank, kind)}
         needed = {pair for pair in allowed if pair[0] != GATHERED}
         for name, dtype in sorted((reported - allowed) | (needed - reported)):
             verb = "are held but are no part of" if (name, dtype) in reported else "are not held but are part of"
-            problems.append(f"{kind}: {name or 'values'} in {dtype} {verb} precision={precision.name} in this engine")
+            yield f"{kind}: {name or 'values'} in {dtype} {verb} precision={precision.name} in this engine"
     summed = {dtype for rank in ranks for dtype in rank.profiled.gradient_dtypes}
     for dtype in sorted(summed - {precision.accumulate}):
-        problems.append(
+        yield (
             f"gradients: they are accumulated in {dtype}, and precision={precision.name} accumulates in"
             f" {precision.accumulate}"
         )
-    return problems
 
 
 def gradient_problems(
     model: ModelConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
-) -> list[str]:
-    """Return which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit.
+) -> Iterator[str]:
+    """Yield which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit.
 
     DeepSpeed's stage 2 keeps the gradients of all parameters that lie in a rank's partition, at least in part, whole.
     """
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
-        return []
+        return
     largest = largest_parameter_numel(model)
-    problems = []
     for rank in ranks:
         share = rank_numel(model, layout, rank.rank, "gradients")
         if layout.uses_deepspeed_zero and layout.zero_stage == 2:
@@ -108,59 +99,49 @@ def gradient_problems(
         allowed = 1.05 * width * share + 3 * width * largest
         peak = rank.profiled.gradient_bytes
         if peak > allowed:
-            problems.append(
+            yield (
                 f"gradients: rank {rank.rank} held {peak} bytes, and its share in strategy.zero_stage="
                 f"{layout.zero_stage} is {width * share:.0f} bytes"
             )
-    return problems
 
 
-def placement_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
-    """Return where model state is not on the device that strategy.offload names.
+def placement_problems(layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where model state is not on the device that strategy.offload names.
 
     The engine's own statement is checked and, where the device is not the host, every shard.
     """
-    problems = []
     for rank in ranks:
         if sorted(rank.host_state) != sorted(layout.offloaded_state):
             offloaded = ", ".join(rank.host_state) or "nothing"
-            problems.append(
-                f"rank {rank.rank} was built to keep {offloaded} on the host, and strategy.offload={layout.offload}"
-            )
+            yield (f"rank {rank.rank} was built to keep {offloaded} on the host, and strategy.offload={layout.offload}")
         for kind, bytes_by_device in rank.state_bytes_by_device.items() if rank.device_name != "cpu" else ():
             expected = "cpu" if kind in layout.offloaded_state else "cuda"
             for device, size in bytes_by_device.items():
                 if device != expected and size:
-                    problems.append(
+                    yield (
                         f"{kind}: rank {rank.rank} holds {size} bytes on {device}, and strategy.offload="
                         f"{layout.offload} places them on {expected}"
                     )
-    return problems
 
 
 def build_peak_problems(
     config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
-) -> list[str]:
-    """Return which ranks of a pipeline built more than their own stages.
+) -> Iterator[str]:
+    """Yield which ranks of a pipeline built more than their own stages.
 
     Three copies of the largest parameter are allowed beside them, because parameters are built one at a time.
     """
     if not layout.pp_enabled:
-        return []
+        return
     largest_bytes = largest_parameter_numel(config.model) * MASTER_BYTES
-    masters = max(0, widths.optimizer - config.optimizer_state_bytes)
-    problems = []
+    width = widths.parameters + max(0, widths.optimizer - config.optimizer_state_bytes)  # and masters
+    if layout.data_parallel == "ddp":
+        width += widths.gathered  # DistributedDataParallel's buckets
     for rank in ranks:
-        width = widths.parameters + masters
-        if layout.data_parallel == "ddp":
-            width += widths.gathered  # DistributedDataParallel's buckets
         share = width * rank_numel(config.model, layout, rank.rank, "parameters")
         peak = rank.start_peak_bytes
         if peak is not None and peak > share + 3 * largest_bytes:
-            problems.append(
-                f"rank {rank.rank} held {peak} bytes while it was built, and its stages take {share:.0f} bytes"
-            )
-    return problems
+            yield f"rank {rank.rank} held {peak} bytes while it was built, and its stages take {share:.0f} bytes"
 
 
 def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
@@ -222,18 +203,22 @@ def excess_problems(
     total = math.ceil(sum(shares.values()))
     shapes = model_profile(model).parameter_shapes
     by_rows = sum(shard_numel(name, shapes[name], model, layout, shards) for name in shares)
-    numel: Counter[str] = Counter()
+    has_whole_parameters = kind == "optimizer" and layout.partitions_by_parameter
+    spare = max(math.prod(shapes[name]) for name in shares) if has_whole_parameters else shards
     for shard in owned:
-        numel[shard.state_name] += box_numel(shard.box)
         if box_numel(shard.box) and shard.name not in shares:
             yield f"{kind} of {shard.name}: rank {rank} holds them, and its pipeline stage does not have this parameter"
-    for state_name, elements in numel.items():
-        spare = shards
-        if kind == "optimizer" and layout.partitions_by_parameter:
-            spare = max(math.prod(shapes[name]) for name in shares)
+    for label, elements in elements_by_state(kind, owned).items():
         if elements > max(by_rows, total + spare):
-            label = f"{kind} ({state_name})" if state_name else kind
             yield f"{label}: rank {rank} holds {elements} elements, and its equal share is {total}"
+
+
+def elements_by_state(kind: str, owned: Iterable[StateShard]) -> Counter[str]:
+    """Return how many elements shards have together, by the kind and the name of the state as a text names them."""
+    numel: Counter[str] = Counter()
+    for shard in owned:
+        numel[f"{kind} ({shard.state_name})" if shard.state_name else kind] += box_numel(shard.box)
+    return numel
 
 
 def shard_numel(

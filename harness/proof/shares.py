@@ -1,53 +1,42 @@
 """The proof that single ranks of a layout hold their shares, where the other ranks are not known."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import STATE_KINDS
 from harness.proof.layout import (
-    allowed_shard_counts,
-    box_numel,
+    elements_by_state,
     excess_problems,
-    gathered_problems,
     kept_shards,
+    problems_of_state,
     rank_shares,
     shard_numel,
 )
 from harness.records.rank_report import RankReport, StateShard
 
 
-def share_problems(
-    model: ModelConfig, layout: Layout, ranks: Sequence[RankReport], literature: bool = True
-) -> list[str]:
-    """Return where some of a layout's ranks hold other shards than their shares; the other ranks are not known.
+def share_problems(model: ModelConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where some of a layout's ranks hold other shards than their shares; the other ranks are not known.
 
     A rank must hold every element of its shares where they follow from the layout alone, and nothing more.
     """
-    problems = gathered_problems(ranks, literature)
     for kind in STATE_KINDS:
         for rank in ranks:
-            owned = kept_shards(rank, kind)
-            by_shard_count = [
-                [
-                    *excess_problems(kind, owned, model, layout, rank.rank, count),
-                    *_missing_problems(kind, owned, model, layout, rank.rank, count),
-                ]
-                for count in allowed_shard_counts(layout, kind)
-            ]
-            problems += [] if [] in by_shard_count else by_shard_count[0]
-    return problems
+            problems_of = partial(_share_problems, kind, kept_shards(rank, kind), model, layout, rank.rank)
+            yield from problems_of_state(kind, layout, problems_of)
 
 
-def _missing_problems(
+def _share_problems(
     kind: str, owned: Sequence[StateShard], model: ModelConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
-    """Yield a line for states of which a rank holds fewer elements than its share.
+    """Yield a line for parameters of other stages, and for states of which a rank holds more or less than its share.
 
-    Shares that a library draws across parameters are not known, and are left out.
+    Shares that a library draws across parameters are not known: of these a rank may hold less.
     """
+    yield from excess_problems(kind, owned, model, layout, rank, shards)
     shares = rank_shares(model, layout, rank, shards)
     shapes, place = model_profile(model).parameter_shapes, layout.coordinates(rank)["tp"]
     if shards == 1:  # the last tensor-parallel ranks may have fewer rows of the vocabulary
@@ -58,12 +47,9 @@ def _missing_problems(
         expected = sum(shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
     else:
         return
-    numel = Counter({shard.state_name: 0 for shard in owned} or {"": 0})
-    for shard in owned:
-        numel[shard.state_name] += box_numel(shard.box)
-    for state_name, elements in numel.items():
+    numel: dict[str, int] = elements_by_state(kind, owned) or {kind: 0}
+    for label, elements in numel.items():
         if elements < expected:
-            label = f"{kind} ({state_name})" if state_name else kind
             yield f"{label}: rank {rank} holds {elements} elements, and its share is {expected:.0f}"
 
 

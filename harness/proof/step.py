@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import LAYOUT
@@ -27,64 +27,63 @@ DATA_KINDS = {"all_gather": "gather", "broadcast": "gather"} | dict.fromkeys(
 ROUNDING_BYTES = 0.5  # of sums of shares such as two thirds of the bytes of a call, which is a whole number
 
 
-def flops_problems(config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]) -> list[str]:
-    """Return a problem unless all ranks together ran the model's operations once, and the checkpointed ones again.
+def flops_problems(
+    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
+) -> Iterator[str]:
+    """Yield a problem unless all ranks together ran the model's operations once, and the checkpointed ones again.
 
     The attention kernel that ran decides whether backward recomputes the scores.
     """
     executed = executed_flops(ranks)
     if executed is None:
-        return []
+        return
     is_fused = not set(attention_kernels(config, ranks)).isdisjoint(FUSED_KERNELS)
     expected = executed_flops_with(config, layout, is_fused, widths.recomputes_last_projection)
-    if abs(executed - expected) <= FLOPS_TOLERANCE * expected:
-        return []
-    return [
-        f"a step ran {executed} floating-point operations, which is {executed / expected:.3f} x the {expected} of this"
-        f" model with checkpointing={config.checkpointing.name}"
-    ]
+    if abs(executed - expected) > FLOPS_TOLERANCE * expected:
+        yield (
+            f"a step ran {executed} floating-point operations, which is {executed / expected:.3f} x the {expected} of"
+            f" this model with checkpointing={config.checkpointing.name}"
+        )
 
 
-def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> list[str]:
-    """Return where ranks ran several attention kernels, another than model.attention, or another optimizer."""
+def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where ranks ran several attention kernels, another than model.attention, or another optimizer."""
     if any(rank.devices != 1 for rank in ranks):  # their devices are driven by threads that are not observed
-        return []
-    kernels, problems = attention_kernels(config, ranks), []
+        return
+    kernels = attention_kernels(config, ranks)
     by_rank = {tuple(attention_kernels(config, [rank])) for rank in ranks}
     if len(kernels) != 1 or len(by_rank) != 1:
         names = " and ".join(kernels) or "no known kernel"
-        problems.append(f"attention ran as {names}, and not as one kernel on all ranks")
+        yield f"attention ran as {names}, and not as one kernel on all ranks"
     elif (kernels == ["eager"]) != (config.model.attention == "eager"):
-        problems.append(f"attention ran as {kernels[0]}, and model.attention={config.model.attention}")
+        yield f"attention ran as {kernels[0]}, and model.attention={config.model.attention}"
     expected = "fused" if config.train.fused_optimizer else "foreach"
     for rank in ranks:
         executed = "+".join(rank.profiled.optimizers)
         if executed != expected:
-            problems.append(
+            yield (
                 f"rank {rank.rank} ran the optimizer as {executed or 'an unknown kernel'}, and train.fused_optimizer="
                 f"{str(config.train.fused_optimizer).lower()}"
             )
-    return problems
 
 
-def compile_problems(config: RunConfig, rank: RankReport) -> list[str]:
-    """Return where layers were not run as train.compile says, and where the compiler ran in the timed steps."""
-    problems, is_compiled = [], config.train.compile
+def compile_problems(config: RunConfig, rank: RankReport) -> Iterator[str]:
+    """Yield where layers were not run as train.compile says, and where the compiler ran in the timed steps."""
+    is_compiled = config.train.compile
     # The activation function of a library's model, which is never compiled, may be many operators.
     is_observable = model_profile(config.model).is_project_decoder and rank.devices == 1
     if is_observable and rank.profiled.layers_compiled != is_compiled:
         mode = "operator by operator" if is_compiled else "compiled"
-        problems.append(f"rank {rank.rank} ran its layers {mode}, and train.compile={str(is_compiled).lower()}")
+        yield f"rank {rank.rank} ran its layers {mode}, and train.compile={str(is_compiled).lower()}"
     if rank.graphs_in_timed_steps:
-        problems.append(
+        yield (
             f"rank {rank.rank} compiled {rank.graphs_in_timed_steps} graphs in the timed steps: choose"
             " more train.warmup_steps"
         )
-    return problems
 
 
-def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return a problem if other forwards ran a second time per micro-batch than checkpointing recomputes.
+def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) -> Iterator[str]:
+    """Yield a problem if other forwards ran a second time per micro-batch than checkpointing recomputes.
 
     The chunks of the loss are recomputed as well, where there are several.
     """
@@ -92,17 +91,16 @@ def checkpointing_problems(config: RunConfig, layout: Layout, rank: RankReport) 
     calls, chunks = sum(recomputed_layers(config, layout, stage) for stage in stages), config.train.loss_chunks
     calls += chunks if chunks > 1 and stages[-1].holds_head else 0
     expected = layout.grad_accumulation_steps(config.train) * calls
-    if recomputations == expected:
-        return []
-    chunks_text = ", including the chunks of the loss" if chunks > 1 else ""
-    return [
-        f"checkpointing={config.checkpointing.name}: rank {rank.rank} ran {recomputations} second forwards of a layer"
-        f" in a step, and {expected} are expected{chunks_text}"
-    ]
+    if recomputations != expected:
+        chunks_text = ", including the chunks of the loss" if chunks > 1 else ""
+        yield (
+            f"checkpointing={config.checkpointing.name}: rank {rank.rank} ran {recomputations} second forwards of a"
+            f" layer in a step, and {expected} are expected{chunks_text}"
+        )
 
 
-def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return a problem unless all activations, or none, were moved to the host, as offload_activations says.
+def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> Iterator[str]:
+    """Yield a problem unless all activations, or none, were moved to the host, as offload_activations says.
 
     The tensors that a GPU's kernels save differ between versions: on a GPU at least every layer's input must be moved.
     """
@@ -114,38 +112,35 @@ def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> lis
     expected = offloaded_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", stage) if is_offloaded else 0
     offloaded = rank.profiled.offloaded_activation_bytes
     upper_bound = math.inf if is_offloaded and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
-    if (1 - OFFLOAD_TOLERANCE) * expected <= offloaded <= upper_bound:
-        return []
-    return [
-        f"checkpointing.offload_activations={str(is_offloaded).lower()}: rank {rank.rank} held {offloaded} bytes of"
-        f" activations on the host, and {expected} are expected"
-    ]
+    if not (1 - OFFLOAD_TOLERANCE) * expected <= offloaded <= upper_bound:
+        yield (
+            f"checkpointing.offload_activations={str(is_offloaded).lower()}: rank {rank.rank} held {offloaded} bytes of"
+            f" activations on the host, and {expected} are expected"
+        )
 
 
-def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> list[str]:
-    """Return a problem if the rank had other micro-batches in flight, or split other backwards, than its schedule."""
+def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> Iterator[str]:
+    """Yield a problem if the rank had other micro-batches in flight, or split other backwards, than its schedule."""
     micro_batches, stage = layout.grad_accumulation_steps(config.train), layout.coordinates(rank.rank)["pp"]
     expected = max_in_flight_micro_batches(layout, micro_batches, stage) if layout.pp_enabled else 1
     in_flight, split = rank.profiled.max_in_flight_micro_batches, rank.profiled.split_backwards
-    problems = []
     if in_flight != expected:
-        problems.append(
+        yield (
             f"rank {rank.rank} had {in_flight} micro-batches in flight, and strategy.schedule={layout.schedule} has"
             f" {expected}"
         )
     passes = layout.virtual_stages * micro_batches if layout.splits_backward else 0
     if split != passes:
-        problems.append(
+        yield (
             f"rank {rank.rank} deferred the weights' gradients of {split} backwards in a step, and {passes} are"
             " expected"
         )
-    return problems
 
 
 def volume_problems(
     layout: Layout, rank: RankReport, papers: Mapping[str, float], padded: Mapping[str, float]
-) -> list[str]:
-    """Return along which axes a rank's volume is not exactly the layout's, of which `padded` is what it must be.
+) -> Iterator[str]:
+    """Yield along which axes a rank's volume is not exactly the layout's, of which `padded` is what it must be.
 
     The smallest tensor that is sent once more or once less is a problem.
     """
@@ -154,17 +149,15 @@ def volume_problems(
         if entry["purpose"] == LAYOUT:
             key = f"{entry['axis']} {volume_kind(entry['axis'], entry['operation'])}"
             sent[key] = sent.get(key, 0.0) + entry["bytes"]
-    problems = []
     for key, bytes_sent in sent.items():
         volume = padded.get(key, 0.0)
         if abs(bytes_sent - volume) > ROUNDING_BYTES:
             ratio = f"which is {bytes_sent / volume:.2f} x" if volume else "and not"
-            problems.append(
+            yield (
                 f"rank {rank.rank} sent {bytes_sent:.0f} bytes a step along {key}, {ratio} the {volume:.0f} of this"
                 f" layout with its padding ({papers.get(key, 0.0):.0f} in the papers):"
                 " strategy.literature=false skips this proof"
             )
-    return problems
 
 
 def volume_kind(axis: str, operation: str) -> str:

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.config.strategy import AXES
@@ -109,19 +109,18 @@ def are_different(values: Sequence[float | None], others: Sequence[float | None]
     return any(relative_difference(a, b) > SAME_TOLERANCE for a, b in zip(values, others, strict=True))
 
 
-def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> list[str]:
-    """Return a problem if other steps were skipped than in the reference; sums over smaller parts overflow later."""
+def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield a problem if other steps were skipped than in the reference; sums over smaller parts overflow later."""
     skipped, expected = ranks[0].skipped_steps, reference.skipped_steps
-    if skipped == expected:
-        return []
-    return [
-        f"{skipped} steps were skipped because gradients overflowed, and {expected} by the reference: choose a"
-        " smaller precision.initial_loss_scale to compare them"
-    ]
+    if skipped != expected:
+        yield (
+            f"{skipped} steps were skipped because gradients overflowed, and {expected} by the reference: choose a"
+            " smaller precision.initial_loss_scale to compare them"
+        )
 
 
-def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[str]:
-    """Return where ranks that share activations drew different dropout masks, and where others drew the same."""
+def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where ranks that share activations drew different dropout masks, and where others drew the same."""
     separate_axes = [axis for axis in AXES if axis != "tp" or layout.sequence_parallel]
     by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     by_coordinates: dict[tuple[int, ...], set[int]] = defaultdict(set)
@@ -129,36 +128,32 @@ def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> list[st
         coordinates = tuple(layout.coordinates(rank.rank)[axis] for axis in separate_axes)
         by_seed[rank.dropout_seed or 0].add(coordinates)
         by_coordinates[coordinates].add(rank.dropout_seed or 0)
-    problems = []
     if any(len(seeds) > 1 for seeds in by_coordinates.values()):
-        problems.append("dropout: ranks that share activations drew their masks from different seeds")
+        yield "dropout: ranks that share activations drew their masks from different seeds"
     if any(len(coordinates) > 1 for coordinates in by_seed.values()):
-        problems.append("dropout: ranks with different data, layers or parts of the sequence drew the same masks")
+        yield "dropout: ranks with different data, layers or parts of the sequence drew the same masks"
     shares_sequence = layout.tp_enabled and not layout.sequence_parallel
     for rank in ranks:
         expected = [layout.coordinates(rank.rank)["tp"]] if shares_sequence else [None]
         if list(rank.dropout_rng_ranks) != expected:
-            problems.append(
+            yield (
                 f"dropout: the heads of rank {rank.rank} drew the masks of tensor-parallel ranks"
                 f" {list(rank.dropout_rng_ranks)}, and {expected} are expected"
             )
-    return problems
 
 
-def deviation_problems(comparison: Comparison) -> list[str]:
-    """Return the worst deviation above its bound of losses, of gradients and of updates, a line each."""
-    problems = []
+def deviation_problems(comparison: Comparison) -> Iterator[str]:
+    """Yield the worst deviation above its bound of losses, of gradients and of updates, a line each."""
     quantities = (comparison.of_loss(), comparison.of_gradient(), comparison.of_update())
     for quantity, checks in zip(("loss", "gradient", "update"), quantities, strict=True):
         worst = max(checks, key=lambda check: check.excess, default=None)
         if worst is not None and worst.excess > 1:
             bound = "" if worst.bound is None else f", above the bound of {worst.bound:.1e}"
             floor = "measured" if comparison.is_floor_measured else "assumed"
-            problems.append(
+            yield (
                 f"{quantity} deviates by {worst.deviation:.2e} ({worst.where}){bound}; the {floor} noise floor is"
                 f" {worst.floor:.1e}"
             )
-    return problems
 
 
 def largest_deviation(checks: Iterable[Check]) -> Check | None:

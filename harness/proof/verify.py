@@ -1,7 +1,7 @@
 """The verdict on a finished run: it is proven and has figures, or it is an error that says what is not proven."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,6 +23,7 @@ from harness.metrics.columns import (
 from harness.metrics.step_time import pipeline_entries
 from harness.proof.layout import (
     build_peak_problems,
+    gathered_problems,
     gradient_problems,
     ownership_problems,
     placement_problems,
@@ -51,8 +52,8 @@ from harness.records.rank_report import RankReport
 from harness.records.schema import Cells, ProofEntry, RecordParts
 from harness.util.files import JsonObject
 
-# Returns where ranks of a model and a layout hold other shards, and whether they are the papers'.
-ShardProblems = Callable[[ModelConfig, Layout, Sequence[RankReport], bool], list[str]]
+# Returns where ranks of a model and a layout hold other shards.
+ShardProblems = Callable[[ModelConfig, Layout, Sequence[RankReport]], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -99,12 +100,14 @@ def verify_run(
     or why it was not.
     """
     run = FinishedRun(config, layout, widths, ranks)
-    layout_problems = prove_layout(run, ownership_problems)
-    problems = layout_problems + prove_steps(run, ranks) + prove_ranks_agree(run)
+    layout_problems = list(prove_layout(run, ownership_problems))
+    problems = [*layout_problems, *prove_steps(run, ranks), *cross_rank_mismatches(layout, ranks)]
+    if config.model.dropout:
+        problems += dropout_rng_problems(layout, ranks)
     proof, columns = proof_entry(run, layout_problems, reference_note), Cells()
     if reference is not None:
         comparison = compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)
-        problems += overflow_problems(reference, ranks) + deviation_problems(comparison)
+        problems += [*overflow_problems(reference, ranks), *deviation_problems(comparison)]
         columns = deviation_columns(comparison)
         proof |= check_entries(comparison)
     step = first_step_without_loss(ranks)
@@ -125,36 +128,31 @@ def not_proven(problems: Sequence[str], proof: ProofEntry, columns: Cells) -> Ve
     return Verdict(columns | reason, {"proof": proof | {"problems": problems}})
 
 
-def prove_layout(run: FinishedRun, shard_problems: ShardProblems) -> list[str]:
-    """Return where the ranks hold other state than the layout's, of another width, or on another device."""
+def prove_layout(run: FinishedRun, shard_problems: ShardProblems) -> Iterator[str]:
+    """Yield where the ranks hold other state than the layout's, of another width, or on another device."""
     config, layout, widths, ranks = run.config, run.layout, run.widths, run.ranks
-    problems = shard_problems(config.model, layout, ranks, config.strategy.literature)
-    problems += width_problems(config, widths, ranks)
-    problems += placement_problems(layout, ranks)
-    problems += build_peak_problems(config, layout, widths, ranks)
     if config.strategy.literature:
-        problems += gradient_problems(config.model, layout, widths, ranks)
-    return problems
+        yield from gathered_problems(ranks)
+    yield from shard_problems(config.model, layout, ranks)
+    yield from width_problems(config, widths, ranks)
+    yield from placement_problems(layout, ranks)
+    yield from build_peak_problems(config, layout, widths, ranks)
+    if config.strategy.literature:
+        yield from gradient_problems(config.model, layout, widths, ranks)
 
 
-def prove_steps(run: FinishedRun, whole_world: Sequence[RankReport]) -> list[str]:
-    """Return where a step did other work than the layout's; operations are counted where the whole world is known."""
-    problems = flops_problems(run.config, run.layout, run.widths, whole_world) if whole_world else []
-    problems += kernel_problems(run.config, run.ranks)
+def prove_steps(run: FinishedRun, whole_world: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where a step did other work than the layout's; operations are counted where the whole world is known."""
+    if whole_world:
+        yield from flops_problems(run.config, run.layout, run.widths, whole_world)
+    yield from kernel_problems(run.config, run.ranks)
     for rank, expected, padded in zip(run.ranks, run.expected_bytes, run.padded_bytes, strict=True):
-        problems += checkpointing_problems(run.config, run.layout, rank)
-        problems += compile_problems(run.config, rank)
-        problems += offload_problems(run.config, run.layout, rank)
-        problems += schedule_problems(run.config, run.layout, rank)
+        yield from checkpointing_problems(run.config, run.layout, rank)
+        yield from compile_problems(run.config, rank)
+        yield from offload_problems(run.config, run.layout, rank)
+        yield from schedule_problems(run.config, run.layout, rank)
         if run.config.strategy.literature:
-            problems += volume_problems(run.layout, rank, expected, padded)
-    return problems
-
-
-def prove_ranks_agree(run: FinishedRun) -> list[str]:
-    """Return where ranks differ that must not, and where dropout masks are the same that must differ."""
-    problems = cross_rank_mismatches(run.layout, run.ranks)
-    return problems + (dropout_rng_problems(run.layout, run.ranks) if run.config.model.dropout else [])
+            yield from volume_problems(run.layout, rank, expected, padded)
 
 
 def deviation_columns(comparison: Comparison) -> Cells:

@@ -143,13 +143,13 @@ def test_state_on_the_wrong_device_is_a_problem() -> None:
     config = compose_config("strategy=zero_offload", "world_size=1")
     layout = resolve_layout(config.strategy, 1)
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
-    assert placement_problems(layout, [rank_on_gpu(**right)]) == []
-    on_device = placement_problems(layout, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
-    assert on_device == ["optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"]
-    moved_too = placement_problems(layout, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
-    assert moved_too == ["parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"]
+    assert not any(placement_problems(layout, [rank_on_gpu(**right)]))
+    (on_device,) = placement_problems(layout, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
+    assert on_device == "optimizer: rank 0 holds 4 bytes on cuda, and strategy.offload=optimizer places them on cpu"
+    (moved_too,) = placement_problems(layout, [rank_on_gpu(**right | {"parameters": {"cpu": 8}})])
+    assert moved_too == "parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"
     without_offload = dataclasses.replace(layout, offload="none")
-    assert len(placement_problems(without_offload, [rank_on_gpu(**right)])) == 3
+    assert len(list(placement_problems(without_offload, [rank_on_gpu(**right)]))) == 3
 
 
 def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:

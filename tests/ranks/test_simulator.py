@@ -88,7 +88,7 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     widths = load_engine(layout.engine).state_widths(config, layout)
     flops = sum(rank.profiled.flops for rank in ranks) * (layout.world_size // len(ranks))
     planned_flops = executed_flops(config, layout, "cuda", widths.recomputes_last_projection)
-    result = kernel_problems(config, ranks)
+    result = [*kernel_problems(config, ranks)]
     result += [f"{flops} operations, planned {planned_flops}"] if flops != planned_flops else []
     is_fused = {kernel in ("flash", "efficient") for rank in ranks for kernel in rank.profiled.attention_kernels}
     if is_fused != {takes_fused_kernel(config, "cuda")}:
@@ -99,7 +99,7 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
         )
         if config.strategy.literature:  # else the library sends more than the papers count
             result += volume_problems(layout, rank, expected, padded)
-        result += checkpointing_problems(config, layout, rank) + schedule_problems(config, layout, rank)
+        result += [*checkpointing_problems(config, layout, rank), *schedule_problems(config, layout, rank)]
         saved = rank.profiled.activation_bytes
         planned = activation_bytes(config, layout, "cuda", layout.coordinates(rank.rank)["pp"])
         if saved != pytest.approx(planned, rel=ACTIVATION_TOLERANCE):

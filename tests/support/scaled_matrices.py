@@ -106,7 +106,7 @@ def excess_by_fault(
             check for check in comparison.checks if check.aspect.moment in moments and f" {name}'s" in check.where
         ]
         excess = max((check.excess for check in checks), default=0.0)
-        excesses[fault, name] = excess if excess > 1 and deviation_problems(comparison) else 0.0
+        excesses[fault, name] = excess if excess > 1 and any(deviation_problems(comparison)) else 0.0
     return excesses
 
 
