@@ -55,7 +55,6 @@ class Engine(Protocol):
     @property
     def skipped_steps(self) -> int:
         """Return how many steps were skipped so far because a gradient overflowed under loss scaling."""
-        ...
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Run one step: forward and backward of every micro-batch, clipping, optimizer.
@@ -63,14 +62,12 @@ class Engine(Protocol):
         The step wraps its parts in probe.phase(one of harness.probe.PHASES) and calls probe.gradients_ready(self) once,
         after the last backward, when gradients are reduced and averaged over the global batch but not yet clipped.
         """
-        ...
 
     def local_shards(self, kind: StateKind) -> "Iterable[Shard]":
         """Yield the shards of one kind of state that this rank holds now, named as the plain model's parameters.
 
         Their distinct storages make up all the memory of that kind, padding included.
         """
-        ...
 
     def named_buffers(self) -> "Iterable[tuple[str, str, Tensor]]":
         """Yield (role, label, tensor) for every buffer that this rank holds now beside its shards.
@@ -78,11 +75,9 @@ class Engine(Protocol):
         The role is one of harness.records.rank_report.MEMORY_ROLES. Tensors that pass through a collective are observed
         there and need not be named.
         """
-        ...
 
     def close(self) -> None:
         """Release what the engine holds beyond this process's memory, and undo its changes to libraries."""
-        ...
 
 
 class EngineModule(Protocol):
@@ -90,17 +85,14 @@ class EngineModule(Protocol):
 
     def unsupported(self, config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
         """Yield every reason why the engine cannot train this run, each as one line that names the remedy."""
-        ...
 
     def state_widths(self, config: "RunConfig", layout: "Layout") -> StateWidths:
         """Return the bytes per element that the engine allocates for this run."""
-        ...
 
     def build(
         self, config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe"
     ) -> Engine:
         """Build the engine on this rank, whose process group is already initialized."""
-        ...
 
 
 def engine_names() -> list[str]:

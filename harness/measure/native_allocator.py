@@ -32,7 +32,6 @@ class Allocator(Protocol):
 
     def read_log(self) -> LogLines:
         """Return the log, after end_log()."""
-        ...
 
 
 class LimitedAllocator(Allocator, Protocol):

@@ -24,23 +24,18 @@ class DataParallel(Protocol):
 
         It covers the forward too, unless a schedule runs other passes in between.
         """
-        ...
 
     def collect_grads(self, part: int = 0) -> None:
         """Collect the gradients that autograd left on a part's parameters without running their hooks."""
-        ...
 
     def master_param(self, name: str) -> nn.Parameter:
         """Return the tensor that the optimizer updates and that has the gradient: the parameter or its fp32 master."""
-        ...
 
     def named_buffers(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield (role, label, tensor) for every communication buffer; see Engine.named_buffers."""
-        ...
 
     def sync_model_params(self) -> None:
         """Copy the updated masters into the model and free the gradients, after the optimizer's step."""
-        ...
 
 
 def master_params(parallel: DataParallel) -> list[nn.Parameter]:

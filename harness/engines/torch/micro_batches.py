@@ -21,7 +21,6 @@ class MicroBatchRunner(Protocol):
 
     def __call__(self, micro_batches: Sequence[Batch]) -> "Tensor | None":
         """Return the mean loss over this rank's tokens, detached, or None where another stage computes it."""
-        ...
 
 
 class GradAccumulationLoop:
