@@ -128,7 +128,7 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShap
     summed = gathered = 0.0  # features per token
     for name, matrix in profile.parameter_shapes.items():
         module, _, leaf = name.rpartition(".")
-        style, layer = profile.tp_style(module), profile.layer_index(name)
+        style, layer = profile.tensor_plan.get(module), profile.layer_index(name)
         if leaf != "weight" or style is None:
             continue
         outputs, inputs = matrix

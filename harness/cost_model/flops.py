@@ -11,15 +11,43 @@ divide the batch, the matrices or the depth divide the operations; tensor-parall
 multiply by all of it.
 """
 
+from typing import NamedTuple
+
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, Device, RunConfig
-from harness.layout import layer_spec
 from harness.layout.layer_spec import layer_matrices, projection_flops
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages
 
 BACKWARD = 2  # forwards that a backward costs: a product for the input's gradient, and one for the weight's
+
+
+class Operations(NamedTuple):
+    """The operations per step of the parts of a model."""
+
+    layers: int  # of the forward of all layers
+    head: int  # of the forward of all that is not in layers; a tied head counts as well
+    scores: int  # of queries with keys in all layers, which the backward of a fused kernel runs again
+    recomputed: int  # of a second forward of all layers
+    recomputed_to_end: int  # of one that an engine does not stop before a last linear module
+
+
+def operations(config: RunConfig) -> Operations:
+    """Return the operations of a model, by its sizes, or of a library's by its trace of one sequence.
+
+    torch stops a second forward before the last projection, unless dropout follows it: the mask is drawn behind it.
+    """
+    model, train, info = config.model, config.train, config.model.hf_info
+    if info is not None:
+        again, layers = info.checkpoint_recompute_flops, info.layers_flops
+        to_end = layers if info.not_recomputed_are_linear else again
+        traced = (layers, info.forward_flops - layers, info.attention_recompute_flops, again, to_end)
+        return Operations(*(train.global_batch * flops for flops in traced))
+    depth, tokens = model.num_hidden_layers, train.global_batch * train.seq_len
+    products, scores = [*projection_flops(model, tokens).values()], depth * attention_product_flops(config)
+    layers = depth * sum(products) + 2 * scores
+    stopped = layers if model.dropout > 0 else layers - depth * products[-1]
+    return Operations(layers, 2 * tokens * model.hidden_size * model.vocab_size, scores, stopped, layers)
 
 
 def attention_product_flops(config: RunConfig) -> int:
@@ -27,17 +55,7 @@ def attention_product_flops(config: RunConfig) -> int:
 
     They are queries with keys, and scores with values.
     """
-    return layer_spec.attention_product_flops(config.model, config.train.global_batch, config.train.seq_len)
-
-
-def layer_flops(config: RunConfig) -> int:
-    """Return the operations per step of one layer's forward."""
-    return model_profile(config.model).layer_flops(config.train.global_batch, config.train.seq_len)
-
-
-def head_flops(config: RunConfig) -> int:
-    """Return the operations per step of the forward of all that is not in layers; a tied head counts as well."""
-    return model_profile(config.model).head_flops(config.train.global_batch, config.train.seq_len)
+    return 2 * config.train.global_batch * config.train.seq_len**2 * config.model.hidden_size
 
 
 def model_flops(config: RunConfig) -> int:
@@ -46,7 +64,7 @@ def model_flops(config: RunConfig) -> int:
     They are PaLM's 6 N + 12 L h s per token, where N counts the parameters of matrices that multiply: neither embedding
     nor norms.
     """
-    return (1 + BACKWARD) * (config.model.num_hidden_layers * layer_flops(config) + head_flops(config))
+    return (1 + BACKWARD) * (operations(config).layers + operations(config).head)
 
 
 def executed_flops(
@@ -78,29 +96,29 @@ def executed_flops_parts(
     kernel keeps no scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Tensor-parallel
     ranks repeat a head that is not cut.
     """
-    model, train = config.model, config.train
-    head, skipped = head_flops(config), model.num_hidden_layers * causal_skipped_flops(config, layout)
-    logits = head if train.loss_chunks > 1 else 0
-    scores = model_profile(model).recomputed_score_flops(train.global_batch, train.seq_len) - skipped
+    own, skipped = operations(config), config.model.num_hidden_layers * causal_skipped_flops(config, layout)
+    logits = own.head if config.train.loss_chunks > 1 else 0
     return {
         "the model": model_flops(config) - (1 + BACKWARD) * 2 * skipped,
         "logits computed again": logits,
-        "attention scores computed again": scores if fused else 0,
+        "attention scores computed again": own.scores - skipped if fused else 0,
         "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
         "a head that every tensor-parallel rank computes": (layout.tp // layout.vocabulary_tp - 1)
-        * ((1 + BACKWARD) * head + logits),
+        * ((1 + BACKWARD) * own.head + logits),
     }
 
 
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
     """Return whether attention is expected to run as one fused kernel on this device, cpu or cuda.
 
-    On a CPU none has dropout. On CUDA torch has none for grouped heads in fp32 (flash and cuDNN take 16 bit, the
-    memory-efficient kernel takes no groups), but they are repeated there (harness.models.decoder). Without a kernel
-    torch multiplies the matrices one by one, and keeps the scores.
+    On a CPU none has dropout; a library's attention has some if its trace ran no more in backward than the two forwards
+    that a backward costs, as the model's dropout may be elsewhere. On CUDA torch has none for grouped heads in fp32
+    (flash and cuDNN take 16 bit, the memory-efficient kernel takes no groups), but they are repeated there
+    (harness.models.decoder). Without a kernel torch multiplies the matrices one by one, and keeps the scores.
     """
-    has_kernel = device == "cuda" or model_profile(config.model).has_fused_attention_on_cpu
-    return config.model.attention == "flash" and has_kernel
+    model, info = config.model, config.model.hf_info
+    on_cpu = model.dropout == 0 if info is None else info.step_flops > (1 + BACKWARD) * info.forward_flops
+    return model.attention == "flash" and (device == "cuda" or on_cpu)
 
 
 def causal_skipped_flops(config: RunConfig, layout: Layout) -> int:
@@ -132,8 +150,8 @@ def recomputed_flops(
     if checkpointing.name == "attention":
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
         return calls * attention_recompute_flops(config, layout, is_fused)
-    flops = model_profile(model).recompute_flops(calls, train.global_batch, train.seq_len, runs_to_end)
-    return flops - calls * 2 * causal_skipped_flops(config, layout)
+    of_all = operations(config).recomputed_to_end if runs_to_end else operations(config).recomputed
+    return calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout)
 
 
 def recomputed_product_flops(

@@ -1,10 +1,13 @@
 """The reasons why a layout cannot train a model with a batch, whatever the engine; each names its key and a remedy."""
 
+import math
 from collections.abc import Iterator
 
+from harness.config.from_dict import divisors_text
+from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
+from harness.layout.layer_spec import SHARD_DIM
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.util.text import UserError
 
@@ -28,10 +31,12 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "byte_vocabulary": config.data.kind == "text" and config.model.vocab_size < 256,
     }
     yield from refusals(rules, config, layout, tokens=tokens)
-    profile = model_profile(config.model)
-    yield from profile.incompatibilities(config, layout)
-    if pp_enabled and profile.is_project_decoder:
-        yield from pipeline_incompatibilities(config, layout, micro_batches)
+    if config.model.hf_info is None:
+        yield from decoder_incompatibilities(config, layout)
+        if pp_enabled:
+            yield from pipeline_incompatibilities(config, layout, micro_batches)
+    else:
+        yield from library_incompatibilities(config, layout, config.model.hf_info)
     is_whole = layout.axes_size(layout.sharding_axes) == 1
     rules = {
         "copies": layout.zero_stage > 0 and layout.dp_replicate > 1 and is_whole,
@@ -40,6 +45,29 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "sequence_chunks": layout.cp_enabled and train.seq_len % (2 * layout.cp) != 0,
     }
     yield from refusals(rules, config, layout, layers=list(layout.layers_per_stage or ()), cp_chunks=2 * layout.cp)
+
+
+def decoder_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide."""
+    model, tp, seq_len = config.model, layout.tp, config.train.seq_len
+    sequence_multiple, cuts_sequence = tp * layout.cp, layout.sequence_parallel
+    largest_part = math.ceil(model.vocab_size / tp)  # of the vocabulary; the last rank has what is left
+    rules = {
+        "learned_positions": model.architecture.learned_positions and seq_len > model.context_length,
+        "num_attention_heads": model.num_attention_heads % tp != 0,
+        "num_key_value_heads": model.num_key_value_heads % tp != 0,
+        "intermediate_size": model.intermediate_size % tp != 0,
+        "vocabulary": layout.vocabulary_parallel and (tp - 1) * largest_part >= model.vocab_size,
+        "sequence_parallel": cuts_sequence and tp == 1,
+        "sequence_shards": cuts_sequence and seq_len % sequence_multiple != 0,
+    }
+    # The number of attention heads is a multiple of the key-value heads, so that a divisor of these divides both.
+    values = {
+        "divisors": divisors_text(math.gcd(model.num_key_value_heads, model.intermediate_size)),
+        "times_cp": f" x strategy.cp={layout.cp}" if layout.cp_enabled else "",
+        "sequence_multiple": sequence_multiple,
+    }
+    yield from refusals(rules, config, layout, **values)
 
 
 def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
@@ -59,3 +87,38 @@ def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches:
     }
     values = {"micro_batches": micro_batches, "round_size": round_size, "batch_multiple": p * config.train.micro_batch}
     yield from refusals(rules, config, layout, **values)
+
+
+def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelInfo) -> Iterator[str]:
+    """Yield a line for every setting that needs this project's code in the place of the library's."""
+    rules = {
+        "hf_offload": config.checkpointing.offload_activations,
+        "hf_context": config.train.seq_len > config.model.context_length,
+        "hf_checkpointing": config.checkpointing.name in ("selective", "attention"),
+        "hf_loss_chunks": config.train.loss_chunks > 1,
+        "hf_compile": config.train.compile,
+        "hf_cp": layout.cp_enabled,
+        "hf_pp": layout.pp_enabled,
+        "hf_sequence_parallel": layout.sequence_parallel,
+        "hf_no_plan": layout.tp_enabled and not info.tensor_plan,
+    }
+    yield from refusals(rules, config, layout, model_type=info.config["model_type"])
+    if layout.tp_enabled:
+        yield from library_plan_incompatibilities(config, layout, info)
+
+
+def library_plan_incompatibilities(config: RunConfig, layout: Layout, info: HFModelInfo) -> Iterator[str]:
+    """Yield why so many tensor-parallel ranks cannot divide the model by the library's own plan."""
+    model = config.model
+    for path, style in info.tensor_plan.items():
+        dimension, shape = SHARD_DIM.get(style), info.shapes.get(f"{path}.weight")
+        size = 0 if dimension is None or shape is None else shape[dimension]
+        rules = {"hf_style": dimension is None, "hf_dimension": size % layout.tp != 0}
+        yield from refusals(rules, config, layout, path=path, style=style, dimension=dimension, size=size)
+        if any(rules.values()):
+            return
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        size = getattr(model, key)
+        rules = {"hf_heads": size % layout.tp != 0}
+        yield from refusals(rules, config, layout, key=key, size=size, divisors=divisors_text(size))
+    yield from refusals({"hf_tied": model.tie_word_embeddings, "hf_dropout": model.dropout > 0}, config, layout)

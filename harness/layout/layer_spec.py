@@ -88,11 +88,6 @@ def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
     return {matrix.name: 2 * tokens * matrix.elements for matrix in layer_matrices(model)}
 
 
-def attention_product_flops(model: ModelConfig, sequences: int, seq_len: int) -> int:
-    """Return the operations of one of a layer's two attention products: queries with keys, and scores with values."""
-    return 2 * sequences * seq_len * seq_len * model.hidden_size
-
-
 def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:
     """Return the number of elements of all these parameters together."""
     return sum(map(math.prod, shapes.values()))

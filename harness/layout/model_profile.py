@@ -1,21 +1,105 @@
-"""The facts about a model that its layout, its cost and its engines depend on, whichever code builds the model."""
+"""The facts about a model that its layout, its cost and its engines depend on, whichever code builds the model.
 
-from functools import lru_cache
+Those of the project's own decoder (harness.models.decoder) follow from its sizes; those of a model of the transformers
+library are read off its trace (HFModelInfo).
+"""
 
-from harness.config.model import ModelConfig
-from harness.layout.decoder_profile import DecoderProfile
-from harness.layout.hf_profile import HFProfile
-from harness.layout.layer_spec import numel
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 
-# The parameters, operations and limits of a model. Parameters and modules go by their plain names in the whole model.
-# Operations are floating-point operations of forward for a number of sequences of `seq_len` tokens.
-ModelProfile = DecoderProfile | HFProfile
+from harness.config.model import HFModelInfo, ModelConfig
+from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes, layer_matrices, layer_shapes, norm_shapes, numel
+
+
+@dataclass(frozen=True, eq=False)
+class ModelProfile:
+    """The parameters of a model and its modules, by their plain names in the whole model."""
+
+    # Whether the layers are this project's. Exported scripts contain them, every engine is tested with them, they can
+    # be compiled and cut into stages, and there are formulas for their activations and so for the peak of memory.
+    # The matrices of attention, and those of the MLP, share the collectives of their input and output, where
+    # tensor-parallel ranks sum or gather for every matrix of a library's plan by itself.
+    is_project_decoder: bool
+    parameter_shapes: Shapes  # of every parameter; a tied one appears once
+    layers: tuple[str, ...]  # the paths of the decoder layers
+    head: tuple[str, ...]  # the paths of the modules that a pipeline's last stage has
+    # The style of each module that tensor parallelism cuts, by its path. A library's style that no rank can apply here
+    # is none of them, and incompatibilities() refuses to cut the model.
+    tensor_plan: Mapping[str, str]
+    not_recomputed: tuple[
+        str, ...
+    ]  # paths, or ends of paths, of modules that a second forward does not run to their end
+
+    @cached_property
+    def layer_shapes(self) -> Shapes:
+        """The shapes of the first layer's parameters by their names in the layer."""
+        prefix, named = f"{self.layers[0]}.", self.parameter_shapes.items()
+        return {name.removeprefix(prefix): shape for name, shape in named if name.startswith(prefix)}
+
+    @cached_property
+    def layer_matrices(self) -> tuple[Matrix, ...]:
+        """The matrices of the first layer, in the order of its parameters."""
+        named = [(name.rpartition(".")[0], shape) for name, shape in self.layer_shapes.items() if len(shape) == 2]
+        styles = {path: self.tensor_plan.get(f"{self.layers[0]}.{path}") for path, _ in named}
+        return tuple(Matrix(path.rpartition(".")[2], path, *shape, styles[path]) for path, shape in named)
+
+    @cached_property
+    def embedding_shapes(self) -> Shapes:
+        """The shapes of all parameters that are neither in decoder layers nor in the head, as tables are."""
+        named = self.parameter_shapes.items()
+        return {name: shape for name, shape in named if name not in self.head_shapes and self.layer_index(name) is None}
+
+    @cached_property
+    def head_shapes(self) -> Shapes:
+        """The shapes of the head's parameters, which for the project's decoder are the final norm's, too."""
+        prefixes = tuple(f"{path}." for path in self.head)
+        return {name: shape for name, shape in self.parameter_shapes.items() if name.startswith(prefixes)}
+
+    @cached_property
+    def has_biases(self) -> bool:
+        """Whether modules of the decoder layers, norms included, have biases."""
+        return any(name.endswith(".bias") and self.layer_index(name) is not None for name in self.parameter_shapes)
+
+    def layer_index(self, name: str) -> int | None:
+        """Return the index of the decoder layer that a parameter or module is part of; None if it is part of none."""
+        path = ".".join(name.split(".")[: self.layers[0].count(".") + 1])
+        return self.layers.index(path) if path in self.layers else None
+
+    def recomputes_to_end(self, module: str) -> bool:
+        """Return whether the second forward of a checkpointed layer runs this module to its end."""
+        return not module.endswith(self.not_recomputed)
 
 
 @lru_cache(maxsize=64)
 def model_profile(model: ModelConfig) -> ModelProfile:
-    """Return the profile of a model: the project's decoder, or a traced model of the transformers library."""
-    return DecoderProfile(model) if model.hf_info is None else HFProfile(model, model.hf_info)
+    """Return the profile of a model."""
+    return decoder_profile(model) if model.hf_info is None else traced_profile(model.hf_info)
+
+
+def decoder_profile(model: ModelConfig) -> ModelProfile:
+    """Return the profile of the project's decoder; parameters have the names of Hugging Face's Llama.
+
+    A tied head is the embedding. A second forward runs all modules of a layer to their end but for the last matrix.
+    """
+    layers = tuple(f"layers.{i}" for i in range(model.num_hidden_layers))
+    shapes: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
+    if model.architecture.learned_positions:
+        shapes["embed_positions.weight"] = (model.context_length, model.hidden_size)
+    shapes |= {f"{path}.{name}": shape for path in layers for name, shape in layer_shapes(model).items()}
+    shapes |= norm_shapes("norm", model)
+    if not model.tie_word_embeddings:
+        shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
+    matrices = layer_matrices(model)
+    plan = {f"{path}.{matrix.path}": str(matrix.style) for path in layers for matrix in matrices}
+    plan |= {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
+    return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, (matrices[-1].path,))
+
+
+def traced_profile(info: HFModelInfo) -> ModelProfile:
+    """Return the profile of a library's model, with the library's own plan."""
+    plan = {path: style for path, style in info.tensor_plan.items() if style in SHARD_DIM}
+    return ModelProfile(False, info.shapes, info.layers, (info.head,), plan, info.not_recomputed_modules)
 
 
 def parameter_count(model: ModelConfig) -> int:

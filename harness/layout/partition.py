@@ -1,8 +1,7 @@
 """The partition of a model along the tensor-parallel and the pipeline-parallel axis, without torch."""
 
-import bisect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -14,29 +13,16 @@ from harness.layout.model_profile import layer_parameter_count, model_profile
 from harness.util.text import UserError
 
 
-def tp_shard_dim(parameter: str, model: ModelConfig) -> int | None:
-    """Return the dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole."""
+def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool = True) -> int | None:
+    """Return the dimension of a parameter, by its plain name, that tensor parallelism cuts; None if it stays whole.
+
+    A layout may leave the vocabulary whole.
+    """
     module, _, leaf = parameter.rpartition(".")
-    style = model_profile(model).tp_style(module)
+    style = model_profile(model).tensor_plan.get(module)
     if leaf == "bias":  # cut with the outputs that a rank computes alone; whole behind a sum over the ranks
         return 0 if style in ("column", "gathered") else None
-    return None if style is None else SHARD_DIM[style]
-
-
-def is_vocab_sharded(parameter: str, model: ModelConfig) -> bool:
-    """Return whether tensor parallelism cuts a parameter along the vocabulary."""
-    return model_profile(model).tp_style(parameter.rpartition(".")[0]) == "vocabulary"
-
-
-def tp_shard_dim_under(parameter: str, model: ModelConfig, layout: Layout) -> int | None:
-    """Return the dimension that tensor parallelism cuts under this layout, which may leave the vocabulary whole."""
-    whole_vocabulary = is_vocab_sharded(parameter, model) and not layout.vocabulary_parallel
-    return None if whole_vocabulary else tp_shard_dim(parameter, model)
-
-
-def tp_shards(parameter: str, model: ModelConfig, layout: Layout) -> int:
-    """Return the number of parts into which tensor parallelism cuts a parameter."""
-    return 1 if tp_shard_dim_under(parameter, model, layout) is None else layout.tp
+    return None if style is None or (style == "vocabulary" and not vocabulary_parallel) else SHARD_DIM[style]
 
 
 @dataclass(frozen=True)
@@ -166,8 +152,9 @@ def _sharded_parameters(model: ModelConfig) -> tuple[ShardedParameter, ...]:
         layer, is_embedding = profile.layer_index(name), name in profile.embedding_shapes
         end = "embedding" if is_embedding and not model.tie_word_embeddings else "head"
         group = end if layer is None else str(layer)
-        cut = (tp_shard_dim(name, model), is_vocab_sharded(name, model))
-        parameters.append(ShardedParameter(name, shape, *cut, layer, is_embedding, group))
+        is_vocabulary = profile.tensor_plan.get(name.rpartition(".")[0]) == "vocabulary"
+        dim = tp_shard_dim(name, model)
+        parameters.append(ShardedParameter(name, shape, dim, is_vocabulary, layer, is_embedding, group))
     return tuple(parameters)
 
 
@@ -204,44 +191,16 @@ def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) ->
 def balanced_layers(depth: int, first: float, last: float, count: int) -> tuple[int, ...]:
     """Return the layers per stage for which the largest stage is as small as possible.
 
-    `first` and `last` are the sizes of embedding and head in layers, added to the first and the last stage. Among
-    equally good splits the most even one wins, by sum of squares. Parameters are balanced, not time: an embedding
-    counts as many layers as it has parameters, though it takes hardly any time.
+    `first` and `last` are the sizes of embedding and head in layers, added to the first and the last stage. Each layer
+    after a stage's first goes to the smallest stage so far, of equal ones to the last, so that the squares of sizes
+    have the least sum, too. Parameters are balanced, not time: an embedding counts as many layers as it has parameters,
+    though it takes hardly any time.
     """
-    extras = [(first if stage == 0 else 0.0) + (last if stage == count - 1 else 0.0) for stage in range(count)]
-    most = most_layers(depth, extras)
-    room = [sum(most[stage:]) for stage in range(count + 1)]  # the layers that this stage and those behind it can have
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}  # by layers placed so far
-    for stage, extra in enumerate(extras):
-        extended: dict[int, tuple[float, float, tuple[int, ...]]] = {}
-        for placed, (largest, squares, split) in best.items():
-            left = depth - placed
-            fewest = max(1, left - room[stage + 1])
-            for number in range(fewest, min(most[stage], left - (count - stage - 1)) + 1):
-                size = number + extra
-                option = (max(largest, size), squares + size * size, (*split, number))
-                extended[placed + number] = min(option, extended.get(placed + number, option))
-        best = extended
-    return best[depth][2]
-
-
-def most_layers(depth: int, extras: Sequence[float]) -> list[int]:
-    """Return how many layers each stage can have if no stage is larger than the largest one of the best split.
-
-    `extras` are the sizes that stages have beside their layers. The size of the best split's largest stage is the
-    smallest one that some stage can have and at which all stages together have room for every layer.
-    """
-    sizes = sorted({number + extra for extra in set(extras) for number in range(1, depth + 1)})
-
-    def room(size: float) -> list[int]:
-        """Return the layers of each stage of at most this size, by the same sums as those that are compared."""
-        numbers = []
-        for extra in extras:
-            number = max(0, min(depth, math.floor(size - extra) + 1))
-            while number and number + extra > size:
-                number -= 1
-            numbers.append(number)
-        return numbers
-
-    index = bisect.bisect_left(sizes, True, key=lambda size: min(room(size)) >= 1 and sum(room(size)) >= depth)
-    return room(sizes[index])
+    layers, sizes = [1] * count, [1.0] * count
+    sizes[0] += first
+    sizes[-1] += last
+    for _ in range(depth - count):
+        smallest = min(reversed(range(count)), key=sizes.__getitem__)
+        layers[smallest] += 1
+        sizes[smallest] += 1
+    return tuple(layers)

@@ -11,7 +11,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_zero import partition_elements
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim_under, tp_shards
+from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim
 from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 from harness.records.rank_report import Box, RankReport, StateShard
 from harness.tensors.shard import GATHERED
@@ -182,7 +182,8 @@ def _ownership_problems(
     ):
         label = f"{kind} of {name}" + (f" ({state_name})" if state_name else "")
         boxes = owners[name, state_name]
-        copies = layout.world_size // (shards * layout.pp * tp_shards(name, model, layout))
+        is_cut = tp_shard_dim(name, model, layout.vocabulary_parallel) is not None
+        copies = layout.world_size // (shards * layout.pp * (layout.tp if is_cut else 1))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: ranks have shards of it, but the model has no such parameter"
@@ -230,7 +231,7 @@ def shard_numel(
     first shard of the first rank is the largest.
     """
     rows, others = shape[0], math.prod(shape[1:])
-    dimension = tp_shard_dim_under(name, model, layout)
+    dimension = tp_shard_dim(name, model, layout.vocabulary_parallel)
     if dimension == 0:
         part = math.ceil(rows / layout.tp)
         rows = min(part, max(0, rows - place * part))

@@ -5,50 +5,43 @@ import dataclasses
 import pytest
 
 from harness.config.locations import files_in
-from harness.config.model import HFModelInfo, ModelConfig
-from harness.layout.decoder_profile import DecoderProfile
-from harness.layout.hf_profile import HFProfile
+from harness.config.model import HFModelInfo
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import operations, takes_fused_kernel
 from harness.layout.model_profile import ModelProfile, model_profile, parameter_count
 from harness.models.build import build_model
+from tests.support.commands import compose_config
 from tests.support.models import model_named
 
-SEQUENCES, SEQ_LEN = 3, 64
 
-
-def traced(model: ModelConfig) -> HFProfile:
-    """Return the profile of a library's model that has the parameters and operations of the project's decoder."""
-    decoder = DecoderProfile(model)
-    layer, head = decoder.layer_flops(1, SEQ_LEN), decoder.head_flops(1, SEQ_LEN)
-    forward, layers = (
-        model.num_hidden_layers * layer + head,
-        tuple(f"layers.{i}" for i in range(model.num_hidden_layers)),
-    )
-    scores = decoder.recomputed_score_flops(1, SEQ_LEN)
-    modules = {name.rpartition(".")[0] for name in decoder.parameter_shapes}
+def traced(config: RunConfig) -> RunConfig:
+    """Return a configuration with a library's model that has the parameters and operations of the project's decoder."""
+    one = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=1))
+    own, profile = operations(one), model_profile(config.model)
     info = HFModelInfo(
         config={"model_type": "llama"},
-        shapes=decoder.parameter_shapes,
-        layers=layers,
+        shapes=profile.parameter_shapes,
+        layers=profile.layers,
         head="lm_head",
-        tensor_plan={module: style for module in sorted(modules) if (style := decoder.tp_style(module))},
-        not_recomputed_modules=tuple(f"{layer}.mlp.down_proj" for layer in layers),
+        tensor_plan=dict(profile.tensor_plan),
+        not_recomputed_modules=tuple(f"{layer}.mlp.down_proj" for layer in profile.layers),
         not_recomputed_are_linear=True,
-        forward_flops=forward,
-        layers_flops=forward - head,
-        step_flops=3 * forward + scores,
-        attention_recompute_flops=scores,
-        checkpoint_recompute_flops=decoder.recompute_flops(len(layers), 1, SEQ_LEN, runs_to_end=False),
+        forward_flops=own.layers + own.head,
+        layers_flops=own.layers,
+        step_flops=3 * (own.layers + own.head) + own.scores,
+        attention_recompute_flops=own.scores,
+        checkpoint_recompute_flops=own.recomputed,
     )
-    profile = model_profile(dataclasses.replace(model, hf_info=info))
-    assert isinstance(profile, HFProfile)
-    return profile
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, hf_info=info))
 
+
+OWN = compose_config("model=tiny", "train.global_batch=3")
 
 PROFILES: dict[str, ModelProfile] = {
-    "tiny": model_profile(model_named("tiny")),
+    "tiny": model_profile(OWN.model),
     "gpt_tiny": model_profile(model_named("gpt_tiny")),
-    "tied": model_profile(dataclasses.replace(model_named("tiny"), tie_word_embeddings=True)),
-    "traced": traced(model_named("tiny")),
+    "tied": model_profile(dataclasses.replace(OWN.model, tie_word_embeddings=True)),
+    "traced": model_profile(traced(OWN).model),
 }
 
 
@@ -59,22 +52,15 @@ def test_each_parameter_is_in_a_layer_the_embedding_or_the_head(profile: ModelPr
     assert {name for name in shapes if profile.layer_index(name) is None} == ends.keys()
 
 
-def test_a_traced_decoder_has_the_operations_and_styles_of_the_decoder() -> None:
-    decoder, trace = DecoderProfile(model_named("tiny")), traced(model_named("tiny"))
-    layers = range(model_named("tiny").num_hidden_layers + 1)
-    for name, arguments in {
-        "layer_flops": [(SEQUENCES, SEQ_LEN)],
-        "head_flops": [(SEQUENCES, SEQ_LEN)],
-        "recomputed_score_flops": [(SEQUENCES, SEQ_LEN)],
-        "recompute_flops": [(count, SEQUENCES, SEQ_LEN, to_end) for count in layers for to_end in (False, True)],
-        "tp_style": [(name.rpartition(".")[0],) for name in decoder.parameter_shapes],
-        "recomputes_to_end": [(name.rpartition(".")[0],) for name in decoder.parameter_shapes],
-        "layer_index": [(name,) for name in decoder.parameter_shapes],
-    }.items():
-        for each in arguments:
-            assert getattr(trace, name)(*each) == getattr(decoder, name)(*each), (name, each)
-    for profile in (trace, decoder):
-        assert (profile.has_fused_attention_on_cpu, profile.has_biases) == (True, False)
+def test_a_traced_decoder_has_the_operations_and_matrices_of_the_decoder() -> None:
+    library, own, trace = traced(OWN), PROFILES["tiny"], PROFILES["traced"]
+    assert operations(library) == operations(OWN) and takes_fused_kernel(library, "cpu")
+    for name in ("layer_shapes", "layer_matrices", "tensor_plan", "has_biases"):
+        assert getattr(trace, name) == getattr(own, name)
+    for name in own.parameter_shapes:
+        module = name.rpartition(".")[0]
+        assert trace.recomputes_to_end(module) == own.recomputes_to_end(module) == (not module.endswith("down_proj"))
+        assert trace.layer_index(name) == own.layer_index(name)
 
 
 # --- prepared models

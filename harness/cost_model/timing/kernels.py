@@ -39,6 +39,7 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of
 # two norms, and two sums.
 RESIDUAL_TENSORS = 10
 BACKWARD_TENSORS = 2  # times as many in backward
+LIBRARY_TENSORS = (12, 5)  # as Architecture.elementwise_tensors, between those of the project's own families
 DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
 
 EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
@@ -190,7 +191,8 @@ def _elementwise_bytes(shape: MicroBatchShape) -> float:
     model = shape.model
     residual_parts = shape.tp if shape.sequence_parallel else 1
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
-    head_tensors, inner_tensors = model_profile(model).elementwise_tensors
+    is_library = model.hf_info is not None
+    head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
     elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
     return shape.tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
 

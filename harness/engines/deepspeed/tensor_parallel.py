@@ -37,7 +37,7 @@ def apply_tensor_parallel(
     param_slices: ParamSlices = {}
     profile = model_profile(config.model)
     for path, module in list(model.named_modules()):
-        style = profile.tp_style(path)
+        style = profile.tensor_plan.get(path)
         if style not in layers:
             continue
         assert isinstance(module, nn.Linear)

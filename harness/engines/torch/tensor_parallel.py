@@ -44,7 +44,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
     }
     profile = model_profile(model.config)
     for path, module in list(model.named_modules()):
-        style = profile.tp_style(path)
+        style = profile.tensor_plan.get(path)
         if style is not None:
             parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
@@ -71,7 +71,7 @@ def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh
     }
     profile = model_profile(model)
     for path, part in list(module.named_modules()):
-        style = profile.tp_style(path)
+        style = profile.tensor_plan.get(path)
         if style is not None and part._parameters:
             parallelize_module(part, mesh, styles[style])
 
