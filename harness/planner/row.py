@@ -73,9 +73,7 @@ def planned_row(prediction: Prediction) -> Row:
         "stack": prediction.stack.name,
         "datasheet_only": prediction.cluster.hardware.datasheet_only,
         **({"overrides": shlex.join(words)} if words else {}),
-        **time_columns(prediction),
-        **memory_columns(prediction),
-        **communication_columns(prediction),
+        **predicted_columns(prediction),
     }
 
 
@@ -122,10 +120,15 @@ def _changes(group: str, preset: GroupValues, wanted: GroupValues) -> list[str]:
     return [f"{group}.{key}={value}" for key, value in values.items()]
 
 
-def time_columns(prediction: Prediction) -> Cells:
-    """Return the predicted step time, its parts, which add up to it, and the speed that follows."""
-    time, layout = prediction.time, prediction.layout
+def predicted_columns(prediction: Prediction) -> Cells:
+    """Return the predicted step time and its parts, which add up to it, the memory of the fullest rank, and bytes sent.
+
+    Memory is by part at its peak, and each part at its own maximum. Bytes are those of the rank that sends most in a
+    step: all, and by axis and operation.
+    """
+    time, layout, memory, verdict = prediction.time, prediction.layout, prediction.memory, prediction.verdict
     low, high = prediction.step_interval
+    sent = {name.replace("+", "_").replace(" ", "_"): size for name, size in prediction.sent_bytes.items() if size}
     return {
         "predicted_step_seconds": prediction.step_seconds,
         "predicted_step_low_seconds": low,
@@ -139,17 +142,10 @@ def time_columns(prediction: Prediction) -> Cells:
         "tokens_per_second_per_device": prediction.tokens_per_second / layout.world_size,
         "model_flops": prediction.model_flops,
         "cost_per_billion_tokens": prediction.cost_per_billion_tokens,
-    }
-
-
-def memory_columns(prediction: Prediction) -> Cells:
-    """Return the memory of the fullest rank: by part at its peak, each part at its own maximum, and the verdict."""
-    memory, peak, verdict = prediction.memory, prediction.peak, prediction.verdict
-    return {
         "predicted_peak_bytes": memory.peak_bytes,
         "peak_rank": memory.rank,
         "peak_phase": memory.phase,
-        "peak_reserved_bytes": peak.reserved_bytes if prediction.cluster.device == "cuda" else None,
+        "peak_reserved_bytes": prediction.peak.reserved_bytes if prediction.cluster.device == "cuda" else None,
         "fits": verdict.fits,
         "predicted_peak_low_bytes": round(verdict.low_bytes),
         "predicted_peak_high_bytes": round(verdict.high_bytes),
@@ -161,15 +157,9 @@ def memory_columns(prediction: Prediction) -> Cells:
         "activation_bytes": memory.activation_bytes,
         **{column: memory.at_peak.get(part, 0) for part, column in PEAK_PARTS.items()},
         "host_bytes": memory.host_bytes,
+        "communication_bytes": round(sum(sent.values())),
+        **{f"communication_{name}_bytes": round(size) for name, size in sent.items()},
     }
-
-
-def communication_columns(prediction: Prediction) -> Cells:
-    """Return the bytes that the rank with most of them sends in a step: all, and by axis and operation."""
-    sent = prediction.sent_bytes
-    parts = {name.replace("+", "_").replace(" ", "_"): round(size) for name, size in sent.items() if size}
-    total = {"communication_bytes": round(sum(sent.values()))}
-    return {**total, **{f"communication_{name}_bytes": size for name, size in parts.items()}}
 
 
 def refused_row(reason: str, values: Mapping[str, str]) -> Row:

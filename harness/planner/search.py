@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from harness.config.schema import RunConfig
 from harness.cost_model.memory import WORKSPACE_BYTES
@@ -47,35 +48,49 @@ class SearchResult:
     problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
 
 
-def state_lower_bound(prediction: Prediction) -> int:
+def optimizer_step_bytes(step: RankStep) -> int:
     """Return bytes of the optimizer's step, which depend on layout and micro-batch alone, whatever the checkpointing.
 
-    They are model state, and buffers that live as long. A layout that breaks a rule of the model's stages has none.
+    They are model state, and buffers that live as long.
     """
-    try:
-        sizes = [step.lasting_bytes + step.outside.total for step in end_steps(prediction)]
-    except UserError:
-        return 0
-    return workspaces(prediction) + max(sizes, default=0)
+    return step.lasting_bytes + step.outside.total
 
 
-def memory_lower_bound(prediction: Prediction) -> int:
+def backward_start_bytes(step: RankStep) -> int:
     """Return bytes when a backward starts.
 
     A rank keeps the activations of all passes in flight, or those of the last stage and the loss.
     """
-    highest = 0
-    for step in end_steps(prediction):
-        own = step.sharding
-        in_flight = max_in_flight_micro_batches(own.layout, own.micro_batches, step.pp_ranks[0])
-        passes = in_flight - own.layout.splits_backward
-        sizes = [stage.before_backward - stage.received_input_bytes for stage in own.activations]
-        at_loss = (sizes[-1] + own.activations[-1].loss_bytes) * own.stages[-1].holds_head
-        highest = max(highest, step.lasting_bytes + max(passes * min(sizes), at_loss))
-    return highest + workspaces(prediction)
+    own = step.sharding
+    in_flight = max_in_flight_micro_batches(own.layout, own.micro_batches, step.pp_ranks[0])
+    passes = in_flight - own.layout.splits_backward
+    sizes = [stage.before_backward - stage.received_input_bytes for stage in own.activations]
+    at_loss = (sizes[-1] + own.activations[-1].loss_bytes) * own.stages[-1].holds_head
+    return step.lasting_bytes + max(passes * min(sizes), at_loss)
 
 
-LOWER_BOUNDS = (state_lower_bound, memory_lower_bound)  # the quickest first
+def lower_bound(of_rank: Callable[[RankStep], int], prediction: Prediction) -> int:
+    """Return bytes of the first or of the last kind of the pipeline's ranks, with workspaces of matrix products.
+
+    A traced model has no bound, nor has a layout that breaks a rule of the model's stages.
+    """
+    config, layout, cluster, memory = prediction.config, prediction.layout, prediction.cluster, prediction.stack.memory
+    if prediction.is_of_nearest_decoder:
+        return 0
+    try:
+        if prediction.is_runnable:
+            steps, workspaces = rank_steps(config, layout, prediction.widths, cluster.device), WORKSPACE_BYTES
+        else:
+            steps = stack_steps(config, layout, memory)
+            workspaces = workspace_bytes(memory, cluster.hardware.compute_capability)
+        highest = max(map(of_rank, steps[:: max(1, len(steps) - 1)]), default=0)
+    except UserError:
+        return 0
+    return highest + (workspaces if cluster.device == "cuda" else 0)
+
+
+# The quickest first.
+LOWER_BOUNDS = (partial(lower_bound, optimizer_step_bytes), partial(lower_bound, backward_start_bytes))
 
 
 def search(space: SearchedSpace, best: int = BEST, bounds: Sequence[LowerBound] = LOWER_BOUNDS) -> SearchResult:
@@ -125,24 +140,3 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
         if peak < smallest and peak <= MOST_DEVICES * prediction.available_bytes:
             smallest = peak
             result.front.append(prediction)
-
-
-def end_steps(prediction: Prediction) -> list[RankStep]:
-    """Return the steps of the first and of the last kind of the pipeline's ranks; none for a traced model."""
-    config, layout = prediction.config, prediction.layout
-    if prediction.is_of_nearest_decoder:
-        return []
-    steps = (
-        rank_steps(config, layout, prediction.widths, prediction.cluster.device)
-        if prediction.is_runnable
-        else stack_steps(config, layout, prediction.stack.memory)
-    )
-    return steps[:: max(1, len(steps) - 1)]
-
-
-def workspaces(prediction: Prediction) -> int:
-    """Return the workspaces of matrix products."""
-    if prediction.is_of_nearest_decoder or prediction.cluster.device == "cpu":
-        return 0
-    of_stack = workspace_bytes(prediction.stack.memory, prediction.cluster.hardware.compute_capability)
-    return WORKSPACE_BYTES if prediction.is_runnable else of_stack

@@ -141,30 +141,30 @@ def _table_cells(number: int, prediction: Prediction) -> dict[str, str]:
 def detail_lines(prediction: Prediction) -> Iterator[str]:
     """Yield what fills memory at the peak and time in a step, and what is sent, a line each."""
     parts = {part: prediction.memory.at_peak.get(part, 0) for part in PEAK_PARTS}
-    yield say("peak", entry=prediction, parts=parts)
-    yield f"fits: {say('fit', entry=prediction)}"
-    yield from say.of({"step": True, "sent": True}, entry=prediction)
+    return say.of({"peak": [{"parts": parts}], "verdict": True, "step": True, "sent": True}, entry=prediction)
 
 
 def explanation(prediction: Prediction) -> Iterator[str]:
     """Yield the derivation of each figure of a prediction, a line each."""
-    entry, time, is_cuda = prediction, prediction.time, prediction.cluster.device == "cuda"
-    yield from say.of({"predicted_peak_bytes": True, "peak_reserved_bytes": is_cuda}, entry=entry)
-    yield f"fits = {say('fit', entry=entry)}"
-    for kind in STATE_KINDS if entry.is_runnable else ():
-        yield say("state_bytes", entry=entry, kinds=kind, kind=kind.removesuffix("s"))
-    yield from say.of({"activation_bytes": True, "predicted_step_seconds": True, "forward_seconds": True}, entry=entry)
+    time = prediction.time
     beside = time.compute_seconds - time.micro_batches * (time.forward_seconds + time.backward_seconds)
-    yield say("backward_seconds", entry=entry, beside=beside)
-    for axis, seconds in time.exposed_communication_seconds.items():
-        yield say("exposed_seconds", axis=axis, seconds=seconds)
-    rest = {
-        "idle_seconds": entry.layout.pp_enabled,
+    facts = {
+        "predicted_peak_bytes": True,
+        "peak_reserved_bytes": prediction.cluster.device == "cuda",
+        "fits": True,
+        "state_bytes": [{"kinds": kind, "kind": kind.removesuffix("s")} for kind in STATE_KINDS]
+        * prediction.is_runnable,
+        "activation_bytes": True,
+        "predicted_step_seconds": True,
+        "forward_seconds": True,
+        "backward_seconds": [{"beside": beside}],
+        "exposed_seconds": [{"axis": axis} for axis in time.exposed_communication_seconds],
+        "idle_seconds": prediction.layout.pp_enabled,
         "exposed_copy_seconds": time.copy_seconds,
         "optimizer_seconds": True,
         "tokens_per_second": True,
-        "mfu": entry.mfu is not None,
-        "cost_per_billion_tokens": entry.cost_per_billion_tokens is not None,
+        "mfu": prediction.mfu is not None,
+        "cost_per_billion_tokens": prediction.cost_per_billion_tokens is not None,
         "communication_bytes": True,
     }
-    yield from say.of(rest, entry=entry)
+    return say.of(facts, entry=prediction)

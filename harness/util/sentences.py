@@ -25,8 +25,13 @@ class Sentences:
         return str(getattr(self._macros, kind)(**values))
 
     def of(self, facts: Mapping[str, object], /, **values: Any) -> Iterator[str]:
-        """Yield the sentence on each kind of fact that holds; all have the same values."""
-        return (self(kind, **values) for kind, holds in facts.items() if holds)
+        """Yield the sentence on each kind of fact that holds; all have the same values.
+
+        A kind with a list has a sentence for each entry, which are its own values.
+        """
+        for kind, holds in facts.items():
+            for own in holds if isinstance(holds, list) else [{}] * bool(holds):
+                yield self(kind, **values, **own)
 
     @cached_property
     def _macros(self) -> object:
