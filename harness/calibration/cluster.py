@@ -59,7 +59,7 @@ def calibrated_hardware(
         matmul_efficiency=rates.matmul_flops / peak,
         attention_efficiency=rates.attention_flops / peak,
         attention_backward_ratio=rates.attention_backward_flops / rates.attention_flops,
-        memory_efficiency=rates.memory_bandwidth / memory_bandwidth,
+        memory_efficiency=rates.memory_bytes / memory_bandwidth,
         kernel_seconds=rates.kernel_seconds,
         launch_seconds=rates.launch_seconds,
         intra_node_efficiency=1.0 if rates.link_bandwidth is None else rates.link_bandwidth / link,

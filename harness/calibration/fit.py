@@ -16,6 +16,7 @@ from harness.calibration.points import Measurements, Point
 from harness.config.byte_size import format_bytes
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.timing.kernels import (
+    KernelRates,
     RankGroup,
     all_reduce_seconds,
     gather_seconds,
@@ -34,7 +35,15 @@ RING_PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}  # around 
 
 ATTENTION_KERNELS = {"forward": 1, "backward": 2}
 
-NOT_FITTED = ("memory in caches", "send")
+# What the curves are called, in the order of their table.
+CURVES = {
+    "product": "matrix products, {dtype}",
+    **{curve: f"attention, {curve}" for curve in ATTENTION_KERNELS},
+    "memory": "memory",
+    "memory in caches": "memory in caches, not fitted",
+    **{curve: f"{curve} of {{ranks}} ranks" for curve in RING_PASSES},
+    "send": "send of {ranks} ranks, not fitted",
+}
 
 
 def fit_terms(terms: Sequence[Sequence[float]], points: Sequence[Point], fixed: Sequence[float] = ()) -> list[float]:
@@ -65,16 +74,11 @@ def _non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class FittedRates:
+class FittedRates(KernelRates):
     """The rates of one rank, all ranks of its node computing at once, and of the links between them."""
 
     peak_flops: float  # the best matrix product's
-    matmul_flops: float  # that of an endlessly large product
-    kernel_seconds: float
-    attention_flops: float
-    attention_backward_flops: float
     peak_memory_bandwidth: float  # the best kernel's
-    memory_bandwidth: float
     launch_seconds: float
     link_bandwidth: float | None  # None with a single rank
     link_latency: float | None
@@ -90,8 +94,8 @@ def fit_rates(measured: Measurements) -> FittedRates:
     """
     products, memories = measured.of("product"), measured.of("memory")
     _, per_byte = fit_terms([(1.0, p.work) for p in memories], memories)
-    memory_bandwidth = _rate(per_byte, memories)
-    moved = [measured.width * (m * k + k * n + m * n) / memory_bandwidth for m, n, k in (p.sizes for p in products)]
+    memory_bytes = _rate(per_byte, memories)
+    moved = [measured.width * (m * k + k * n + m * n) / memory_bytes for m, n, k in (p.sizes for p in products)]
     kernel_seconds, per_flop = fit_terms([(1.0, p.work) for p in products], products, moved)
     attention = []
     for curve, kernels in ATTENTION_KERNELS.items():
@@ -107,7 +111,7 @@ def fit_rates(measured: Measurements) -> FittedRates:
         attention_flops=attention[0],
         attention_backward_flops=attention[1],
         peak_memory_bandwidth=max(p.rate for p in memories),
-        memory_bandwidth=memory_bandwidth,
+        memory_bytes=memory_bytes,
         launch_seconds=statistics.median(p.seconds / p.work for p in measured.of("launch")),
         link_bandwidth=bandwidth,
         link_latency=latency,
@@ -156,27 +160,24 @@ class CurveError:
 
 def curve_errors(measured: Measurements, hardware: HardwareConfig) -> list[CurveError]:
     """Return the errors of every curve, with as many ranks on the machine as measured."""
-    curves = ("product", *ATTENTION_KERNELS, "memory", "memory in caches", *RING_PASSES, "send")
-    return [_curve_error(curve, measured, hardware) for curve in curves if measured.of(curve)]
+    return [_curve_error(curve, measured, hardware) for curve in CURVES if measured.of(curve)]
 
 
 def _curve_error(curve: str, measured: Measurements, hardware: HardwareConfig) -> CurveError:
     """Return the errors of predicted seconds, beside the best rate that was measured."""
     points = sorted(measured.of(curve), key=lambda point: point.work)
-    smallest, largest = points[0], points[-1]
-    name, unit, sizes = curve, "B/s", f"{format_bytes(smallest.work)} to {format_bytes(largest.work)}"
+    ends, unit = (points[0], points[-1]), "FLOP/s"
     if curve == "product":
-        name, unit = f"matrix products, {measured.dtype}", "FLOP/s"
-        sizes = " to ".join(f"{m} x {k} x {n}" for m, n, k in (smallest.sizes, largest.sizes))
+        sizes = " to ".join(f"{m} x {k} x {n}" for m, n, k in (point.sizes for point in ends))
     elif curve in ATTENTION_KERNELS:
         lengths = [point.sizes[2] for point in points]
-        name, unit, sizes = f"attention, {curve}", "FLOP/s", f"{min(lengths)} to {max(lengths)} tokens"
-    elif "memory" not in curve:
-        name += f" of {' and '.join(map(str, sorted({point.sizes[0] for point in points})))} ranks"
-    name += ", not fitted" if curve in NOT_FITTED else ""
+        sizes = f"{min(lengths)} to {max(lengths)} tokens"
+    else:
+        sizes, unit = " to ".join(format_bytes(point.work) for point in ends), "B/s"
+    ranks = " and ".join(map(str, sorted({size for point in points for size in point.sizes[:1]})))
+    name, best = CURVES[curve].format(dtype=measured.dtype, ranks=ranks), max(point.rate for point in points)
     errors = [abs(predicted_seconds(p, measured, hardware) / p.seconds - 1) for p in points]
-    best = f"{max(p.rate for p in points):.3g} {unit}"
-    return CurveError(name, len(points), sizes, best, statistics.median(errors), max(errors))
+    return CurveError(name, len(points), sizes, f"{best:.3g} {unit}", statistics.median(errors), max(errors))
 
 
 def predicted_seconds(point: Point, measured: Measurements, hardware: HardwareConfig) -> float:

@@ -115,8 +115,7 @@ class Stopwatch:
 
     def synchronize(self) -> None:
         """Wait until the device has finished what was launched."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        torch.get_device_module(self.device).synchronize()
 
     def slowest(self, seconds: float, group: dist.ProcessGroup | None = None) -> float:
         """Return the most seconds of any rank; all ranks wait for each other."""

@@ -182,7 +182,7 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     known = calibrated_hardware(machine, measured, rates, datasheet)
     others = (known.inter_node_bandwidth, known.fitted.node_contention, known.peak_flops, known.processor)
     assert others == (datasheet.inter_node_bandwidth, datasheet.fitted.node_contention, None, None)
-    assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bandwidth, rel=1e-3)
+    assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bytes, rel=1e-3)
     assert "the file that describes this device" in assumptions(rates, datasheet)
     kernels = tuple(point for point in measured.points if point.curve not in get_args(Collective))
     single = dataclasses.replace(measured, points=kernels, overlap_slowdown=None)
