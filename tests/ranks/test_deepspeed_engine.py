@@ -1,4 +1,4 @@
-"""DeepSpeed on real ranks over gloo in unusual layouts, with its tensor-parallel layers, and what it refuses."""
+"""DeepSpeed on real ranks over gloo in unusual layouts and with its tensor-parallel layers, and its options."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,6 @@ from harness.engines.deepspeed.compatibility import FLAGS, SIZES
 from harness.engines.deepspeed.shards import ParamSlice
 from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.machine import Machine
-from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import model_profile, parameter_count
 from harness.proof.layout import _overlap, box_numel
@@ -120,41 +119,6 @@ def refusals(config: RunConfig, **changes: Any) -> list[str]:
     changed = dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, **changes))
     layout = resolve_layout(changed.strategy, changed.world_size)
     return list(load_engine(layout.engine).unsupported(changed, layout, MACHINE))
-
-
-@pytest.mark.parametrize(
-    ("changes", "key", "remedy"),
-    [
-        ({"dp_replicate": 2, "dp_shard": 1}, "dp_replicate=2", "choose 1, and -1 for strategy.dp_shard"),
-        ({"zero_stage": 0}, "zero_stage=0", "choose 1, 2 or 3"),
-        ({"dp_shard": 1, "cp": 2}, "cp=2", "choose 1"),
-        (
-            {"options": {"reduce_scater": True}},
-            "options.reduce_scater=True",
-            f"choose among {', '.join(sorted({*FLAGS, *SIZES}))}",
-        ),
-        ({"options": {"stage": 3}}, "options.stage=3", f"choose among {', '.join(sorted({*FLAGS, *SIZES}))}"),
-    ],
-)
-def test_unsupported_strategies_are_refused(changes: dict[str, Any], key: str, remedy: str) -> None:
-    problems = refusals(compose_config("strategy=zero2", "world_size=2"), **changes)
-    assert problems == [f"strategy.{key} is not supported by strategy.engine=deepspeed: {remedy}"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ("strategy=zero1_tp strategy.vocabulary_parallel=true", "does not shard embedding and head; choose false"),
-        ("strategy=zero1_tp strategy.sequence_parallel=true", "strategy.sequence_parallel=true is not supported by"),
-        (f"strategy=zero3 {TWO}", "strategy.tp=2 with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers"),
-        ("strategy=ddp strategy.vocabulary_parallel=false", "is not supported by strategy.engine=torch: choose true"),
-        ("strategy=zero1_tp strategy.tp=4", "strategy.tp=4 does not divide model.num_key_value_heads=2"),
-    ],
-)
-def test_unsupported_combinations_are_refused(overrides: str, reason: str) -> None:
-    config = compose_config(*overrides.split(), "world_size=4")
-    problems = [*incompatibilities(config, resolve_layout(config.strategy, 4)), *refusals(config)]
-    assert len(problems) == 1 and reason in problems[0] and "choose" in problems[0]
 
 
 def test_supported_options_are_deepspeeds_own() -> None:

@@ -1,4 +1,4 @@
-"""State and activations on the host: what real ranks hold and where, and what is refused."""
+"""State and activations on the host: what real ranks hold and where."""
 
 import dataclasses
 from collections.abc import Callable
@@ -27,7 +27,6 @@ from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
-from harness.runner import local_machine
 from harness.util.text import UserError
 from harness.worker import main as worker_main
 from tests.support import commands, faults, replayed_faults, row_invariants
@@ -150,29 +149,6 @@ def test_state_on_the_wrong_device_is_a_problem() -> None:
     assert moved_too == "parameters: rank 0 holds 8 bytes on cpu, and strategy.offload=optimizer places them on cuda"
     without_offload = dataclasses.replace(layout, offload="none")
     assert len(list(placement_problems(without_offload, [rank_on_gpu(**right)]))) == 3
-
-
-def refusals_of(*overrides: str, on: Machine | None = None) -> list[str]:
-    config = compose_config(*overrides, "world_size=2")
-    layout = resolve_layout(config.strategy, 2)
-    return list(
-        load_engine(layout.engine).unsupported(config, layout, on or local_machine.detect_machine(config.cluster))
-    )
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        ("strategy=ddp strategy.offload=parameters", "is not supported by strategy.data_parallel=ddp: choose none, or"),
-        ("strategy=tp strategy.offload=optimizer", "is not supported by strategy.data_parallel=none: choose none, or"),
-        ("strategy=fsdp_full_shard strategy.offload=optimizer", "is not a policy of fully_shard"),
-        ("strategy=zero2 strategy.offload=parameters", "needs strategy.zero_stage=3, not 2"),
-        ("strategy=ddp strategy.engine=accelerate strategy.offload=optimizer", "by strategy.engine=accelerate"),
-    ],
-)
-def test_unsupported_offload_is_refused(overrides: str, reason: str) -> None:
-    (problem,) = refusals_of(*overrides.split())
-    assert problem.startswith("strategy.offload=") and reason in problem and "choose" in problem
 
 
 def test_nn_data_parallel_refuses_activation_offload() -> None:

@@ -16,7 +16,6 @@ from harness.report.view import view_of
 from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
 from harness.simulator.process import StepRequest
-from harness.util.text import UserError
 from tests.support.commands import Harness, compose_config
 from tests.support.simulated_steps import simulate_steps
 
@@ -53,21 +52,6 @@ def test_a_simulated_run_is_a_row_of_its_own(harness: Harness, tmp_path: Path) -
     assert [(proof["layout"], proof["reference"]) for proof in proofs] == [("proven", NO_REFERENCE["simulated"])]
     (section,) = sources(view_of((folder, loaded)))
     assert len(section.parts[0].rows) == 1  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "reason"),
-    [
-        (("train.compile=true",), "train.compile=true cannot be simulated"),
-        (("world_size=16",), "world_size=16 is more than the 8 devices of cluster=8xh100: choose cluster.nodes=2"),
-        (("simulate.rank=8", "world_size=8"), "simulate.rank=8 is not one of the 8 ranks: choose 0 to 7"),
-        (("simulate.rank=last",), "simulate.rank=last is not a rank: choose peak, all, or a number"),
-    ],
-)
-def test_what_cannot_be_simulated_is_refused_in_a_line(overrides: tuple[str, ...], reason: str) -> None:
-    with pytest.raises(UserError, match=reason):
-        config = compose_config("strategy=ddp", "train.global_batch=16", *OPTIONS, *overrides)
-        make_plan(config, machine_of_run(config.to_dict()))
 
 
 STAGES = "strategy=pp_1f1b strategy.pp=4 strategy.dp_replicate=2 strategy.data_parallel=ddp"

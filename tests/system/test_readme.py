@@ -35,7 +35,7 @@ ELSEWHERE = {
     "harness selftest": "test_selftest.py",
     "-m tests.support.reference_pages": "test_docs.py",
     "-m tests.support.published_plans": "test_published_plans.py",
-    "-m tests.support.published_comparisons": "test_published_comparisons.py",
+    "-m tests.support.published_comparisons": "test_published_plans.py",
     "-m tests.support.report_picture": "test_page.py",
     "accelerate launch": "test_export.py",
     "-m tests.benchmarks.overhead": "test_overhead.py",

@@ -1,21 +1,31 @@
-"""The start of the command line: it imports little, and does nothing harmful without arguments."""
+"""The command line: it imports little, does no harm without arguments, answers mistakes, and exports whole scripts."""
 
 import contextlib
 import json
 import os
 import pty
+import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from harness.cli.completion import SHELLS, candidates
 from harness.cli.main import main
+from harness.config import mistakes
+from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
+from harness.export.files import FILES
+from harness.export.recorded_run import RecordedRun
+from harness.export.script import file_text, refusals
+from harness.layout.layout import resolve_layout
 from harness.report.files import FOLDER, FORMATS
-from tests.support.commands import ROOT
+from harness.util.text import UserError
+from tests.support.commands import ROOT, compose_config
 from tests.support.processes import run_python
 from tests.support.tracking import write_example_record
 
@@ -141,3 +151,97 @@ def test_a_reader_that_closes_the_output_ends_a_command_quietly(arguments: list[
     done = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+PAGE = ROOT / "docs" / "reference" / "mistakes.md"
+
+SLIPS = re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+
+
+def answer(typed: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the command prints for a mistake, which must be one line."""
+    status = main(shlex.split(typed))
+    printed = capsys.readouterr()
+    assert (status, printed.out, printed.err.count("\n")) == (2, "", 1), (typed, printed)
+    return printed.err.strip().replace("`", "")
+
+
+def test_every_mistake_of_the_page_has_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(SLIPS) > 70
+    answers = {typed: (expected, answer(typed, capsys)) for typed, expected in SLIPS}
+    wrong = {
+        typed: printed
+        for typed, (expected, printed) in answers.items()
+        if not re.fullmatch(re.escape(expected).replace("…", ".+"), printed)
+    }
+    assert wrong == {}
+
+
+def test_several_values_are_the_first_mistake_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "add -m to run every combination" in answer("gpus=8 strategy=ddp,nope", capsys)
+
+
+def is_setting(key: str, value: str) -> bool:
+    """Return whether a setting is one that the harness has; what the user fills in is not checked."""
+    if key in group_names() and "{" not in value:
+        return value in choices_of(key)
+    return key in (*known_keys(), *group_names())
+
+
+def test_every_alias_leads_to_a_setting_that_exists() -> None:
+    targets = [target if "=" in target else f"{target}={{}}" for target in mistakes.KEYS.values()]
+    targets += [
+        choice if "=" in choice.partition(" ")[0] else f"{group}={choice}"
+        for group, names in mistakes.VALUES.items()
+        for choices in names.values()
+        for choice in choices
+    ]
+    targets += [text.replace("hydra/launcher=slurm", "") for text in mistakes.NO_KEYS.values()]
+    settings = [pair for target in targets for pair in re.findall(r"\b([a-z_.]+)=([\w.{}-]+)", target)]
+    assert [pair for pair in settings if not is_setting(*pair)] == [] and set(mistakes.KEY_VALUES) <= set(known_keys())
+
+
+def test_no_alias_hides_what_exists() -> None:
+    names = {*known_keys(), *group_names()} - {"sweep"}  # which is a group of keys, and no setting by itself
+    assert not names & {*mistakes.KEYS, *mistakes.NO_KEYS}
+    assert not set(mistakes.KEYS) & set(mistakes.NO_KEYS)
+    for group, spellings in mistakes.VALUES.items():
+        assert not set(spellings) & set(choices_of(group)), group
+
+
+@pytest.mark.parametrize(
+    ("name", "models"),
+    [
+        ("meta-llama/Llama-2-7b-hf", ["7b"]),
+        ("meta-llama/Llama-3.2-1B", ["1b"]),
+        ("llama-3.1-70b-instruct", ["70b"]),
+        ("llama3_405b", ["405b"]),
+        ("mistralai/Mistral-7B-v0.1", ["mistral_7b"]),
+        ("gpt3-175b", ["gpt_175b"]),
+        ("mpt-30b-chat", ["mpt_30b"]),
+        ("llama-65b", ["70b"]),
+        ("Qwen2.5-7B", []),
+        ("bert-base", []),
+    ],
+)
+def test_a_model_is_known_by_its_names_elsewhere(name: str, models: list[str]) -> None:
+    assert similar_models(name, choices_of("model")) == models
+
+
+STRATEGIES = [path.stem for path in sorted((Path(__file__).parents[2] / "conf" / "strategy").glob("*.yaml"))]
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_script_has_the_names_that_it_uses(world_size: int, tmp_path: Path) -> None:
+    settings = ("precision=bf16_mixed", "checkpointing=full", "train.global_batch=16", "train.micro_batch=1")
+    for strategy in STRATEGIES:
+        with suppress(UserError):  # not a layout of so many ranks
+            config = compose_config(f"strategy={strategy}", f"world_size={world_size}", *settings)
+            layout = resolve_layout(config.strategy, world_size)
+            run = RecordedRun(Path("/results/run"), Path("/other"), config, layout, "cpu", 1)
+            for name in (name for name in FILES if name.endswith(".py") and not refusals(run, FILES[name])):
+                (tmp_path / f"{strategy}_{name}").write_text(file_text(run, name))
+    assert len(list(tmp_path.iterdir())) > 20
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select=F", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout

@@ -1,4 +1,4 @@
-"""Configurations: what identifies a run, what a command decides, and the values that a field takes."""
+"""Configurations: what identifies a run, the values that a field takes, automatic ones, and those of the guide."""
 
 import dataclasses
 import re
@@ -8,15 +8,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies
 
+import harness
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config
 from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.hydra import compose_values
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
+from harness.cost_model.flops import model_flops
+from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
+from harness.layout.layout import resolve_layout
 from harness.runner import plan as run_plan
+from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.record import fallback_run_id
-from harness.runner.resolve import resolve_auto
+from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.selftest.run import each_run
 from harness.util.text import UserError
 from tests.support.commands import compose, compose_config
 
@@ -90,19 +96,6 @@ def virtual_config(*overrides: str) -> RunConfig:
     return compose_config("strategy=ddp", "data=synthetic", "launch=virtual", *overrides)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (("simulate.rank=4",), "^simulate.rank=4 is not one of the 4 ranks: choose 0 to 3$"),
-        (("cluster.nodes=2",), "^cluster.nodes=2 with launch=virtual, which runs one rank on this machine: choose 1"),
-        (("strategy=dp", "world_size=1"), "has one rank, which needs all its devices: choose launch=processes$"),
-    ],
-)
-def test_what_a_virtual_run_cannot_do_is_refused(overrides: tuple[str, ...], problem: str) -> None:
-    with pytest.raises(UserError, match=problem):
-        make_plan(virtual_config("world_size=4", *overrides), CPU)
-
-
 def test_a_virtual_run_needs_a_process_group_that_fills_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_plan, "torch_release", lambda: (2, 12))
     with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13: the fake process group"):
@@ -135,34 +128,82 @@ def test_older_records_are_read_but_no_unknown_keys() -> None:
         read_run_config(values | {"colour": "red"})
 
 
-@pytest.mark.parametrize(
-    ("overrides", "problem"),
-    [
-        (
-            "strategy.schedule=zbv",
-            "strategy.schedule=zbv is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb",
-        ),
-        ("strategy.data_parallel=dp", "strategy.data_parallel=dp is not known: choose none, ddp, fsdp"),
-        ("strategy.offload=all", "strategy.offload=all is not known: choose none, optimizer, parameters"),
-        (
-            "checkpointing.name=half",
-            "checkpointing=half is not known: choose none, full, every_n, selective, attention",
-        ),
-        ("cluster.device=tpu", "cluster.device=tpu is not known: choose auto, cpu, cuda"),
-        ("launch=script", "launch=script is not known"),
-        ("launch=threads", "launch=threads is not known: choose processes, virtual, simulated"),
-        ("retry=[never]", "retry=never is not known: choose error, timeout, oom"),
-        ("strategy.schedule=3", "strategy.schedule=3 is not text: give it text"),
-        ("model=gpt_tiny model.dropout=1.5", "model.dropout=1.5 must be in [0, 1)"),
-        ("strategy.options=5", "strategy.options=5 is not a group like {key: value}"),
-        ("train.seed=9223372036854775808", "train.seed=9223372036854775808 does not fit 64 bits"),
-        ("timeout_seconds=0", "timeout_seconds=0.0 is not positive: choose seconds"),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_choices(overrides: str, problem: str) -> None:
-    with pytest.raises(UserError, match=f"^{re.escape(problem)}"):
-        compose(*overrides.split())
-
-
 def test_a_command_has_defaults() -> None:
     assert CommandConfig().name == "runs" and CommandConfig().tracking.name == "none"
+
+
+H100S = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (79 * 2**30,) * 8, 64, 2**40, device_bytes=80 * 2**30)
+
+PEAK_FLOPS, UTILIZATION = 989e12, 0.4  # of an H100 in bfloat16; a usual share of it
+
+
+def configured(device: Device, capability: tuple[int, int] | None, *overrides: str) -> RunConfig:
+    values = compose_values(*overrides, "data=synthetic", "tracking=none")
+    return resolve_run_config(resolve_auto(values, device, capability))
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "precision", "batch"),
+    [
+        ("cpu", None, "fp32", (8, 10, 3)),
+        ("cuda", (7, 5), "fp32", (48, 30, 5)),
+        ("cuda", (8, 0), "bf16_mixed", (48, 30, 5)),
+        ("cuda", None, "bf16_mixed", (48, 30, 5)),  # AMD's
+    ],
+)
+def test_defaults_suit_the_device(
+    device: Device, capability: tuple[int, int] | None, precision: str, batch: tuple[int, int, int]
+) -> None:
+    config = configured(device, capability)
+    assert config.precision.name == precision
+    assert (config.train.global_batch, config.train.steps, config.train.warmup_steps) == batch
+    stated = configured(device, capability, "precision=fp16_mixed", "train.steps=7", "train.global_batch=96")
+    assert (stated.precision.name, stated.train.steps, stated.train.global_batch) == ("fp16_mixed", 7, 96)
+    assert stated.train.warmup_steps == batch[2]
+
+
+def test_seven_billion_parameters_on_eight_gpus_are_a_sensible_measurement() -> None:
+    config = configured("cuda", (9, 0), "strategy=zero3", "model=7b")
+    plan = make_plan(config, H100S)
+    assert capacity_problem(plan, ()) is None
+    peak_bytes = estimate_memory(plan.config, plan.layout, plan.widths, "cuda").peak_bytes
+    assert 33 < peak_bytes / 2**30 < 36
+    step_seconds = model_flops(config) / 8 / (UTILIZATION * PEAK_FLOPS)
+    assert 2 < step_seconds < 4  # a GPU's energy counter needs two seconds
+    assert config.train.steps >= 20 and config.train.total_steps * step_seconds < 180
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_the_batch_divides_over_usual_numbers_of_gpus(ranks: int) -> None:
+    for overrides in (["model=7b"], ["sweeps=quickstart"], ["sweeps=checkpointing"]):
+        config = configured("cuda", (9, 0), "strategy=ddp", *overrides)
+        resolve_layout(config.strategy, ranks).grad_accumulation_steps(config.train)
+
+
+GUIDE = Path(harness.__file__).parents[1] / "docs" / "guides" / "simulation.md"
+
+THIS = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # a CPU for two ranks, with memory for every command
+
+
+def commands() -> list[list[str]]:
+    """Return the overrides of every run that the guide's commands make, those of a sweep one after another."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    lines = [line.split()[1:] for block in blocks for line in block.splitlines() if "launch=" in line]
+    sweeps = (" ".join(word for word in line if word != "-m") for line in lines)
+    return [run.split() for sweep in sweeps for run in each_run(sweep)]
+
+
+def plan(overrides: list[str]) -> None:
+    config = compose_config(*overrides, "data=synthetic")
+    make_plan(config, machine_of_run(config.to_dict(), lambda _: THIS))
+
+
+@pytest.mark.parametrize("overrides", commands(), ids=" ".join)
+def test_a_command_of_the_guide_can_be_planned(overrides: list[str]) -> None:
+    plan(overrides)
+
+
+def test_a_batch_that_does_not_divide_is_refused() -> None:
+    """The check notices what the guide once said."""
+    with pytest.raises(UserError, match="choose a multiple of 64"):
+        plan(["launch=virtual", "strategy=zero3", "world_size=64", "model=350m"])

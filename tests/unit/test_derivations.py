@@ -1,8 +1,9 @@
-"""A figure opens its arithmetic: the printed terms make the figure, and the formulas beside them are the figures'."""
+"""A figure opens its arithmetic: the printed terms make it; and runs of schema version 1 are still read."""
 
 import dataclasses
 import json
 import re
+import shutil
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -15,7 +16,9 @@ from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
 from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula
-from harness.records.schema import Record
+from harness.records.rank_report import RankReport
+from harness.records.runs_csv import read_runs_csv
+from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, Record, with_current_names
 from harness.records.store import read_all, write_record
 from harness.report.derivations import derivation_lines, derive_line, pack
 from harness.report.view import merge_repeats
@@ -23,7 +26,9 @@ from tests.support.derived import check_derivation, check_derivations, recompute
 from tests.support.example_records import record_of
 from tests.support.example_records import row as row_of
 
-EXAMPLE = Path(__file__).parents[1] / "data" / "schema_1" / "all"
+REPOSITORY = Path(__file__).parents[2]
+
+EXAMPLE = REPOSITORY / "tests" / "data" / "schema_1" / "all"
 
 
 @pytest.fixture(scope="module")
@@ -186,3 +191,49 @@ def seconds_of_derivation(record: Record) -> float:
     started = time.process_time()
     assert "predicted_peak_bytes" in derive(record)
     return time.process_time() - started
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLE, tmp_path / "all"))
+
+
+def test_rows_have_the_current_names_and_the_same_values(folder: Path) -> None:
+    loaded = read_all(folder)
+    assert len(loaded.records) == 2 and not loaded.problems
+    for record in loaded.records:
+        stored = json.loads((folder / record.run_id / "record.json").read_text())
+        assert stored["schema_version"] == 1 and record.schema_version == SCHEMA_VERSION
+        assert record.row == with_current_names(stored["row"])
+        assert not record.row.keys() & RENAMED_COLUMNS.keys()
+        assert record.row["executed_flops"] == stored["row"]["hardware_flops"]
+
+
+def reported(written: Any, read: Any) -> Any:
+    """Return what was written without the empty values of keys that were not read, which older ranks did not report."""
+    if not isinstance(read, dict):
+        return written
+    return {key: reported(value, read.get(key)) for key, value in written.items() if key in read or value}
+
+
+def test_rank_reports_are_written_as_they_were_read() -> None:
+    for path in EXAMPLE.glob("*/ranks/*.json"):
+        values = json.loads(path.read_text())
+        written = json.loads(json.dumps(RankReport.from_json(values).to_json()))
+        assert reported(written, values) == values
+
+
+def test_commands_read_them(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["report", folder], ["status", folder], ["diff", folder, folder]):
+        assert main([*map(str, arguments)]) == 0
+    assert "ddp" in capsys.readouterr().out
+
+
+def test_published_comparisons_can_be_read() -> None:
+    """Whatever version wrote them: every line has a status and the current names of columns."""
+    tables = sorted((REPOSITORY / "results" / "published").glob("*/runs.csv"))
+    assert len(tables) >= 9
+    for table in tables:
+        records = read_runs_csv(table)
+        assert records and all(record.status for record in records), table
+        assert not any(record.row.keys() & RENAMED_COLUMNS.keys() for record in records), table

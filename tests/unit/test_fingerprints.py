@@ -1,5 +1,6 @@
-"""Fingerprints of tensors: shards of any form add up to the whole, whatever the size of a chunk."""
+"""Fingerprints of tensors and sums of squares: shards of any form add up to the whole, whatever the size of a chunk."""
 
+import math
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,6 +15,7 @@ from harness.measure import gradient_fingerprint
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.models.init_weights import initial_value
 from harness.records.rank_report import Box
+from harness.tensors.fp32_sums import PIECE, sum_of_squares
 from harness.tensors.shard import Shard
 from tests.support.commands import compose_config
 
@@ -127,3 +129,24 @@ def test_an_update_is_the_difference_from_the_initial_value(fingerprinter: Finge
     parts = fingerprinter.updates(Engine())  # type: ignore[arg-type]
     assert sum(part.square or 0 for part in parts) == pytest.approx(expected.square, rel=1e-6)
     assert sum(part.projection or 0 for part in parts) == pytest.approx(expected.projection, rel=1e-5)
+
+
+TOLERANCE = 5e-6
+
+
+@pytest.mark.parametrize("numel", [1, PIECE - 1, PIECE, PIECE + 1, 10**6 + 3, 10**7, 10**8])
+@pytest.mark.parametrize("values", ["normal", "constant"])
+def test_a_norm_is_accurate_at_any_size(numel: int, values: str) -> None:
+    tensor = torch.full((numel,), 0.1)
+    if values == "normal":
+        tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    exact = math.fsum(float(part.double().square().sum()) for part in tensor.split(10**7))
+    assert abs(float(sum_of_squares([tensor])) / exact - 1) < TOLERANCE
+
+
+def test_the_norm_of_a_gradient_of_any_shape_and_type_counts_every_element_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=generator) for shape in ((), (3, 5), (70, 61), (1, 2, 3, 4))]
+    tensors += [torch.randn(40, 200, generator=generator).T, torch.randn(5000, generator=generator).bfloat16()]
+    exact = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert abs(float(sum_of_squares(tensors)) / exact - 1) < TOLERANCE

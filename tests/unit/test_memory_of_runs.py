@@ -1,4 +1,4 @@
-"""The planned peak compared with what random runs measured, as results/random_runs.csv has them."""
+"""The planned peak and the proof of shares beside what random runs measured, as results/random_runs.csv has it."""
 
 import shlex
 from collections.abc import Iterator
@@ -17,15 +17,15 @@ from harness.cost_model.whole_parameters import ParameterCoordinator, whole_para
 from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import StateWidths
+from harness.proof.layout import gradient_problems
+from harness.records.rank_report import ProfiledStep, RankReport
 from tests.support.campaigns import read_table
 from tests.support.commands import ROOT, compose_config
 
+TABLE = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
+
 # Runs that were trained, proven and predicted, by their draws; no compiled run is predicted.
-RUNS = {
-    line["draw"]: line
-    for line in read_table(ROOT / "results" / "random_runs.csv")
-    if line["status"] == "ok" and line["predicted_peak_bytes"]
-}
+RUNS = {draw: run for draw, run in TABLE.items() if run["status"] == "ok" and run["predicted_peak_bytes"]}
 
 # Draws of every kind of data parallelism, by what their peak shows.
 DRAWS = {
@@ -80,8 +80,8 @@ CHOSEN = {draw for _, draws in BOUNDS for draw in draws}
 @cache
 def planned(draw: str) -> tuple[RunConfig, Layout, StateWidths]:
     """Return a run's configuration, its layout and the bytes of its state."""
-    config = compose_config(*shlex.split(RUNS[draw]["overrides"]))
-    layout = resolve_layout(config.strategy, int(RUNS[draw]["world_size"]))
+    config = compose_config(*shlex.split(TABLE[draw]["overrides"]))
+    layout = resolve_layout(config.strategy, int(TABLE[draw]["world_size"]))
     return config, layout, load_engine(layout.engine).state_widths(config, layout)
 
 
@@ -139,3 +139,13 @@ def no_cached_buffers() -> Iterator[None]:
 def test_a_fault_of_the_plan_shows_in_these_runs(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*FAULTS[fault])
     assert max(error(draw, planned_peak(draw)) for draw in DRAWS) > 0.02
+
+
+@pytest.mark.parametrize(
+    ("gradient_bytes", "is_refused"), [(16_052_736, False), (25_700_000, True), (51_400_000, True)]
+)
+def test_whole_gradients_at_the_edges_of_a_partition_are_no_error(gradient_bytes: int, is_refused: bool) -> None:
+    """A partition of 8.6 MB holds parts of parameters of 2.1 MB; half of all gradients is more than that."""
+    config, layout, widths = planned("4082")
+    ranks = [RankReport(rank=rank, profiled=ProfiledStep(gradient_bytes=gradient_bytes)) for rank in range(6)]
+    assert any(gradient_problems(config.model, layout, widths, ranks)) == is_refused

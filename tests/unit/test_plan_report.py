@@ -1,15 +1,25 @@
-"""The report of a search as Markdown: its files, its figures and what is refused."""
+"""What a plan gives: overrides that run the same layout, intervals that measured steps lie in, and a report."""
 
 import csv
 import re
+import shlex
+from functools import lru_cache
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import pytest
 
 from harness.cli.main import main
-from harness.planner.row import PLACE_COLUMNS
+from harness.config.from_dict import from_dict
+from harness.config.locations import files_in
+from harness.config.stack import StackTiming, load_stack
+from harness.cost_model.timing.step_time import UNMEASURED_RANGE, StepTime
+from harness.planner.row import PLACE_COLUMNS, planned_row, run_command, run_overrides, strategy_presets
 from harness.report.charts import render
+from harness.util.text import UserError
+from tests.benchmarks.time_intervals import SEEDS, STACKS, TimedRow, fit_range, held_out, timed_rows
+from tests.support.planned import planned
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,3 +91,112 @@ def test_other_pages_are_refused_in_one_line(name: str, tmp_path: Path, capsys: 
     assert main(["plan", "--report", str(tmp_path / name), *SEARCH]) == 2
     text = capsys.readouterr().err
     assert text.count("\n") == 1 and "choose one that ends in .html or .md" in text and not list(tmp_path.iterdir())
+
+
+SEARCHES = (
+    "model=7b cluster=8xh100 precision=bf16_mixed train.seq_len=4096 train.global_batch=128",
+    "model=13b cluster=8xa100_40 cluster.nodes=2 train.global_batch=32 strategy.pp=4 checkpointing=every_n",
+    "model=3b cluster=8xl40s precision=fp32 train.global_batch=16 strategy.tp=1 strategy.offload=optimizer",
+    "model=7b cluster=8xrtx4090 train.global_batch=8 checkpointing.offload_activations=true train.micro_batch=1",
+)
+
+
+@pytest.mark.parametrize("settings", SEARCHES)
+def test_the_command_of_a_layout_plans_what_the_search_found(settings: str) -> None:
+    words = settings.split()
+    result = planned(*words).result
+    assert result is not None and result.front
+    for entry in [*result.best, *result.front[::4]]:
+        command = shlex.split(run_command(words, entry.config))
+        assert command[0] == "harness"
+        (same,) = planned(*command[1:]).predictions
+        assert (same.layout, same.config.checkpointing) == (entry.layout, entry.config.checkpointing)
+        figures = (entry.step_seconds, entry.sent_bytes, entry.memory)
+        assert (same.step_seconds, same.sent_bytes, same.memory) == figures
+        row, again = planned_row(entry), planned_row(same)
+        assert row == again  # the strategy's name and the overrides, too
+        assert row["strategy"] == same.config.strategy.name and f"strategy={row['strategy']}" in command
+
+
+def test_a_preset_needs_no_override_of_its_own_layout() -> None:
+    """Each preset's own strategy is written as its name alone, or as that of a preset with the same values."""
+    for preset in strategy_presets():
+        depends_on_the_machine = any(str(value).startswith("${") for value in preset.values())
+        if depends_on_the_machine or preset["name"] == "tp_pp":  # which has four ranks, whatever the world
+            continue
+        precision = "fp32" if preset["name"] in ("zero1_torch", "dp") else "bf16_mixed"
+        words = ("model=7b", "cluster=8xh100", "train.global_batch=64", "train.micro_batch=8", f"precision={precision}")
+        (prediction,) = planned(*words, f"strategy={preset['name']}").predictions
+        assert [word for word in run_overrides(prediction.config) if word.startswith("strategy.")] == [], preset["name"]
+
+
+def test_other_stacks_have_no_command() -> None:
+    words = ("model=7b", "cluster=8xh100", "stack=megatron", "train.global_batch=16", "checkpointing=full")
+    result = planned(*words).result
+    assert result is not None
+    row = planned_row(result.best[0])
+    assert row["strategy"] == "search" and "overrides" not in row
+
+
+@lru_cache(maxsize=1)
+def nanotron() -> list[TimedRow]:
+    """Return the rows of nanotron's grid with an MFU of 10 % or more."""
+    return timed_rows("nanotron")
+
+
+def test_nine_of_ten_steps_of_other_groups_lie_inside() -> None:
+    """The range is fitted to half of the groups; the other half counts, for five ways to halve them."""
+    shares, half_widths = zip(*(held_out(nanotron(), seed) for seed in SEEDS), strict=True)
+    assert len(nanotron()) > 300
+    assert mean(shares) >= 0.9 and min(shares) >= 0.85 and max(half_widths) <= 0.2
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_the_range_on_file_is_the_fitted_one(stack: str) -> None:
+    """Where a fit changed, python -m tests.benchmarks.time_intervals prints the range to write into the file."""
+    rows = nanotron() if stack == "nanotron" else timed_rows(stack)
+    on_file = load_stack(stack).timing.measured_over_predicted
+    assert on_file == pytest.approx(fit_range(rows), abs=0.03)
+    assert on_file is not None and mean(entry.is_inside(on_file) for entry in rows) >= 0.9
+
+
+def test_a_plain_range_would_be_wider() -> None:
+    """Widths that grow with exposed communication are what makes the median interval narrow."""
+    ratios = sorted(entry.ratio for entry in nanotron())
+    outside = round(0.03 * len(ratios))
+    plain = (ratios[-outside] - ratios[outside]) / 2
+    assert median(entry.half_width(fit_range(nanotron())) for entry in nanotron()) < 0.9 * plain
+
+
+def step(exposed: float) -> StepTime:
+    """Return a step of one second, so much of it exposed communication."""
+    return StepTime(1 - exposed, {"tp": exposed}, 0.0, 0.0, 0.0, 1, 0.1, 0.2, 0.0)
+
+
+def test_intervals_grow_with_exposed_communication_and_nodes() -> None:
+    timing = StackTiming(measured_over_predicted=(0.9, 1.2))
+    assert step(0.0).interval(timing, 64) == pytest.approx((0.9, 1.2))
+    steps = ((0.0, 1), (0.2, 1), (0.2, 8), (0.5, 8))
+    intervals = (step(exposed).interval(timing, nodes) for exposed, nodes in steps)
+    widths = [high - low for low, high in intervals]
+    assert widths == sorted(widths) and widths[0] < widths[-1]
+    assert step(0.4).spread(1) == pytest.approx(2.0)
+    assert step(0.0).interval(StackTiming(), 1) == pytest.approx(UNMEASURED_RANGE)
+
+
+def test_a_stack_without_measurements_has_the_range_of_the_least_predictable_one() -> None:
+    """No range on file is wider than the one that stands in where there is none."""
+    low, high = UNMEASURED_RANGE
+    for name in files_in("stack"):
+        on_file = load_stack(name).timing.measured_over_predicted
+        assert on_file is None or (low <= on_file[0] and on_file[1] <= high), name
+    with pytest.raises(UserError, match=r"stack.timing.measured_over_predicted=\(1.1, 1.2\) is not a range around 1"):
+        from_dict(StackTiming, {"measured_over_predicted": (1.1, 1.2)}, "stack.timing")
+
+
+def test_a_plan_has_its_interval() -> None:
+    (prediction,) = planned("model=7b", "cluster=8xh100", "cluster.nodes=2", "strategy=fsdp_full_shard").predictions
+    cells = planned_row(prediction)
+    low, seconds, high = (float(str(cells[f"predicted_step_{name}seconds"])) for name in ("low_", "", "high_"))
+    assert 0 < low < seconds < high
+    assert (low, high) == pytest.approx(prediction.time.interval(prediction.stack.timing, 2))

@@ -1,7 +1,8 @@
-"""Activation offload in side streams, on stand-ins for a device's streams that copy as late as a device may."""
+"""Copies: activations in side streams, masters to 16 bit by one operator, and pinned memory."""
 
 import weakref
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from harness.engines.torch.ddp import ReplicatedParams
 from harness.models.activation_checkpoint import apply_checkpointing
 from harness.models.activation_offload import CopyStreams, OffloadHooks
 from harness.models.build import build_model
@@ -20,12 +22,24 @@ from tests.support.commands import compose_config
 CPU = torch.device("cpu")
 
 
+class Operators(TorchDispatchMode):
+    """A counter of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func._schema.name] += 1
+        return func(*args, **(kwargs or {}))
+
+
 class LateCopy:
     """A copy that has not run. It keeps neither tensor alive, as a device's stream does not."""
 
-    def __init__(self, target: Tensor, source: Tensor) -> None:
+    def __init__(self, target: Tensor, source: Tensor, products_before: int) -> None:
         self.target, self.source = weakref.ref(target), weakref.ref(source)
-        self.bytes, self.products_before = source.nbytes, -1  # how many matrix products had run when it began
+        self.bytes, self.products_before = source.nbytes, products_before
 
 
 class LateStreams(CopyStreams):
@@ -33,14 +47,18 @@ class LateStreams(CopyStreams):
 
     def __init__(self) -> None:
         self.pending: list[LateCopy] = []
-        self.products = self.copies = 0
+        self.copies, self.operators = 0, Operators()
         self.waits_at_once: Counter[int] = Counter()  # by the bytes of a copy
+
+    @property
+    def products(self) -> int:
+        """How many matrix products have run."""
+        return self.operators.counts["aten::mm"] + self.operators.counts["aten::bmm"]
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         self.copies += 1
         target.fill_(255)  # what a device's memory has before a copy has run
-        self.pending.append(LateCopy(target, source))
-        self.pending[-1].products_before = self.products
+        self.pending.append(LateCopy(target, source, self.products))
         return self.pending[-1]
 
     def wait(self, event: Any) -> None:
@@ -51,18 +69,6 @@ class LateStreams(CopyStreams):
         assert target is not None and source is not None, "memory was let go of before its copy had run"
         target.copy_(source)
         self.pending.remove(event)
-
-
-class Products(TorchDispatchMode):
-    """A counter of the matrix products that run beside copies."""
-
-    def __init__(self, streams: LateStreams) -> None:
-        super().__init__()
-        self.streams = streams
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.streams.products += func._overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm)
-        return func(*args, **(kwargs or {}))
 
 
 def gradients_of(checkpointing: str, streams: CopyStreams | None) -> tuple[list[Tensor | None], int]:
@@ -103,7 +109,48 @@ def test_the_computing_waits_for_no_copy_that_has_just_begun() -> None:
     small tables of positions, which all layers share, are not counted.
     """
     streams = LateStreams()
-    with Products(streams):
+    with streams.operators:
         _, calls = gradients_of("full", streams)
     assert streams.copies >= 2 * calls and streams.products > 10 * calls
     assert streams.waits_at_once[max(streams.waits_at_once)] == 2
+
+
+def replicated(precision: str) -> ReplicatedParams:
+    config = compose_config("strategy=single", f"precision={precision}", "model.num_hidden_layers=1")
+    return ReplicatedParams([build_model(config.model)], config, torch.device("cpu"))
+
+
+def test_one_operator_copies_all_masters() -> None:
+    params = replicated("bf16_mixed")
+    assert len(params.masters) > 5
+    with torch.no_grad():
+        for master in params.masters.values():
+            master.add_(torch.randn(master.shape))
+            master.grad = torch.ones_like(master)
+    with Operators() as operators:
+        params.sync_model_params()
+    assert operators.counts == {"aten::_foreach_copy_": 1}
+    for name, master in params.masters.items():
+        assert torch.equal(params.parameters[name], master.to(torch.bfloat16)) and master.grad is None
+
+
+def test_gradients_that_are_bucket_views_are_zeroed_by_one_operator() -> None:
+    params = replicated("fp32")
+    params.accumulates_in_buckets = True
+    for parameter in params.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+    with Operators() as operators:
+        params.sync_model_params()
+    assert operators.counts == {"aten::_foreach_zero_": 1}
+    gradients: list[Tensor | None] = [parameter.grad for parameter in params.parameters.values()]
+    assert all(gradient is not None and not gradient.any() for gradient in gradients)
+
+
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "core" / "CachingHostAllocator.h"
+
+
+def test_pinned_memory_is_rounded_to_powers_of_two_up_to_a_threshold() -> None:
+    """If this changes, offloaded state no longer takes up to twice its bytes, and the notes on it are out of date."""
+    text = " ".join(HEADER.read_text().split())
+    assert "if (size <= pinned_max_round_threshold() &&" in text
+    assert "return c10::llvm::PowerOf2Ceil(size);" in text
