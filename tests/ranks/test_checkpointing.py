@@ -14,6 +14,7 @@ from harness.config.schema import CheckpointingConfig, PrecisionConfig, RunConfi
 from harness.cost_model.flops import (
     attention_product_flops,
     model_flops,
+    operations,
     recomputed_flops,
     recomputed_layers,
 )

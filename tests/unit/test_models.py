@@ -14,22 +14,23 @@ from harness.layout.model_profile import ModelProfile, model_profile, parameter_
 from harness.models.build import build_model
 from harness.models.decoder import Decoder, flash_attention
 from harness.models.init_weights import initial_value, materialize
+from tests.support.commands import compose_config
 from tests.support.models import model_named
 
-TINY = model_named("tiny")
+OWN = compose_config("model=tiny", "train.global_batch=3")
 
 CPU = torch.device("cpu")
 
 
 def initialized_decoder(attention: str = "flash", tied: bool = False) -> Decoder:
-    config = dataclasses.replace(TINY, attention=attention, tie_word_embeddings=tied)
+    config = dataclasses.replace(OWN.model, attention=attention, tie_word_embeddings=tied)
     model = build_model(config)
     materialize(model, config, 0, CPU, torch.float32)
     return model
 
 
 def tokens(seed: int) -> Tensor:
-    return torch.randint(0, TINY.vocab_size, (2, 33), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, OWN.model.vocab_size, (2, 33), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("attention", ["flash", "eager"])
@@ -62,10 +63,10 @@ def test_tied_weights_are_the_same_parameter() -> None:
 
 def test_initial_values_depend_only_on_seed_and_name() -> None:
     shape = torch.Size((8, 4))
-    value = initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU)
-    assert torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 0, CPU))
-    assert not torch.equal(value, initial_value("layers.1.mlp.up_proj.weight", shape, TINY, 0, CPU))
-    assert not torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, TINY, 1, CPU))
+    value = initial_value("layers.0.mlp.up_proj.weight", shape, OWN.model, 0, CPU)
+    assert torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, OWN.model, 0, CPU))
+    assert not torch.equal(value, initial_value("layers.1.mlp.up_proj.weight", shape, OWN.model, 0, CPU))
+    assert not torch.equal(value, initial_value("layers.0.mlp.up_proj.weight", shape, OWN.model, 1, CPU))
 
 
 def test_attention_over_more_keys_is_compiled_as_one_graph() -> None:
