@@ -18,7 +18,7 @@ from harness.config.strategy import AXES, StrategyConfig
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import Prediction
 from harness.records.runs_csv import csv_cell
-from harness.records.schema import COLUMN_NAMES, Cells, Row
+from harness.records.schema import COLUMNS, Cells, Row
 from harness.runner.config_columns import config_columns
 
 SEARCH = "search"  # the strategy that stands for all of them
@@ -166,13 +166,13 @@ def refused_row(reason: str, values: Mapping[str, str]) -> Row:
     """Return the row of a combination that cannot be planned, with what its command line sets and the reason."""
     cells: Cells = {"status": None, "measured_on": None, "launch": "planned", "reason": reason}
     names = {key: key.rpartition(".")[2] for key in values}
-    return cells | {name: values[key] for key, name in names.items() if name in COLUMN_NAMES and name not in cells}
+    return cells | {name: values[key] for key, name in names.items() if name in COLUMNS and name not in cells}
 
 
 def csv_text(rows: Sequence[Row]) -> str:
     """Return the rows as comma-separated values: their places, those of runs.csv in its order, then the others."""
     text, known = io.StringIO(), dict.fromkeys(name for row in rows for name in row)
-    names = [name for name in dict.fromkeys((*PLACE_COLUMNS, *COLUMN_NAMES, *known)) if name in known]
+    names = [name for name in dict.fromkeys((*PLACE_COLUMNS, *COLUMNS, *known)) if name in known]
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)
     writer.writerows([csv_cell(row.get(name)) for name in names] for row in rows)

@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.records.provenance import machine_text, version_differences, versions, versions_text
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import COLUMN_NAMES, Cell, Record, Row, column_type, with_current_names
+from harness.records.schema import COLUMNS, Cell, Record, Row, column_type, with_current_names
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
 
@@ -28,7 +28,7 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Cell]]:
     """Return the values of the registered columns by name, followed by those of columns that only these rows have."""
-    names: dict[str, None] = dict.fromkeys(COLUMN_NAMES)
+    names: dict[str, None] = dict.fromkeys(COLUMNS)
     for row in rows:
         names |= dict.fromkeys(row)
     columns = zip(*(map(row.get, names) for row in rows), strict=True) if rows else itertools.repeat(())

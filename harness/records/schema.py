@@ -177,26 +177,20 @@ class Column:
 
 _TYPES = {entry.__name__: entry for entry in (str, int, float, bool)}
 
-COLUMNS = tuple(
-    Column(name, _TYPES[facts.pop("type")], **facts)
+COLUMNS = {  # by their names
+    name: Column(name, _TYPES[facts.pop("type")], **facts)
     for name, facts in tomllib.loads(Path(__file__).with_name("columns.toml").read_text("utf-8")).items()
-)
-COLUMN_NAMES = tuple(column.name for column in COLUMNS)
-COLUMN_TYPES = {column.name: column.type for column in COLUMNS}
-_BY_NAME = {column.name: column for column in COLUMNS}
-
-
-def column(name: str) -> Column:
-    """Return a column of the registry. Raise KeyError if it has none of this name."""
-    return _BY_NAME[name]
+}
 
 
 @cache
 def column_type(name: str) -> type | None:
     """Return the type of a column's values; None for an unregistered column that is not in bytes: it can have any."""
-    return int if name.endswith("_bytes") else COLUMN_TYPES.get(name)
+    if name.endswith("_bytes"):
+        return int
+    return COLUMNS[name].type if name in COLUMNS else None
 
 
 def columns_aggregated_by(aggregate: Aggregate) -> tuple[str, ...]:
     """Return the names of the columns that are aggregated in this way."""
-    return tuple(entry.name for entry in COLUMNS if entry.aggregate == aggregate)
+    return tuple(name for name, entry in COLUMNS.items() if entry.aggregate == aggregate)

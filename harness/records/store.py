@@ -10,7 +10,7 @@ import orjson
 
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import COLUMN_TYPES, SCHEMA_VERSION, Record, column_type, with_current_names
+from harness.records.schema import COLUMNS, SCHEMA_VERSION, Record, column_type, with_current_names
 from harness.util.files import atomic_write_json, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
@@ -34,7 +34,7 @@ _LISTS = {
 
 
 # The types of the columns whose values may be all that their type has; an integer must fit 64 bits.
-_PLAIN_TYPES = {name: kind for name, kind in COLUMN_TYPES.items() if kind is not int}
+_PLAIN_TYPES = {name: column.type for name, column in COLUMNS.items() if column.type is not int}
 
 
 class LoadedRecords(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
 from harness.metrics.formulas import EXACT
-from harness.records.schema import Record, column
+from harness.records.schema import COLUMNS, Record
 from harness.report.charts import expected
 from harness.report.claims import TIMED, claims
 from harness.report.columns import ShownColumn, from_lines, line_table
@@ -182,7 +182,7 @@ def predicted_section(view: View) -> list[Section]:
     ):
         predicted, measured = (column_values(lines, name) for name in (predicted_name, measured_name))
         if any(value is not None for value in predicted):
-            quantity = column(measured_name).title
+            quantity = COLUMNS[measured_name].title
             errors = [p / m - 1 if p is not None and m else None for p, m in zip(predicted, measured, strict=True)]
             columns += [
                 ShownColumn(f"predicted {quantity} {{unit}}", predicted, kind),

@@ -10,7 +10,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from harness.records.schema import column as registered
+from harness.records.schema import COLUMNS
 from harness.report.comparability import varying_columns
 from harness.report.document import Disturbed, Table
 from harness.report.labels import cell_text, column_title
@@ -80,9 +80,9 @@ def from_lines(
 ) -> ShownColumn:
     """Return a column of lines; its title and its kind are those of the registry, if they are not given."""
     if not kind:
-        kind = "bytes" if name.endswith("_bytes") else _KIND_OF_UNIT[registered(name).unit]
+        kind = "bytes" if name.endswith("_bytes") else _KIND_OF_UNIT[COLUMNS[name].unit]
     ignored = column_values(lines, "is_ignored") if is_timed else ()
-    return ShownColumn(header or registered(name).title, column_values(lines, name), kind, ignored=ignored)
+    return ShownColumn(header or COLUMNS[name].title, column_values(lines, name), kind, ignored=ignored)
 
 
 def write(columns: Sequence[ShownColumn]) -> list[ShownColumn]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from harness.records.schema import Record, Row, column
+from harness.records.schema import COLUMNS, Record, Row
 from harness.report.columns import UNSETTLED_MARK, WORDS, ShownColumn, abbreviations, write
 from harness.report.folder_changes import (
     MISSING,
@@ -179,7 +179,7 @@ def print_regressions(check: JsonObject, out: Console) -> None:
         (
             change.verdict.replace("limit", limit),
             sanitize(change.run),
-            column(change.column).title,
+            COLUMNS[change.column].title,
             _growth_text(change),
             sanitize(sentence("figure", name=change.column, figure=change.before)),
             sanitize(sentence("figure", name=change.column, figure=change.after)),

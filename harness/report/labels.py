@@ -7,7 +7,7 @@ from typing import Any
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.strategy import DEGREES
 from harness.cost_model.parts import STEP_PARTS
-from harness.records.schema import COLUMN_TYPES, Record, Row, column
+from harness.records.schema import COLUMNS, Record, Row
 from harness.util.text import sanitize
 
 # The strategy and the world size determine these columns, unless rows that share both differ in them.
@@ -47,16 +47,16 @@ _SELF_EXPLANATORY = (
 
 _MOST_KEYS = 3  # of a configuration that a label has
 
-STEP_TITLES = {name: column(name).title for name in STEP_PARTS}
+STEP_TITLES = {name: COLUMNS[name].title for name in STEP_PARTS}
 
 
 def column_title(name: str, short: bool = False) -> str:
     """Return the title of a column of VARYING, or the name of a column that the registry does not have."""
     if name == OTHER_OPTIONS:
         return "other options"
-    if name not in COLUMN_TYPES:
+    if name not in COLUMNS:
         return name
-    return column(name).label if short else column(name).title
+    return COLUMNS[name].label if short else COLUMNS[name].title
 
 
 def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

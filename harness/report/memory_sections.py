@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from harness.cost_model.parts import PEAK_TITLES
-from harness.records.schema import Record, column
+from harness.records.schema import COLUMNS, Record
 from harness.report.charts import memory as charts
 from harness.report.charts import memory as memory_charts
 from harness.report.charts.curves import BATCH_COLUMNS, Series, by_micro_batch
@@ -20,7 +20,7 @@ _ON_HOST = ("offloaded_bytes", "offloaded_activation_bytes")  # shown only where
 
 # Columns beside the parts of memory; the registry does not have the last three.
 _OTHER_MEMORY = {
-    "peak_reserved_bytes": column("peak_reserved_bytes").title,
+    "peak_reserved_bytes": COLUMNS["peak_reserved_bytes"].title,
     "fragmentation_bytes": "fragmentation",
     "non_torch_bytes": "not allocated by torch",
     "peak_rss_bytes": "host process",
@@ -36,7 +36,7 @@ def memory(view: View) -> list[Section]:
     lines = view.lines
     on_host = [name for name in _ON_HOST if any(column_values(lines, name))]
     compared = baseline_name(lines)
-    ratios = [from_lines(lines, f"{name}_ratio", f"× {column(name).title}", "ratio") for name in MEMORY_COLUMNS]
+    ratios = [from_lines(lines, f"{name}_ratio", f"× {COLUMNS[name].title}", "ratio") for name in MEMORY_COLUMNS]
     parts = zip((from_lines(lines, name) for name in MEMORY_COLUMNS), ratios, strict=True)
     columns = [
         *(shown for size, ratio in parts for shown in ((size, ratio) if compared else (size,))),
@@ -105,7 +105,7 @@ def batches(view: View) -> list[Section]:
     pairs = [(row["activation_bytes"], row.get("predicted_activation_bytes")) for row in points]
     columns = [
         ShownColumn("run", [curve.label for curve in curves for _ in curve.points], number=False),
-        ShownColumn(column("micro_batch").title, [row["micro_batch"] for row in points]),
+        ShownColumn(COLUMNS["micro_batch"].title, [row["micro_batch"] for row in points]),
         ShownColumn("measured {unit}", [measured for measured, _ in pairs], "bytes"),
         ShownColumn("predicted {unit}", [predicted for _, predicted in pairs], "bytes"),
         ShownColumn("measured / predicted", [m / p if p else None for m, p in pairs], "ratio"),

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from harness.records.schema import column as registered
+from harness.records.schema import COLUMNS
 from harness.report.charts import speed, tradeoffs
 from harness.report.charts.marks import scaled
 from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, units_of, write
@@ -89,7 +89,7 @@ def _grids(lines: Sequence[Line], names: Sequence[str], column: str) -> Iterator
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
     rows = group_by(range(len(lines)), lambda row: names[row])
-    peak, rate = (registered(name).title.capitalize() for name in ("peak_allocated_bytes", "tokens_per_second"))
+    peak, rate = (COLUMNS[name].title.capitalize() for name in ("peak_allocated_bytes", "tokens_per_second"))
     peaks = from_lines(lines, "peak_allocated_bytes", f"{peak} ({{unit}})")
     speeds = ShownColumn(rate, speed_texts(lines), ignored=column_values(lines, "is_ignored"))
     for figures in write([peaks, speeds]):
@@ -207,4 +207,4 @@ def build_explorer(view: View) -> ExplorerData | None:
 
 
 def _title(name: str) -> str:
-    return "model state" if name == "state_bytes" else registered(name).title
+    return "model state" if name == "state_bytes" else COLUMNS[name].title

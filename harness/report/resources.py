@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from harness.records.schema import Record, column
+from harness.records.schema import COLUMNS, Record
 from harness.report.charts import expected, speed
 from harness.report.columns import ShownColumn, from_lines, line_table, table_of
 from harness.report.comparability import group_by
@@ -35,7 +35,7 @@ def pipeline_section(view: View) -> list[Section]:
         of_ranks("idle ms", "idle_seconds", "ms", is_timed=True),
         of_ranks("bubble", "bubble", "fraction", is_timed=True),
         from_lines(lines, "pipeline_bubble_theory", kind="fraction"),
-        of_ranks(column("max_in_flight_micro_batches").title, "in_flight"),
+        of_ranks(COLUMNS["max_in_flight_micro_batches"].title, "in_flight"),
         of_ranks("activations {unit}", "activation_bytes", "bytes"),
     ]
     return section(
@@ -55,7 +55,7 @@ def time(view: View) -> list[Section]:
         from_lines(lines, "step_seconds_p95", "95th percentile", is_timed=True),
         from_lines(lines, "step_seconds_iqr_ratio", "spread %", is_timed=True),
         from_lines(lines, "overlapped_communication_seconds", is_timed=True),
-        from_lines(lines, "cpu_seconds", f"{column('cpu_seconds').title} s", "number", is_timed=True),
+        from_lines(lines, "cpu_seconds", f"{COLUMNS['cpu_seconds'].title} s", "number", is_timed=True),
         from_lines(lines, "joules_per_token", "energy per token J", "number", is_timed=True),
     ]
     return section(

@@ -12,7 +12,7 @@ from harness.config.command import TrackingConfig
 from harness.metrics.memory import max_known
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
-from harness.records.schema import COLUMN_NAMES, Record
+from harness.records.schema import COLUMNS, Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
 from harness.util.files import JsonObject, atomic_write_json, read_json_object
 from harness.util.redact import redacted
@@ -68,7 +68,7 @@ def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]
     """Return the columns in which any row of a comparison has a value, declared ones first, and the rows."""
     rows = [redacted(record.row) for record in records]
     filled = {column: None for row in rows for column, value in row.items() if value not in (None, "")}
-    columns = [column for column in COLUMN_NAMES if column in filled]
+    columns = [column for column in COLUMNS if column in filled]
     return columns + [column for column in filled if column not in columns], rows
 
 

@@ -185,7 +185,9 @@ def choices(group: str) -> Iterator[str]:
 
 def columns_page() -> str:
     """Return the reference page of all columns as Markdown, docs/reference/columns.md."""
-    groups = {title: [column for column in COLUMNS if column.group == group] for group, title in GROUP_TITLES.items()}
+    groups = {
+        title: [column for column in COLUMNS.values() if column.group == group] for group, title in GROUP_TITLES.items()
+    }
     return render_page("columns", groups=groups)
 
 

@@ -16,7 +16,7 @@ from rich.cells import cell_len
 from harness.cli.main import main
 from harness.layout.layout import resolve_layout
 from harness.records.provenance import versions
-from harness.records.schema import COLUMN_TYPES, Record
+from harness.records.schema import COLUMNS, Record
 from harness.records.store import write_record
 from harness.report.columns import comparison_columns
 from harness.report.labels import OTHER_OPTIONS, VARYING, column_title
@@ -306,7 +306,7 @@ def test_every_varying_column_distinguishes_rows_by_itself() -> None:
     """Every column that describes how a row ran is an axis: two rows that differ in it have different labels."""
     other = {str: ("a", "b"), int: (1, 2), float: (0.0, 0.5), bool: (False, True)}
     for name in set(VARYING) - {OTHER_OPTIONS}:
-        pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMN_TYPES[name]])]
+        pair = [record_of(row(n, *TORCH) | {name: value}) for n, value in enumerate(other[COLUMNS[name].type])]
         lines = lines_of([replace(entry, rank_entries=[]) for entry in pair])
         assert len(set(column_values(lines, "label"))) == 2, name
         assert column_title(name, short=True) in [column.title for column in comparison_columns(lines, short=True)]

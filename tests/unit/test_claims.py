@@ -15,7 +15,7 @@ from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
 from harness.metrics.formulas import DERIVATIONS, ENVIRONMENT
-from harness.records.schema import COLUMN_TYPES, Record
+from harness.records.schema import COLUMNS, Record
 from harness.report import markdown
 from harness.report.caveats import literature
 from harness.report.claims import TABLE, Claim, claims
@@ -52,7 +52,7 @@ CHECKPOINTED = {"ddp": 1145888, "tp_sp": 633472, "pp_zero_bubble": 2055168}  # a
 
 IN_FLIGHT = {"pp_gpipe": 8, "pp_1f1b": 2, "pp_interleaved": 5, "pp_zero_bubble": 2}
 
-COLUMNS = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes")
+CLAIMED = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes", "communication_bytes")
 
 
 @cache
@@ -64,7 +64,7 @@ def run_of(*overrides: str) -> tuple[RunConfig, Layout]:
 def record_of(strategy: str, /, *overrides: str, **columns: Any) -> Record:
     config, layout = run_of(f"strategy={strategy}", *overrides)
     row = config_columns(config, layout) | {
-        **dict(zip(COLUMNS, MEASURED.get(strategy, (None,) * 5), strict=True)),
+        **dict(zip(CLAIMED, MEASURED.get(strategy, (None,) * 5), strict=True)),
         "run_id": f"{strategy}-{'-'.join(overrides)}",
         "status": "ok",
         "measured_on": "cpu",
@@ -211,7 +211,7 @@ def test_volume_in_mixed_precision_depends_on_the_dtypes() -> None:
 
 def of_widths(strategy: str, *widths: float, options: Sequence[str] = (), **columns: Any) -> Record:
     """Return a run with these bytes of parameters, gradients and optimizer for each parameter of the model."""
-    return record_of(strategy, *options, **dict(zip(COLUMNS, (N * width for width in widths), strict=False)), **columns)
+    return record_of(strategy, *options, **dict(zip(CLAIMED, (N * width for width in widths), strict=False)), **columns)
 
 
 def test_mixed_precision_is_compared_with_the_papers_accounting() -> None:
@@ -316,7 +316,7 @@ def strings(value: Any, key: str = "") -> list[tuple[str, str]]:
     return [entry for inner in parts for entry in strings(inner, key)]
 
 
-NAMES = {"record", "config", "layout", "widths", "device", *COLUMN_TYPES}
+NAMES = {"record", "config", "layout", "widths", "device", *COLUMNS}
 CLAIM_NAMES = {"run", "peer", "size", "expected", "measured", "predicted_activation_bytes", *TABLE["quantities"]}
 DERIVATION_NAMES = {"each", "position", "of", "runs", "column", "unit"}
 

@@ -20,7 +20,7 @@ from harness.layout.partition import split_into_stages
 from harness.planner.row import PLAN_COLUMNS
 from harness.planner.space import predict
 from harness.records.runs_csv import read_runs_csv
-from harness.records.schema import COLUMN_NAMES
+from harness.records.schema import COLUMNS
 from harness.records.store import read_record
 from harness.util.text import UserError
 from tests.support.commands import ROOT
@@ -126,7 +126,7 @@ def test_parts_add_up(words: str, capsys: Capture) -> None:
 def test_every_column_is_of_runs_or_described(capsys: Capture) -> None:
     """Names with AXIS and OPERATION stand for several; all others are columns of runs.csv or of the guide's table."""
     words = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary")
-    known = {*COLUMN_NAMES, *(f"at_peak_{word}_bytes" for word in words)}
+    known = {*COLUMNS, *(f"at_peak_{word}_bytes" for word in words)}
     pattern = re.compile("|".join(re.sub("[A-Z]+", "[a-z_]+", name) for name in PLAN_COLUMNS))
     rows = planned(capsys, "-m", "model=7b", "cluster=eight", "strategy=fsdp_tp,pp_1f1b,zero3")
     assert [name for row in rows for name in row.keys() - known if not pattern.fullmatch(name)] == []

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from harness.records import provenance
 from harness.records.provenance import git_commit, version_differences, versions
 from harness.records.runs_csv import rows_of, write_runs_csv
-from harness.records.schema import COLUMN_NAMES, COLUMN_TYPES, Record
+from harness.records.schema import COLUMNS, Record
 from harness.records.store import read_all, read_record, write_record
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
@@ -78,7 +78,7 @@ def read_csv(path: Path) -> pd.DataFrame:
 
 
 def test_promised_columns_come_first_and_in_order() -> None:
-    assert list(COLUMN_NAMES[: len(PROMISED)]) == PROMISED and len(set(COLUMN_NAMES)) == len(COLUMN_NAMES)
+    assert list(COLUMNS)[: len(PROMISED)] == PROMISED
 
 
 _VALUES = {
@@ -99,7 +99,7 @@ _NOT_IN_RECORDS = {"run_id", "status", "stale_reason", "machine", "versions"}
 _ROWS = st.fixed_dictionaries(
     {},
     optional={
-        column: st.none() | _VALUES[kind] for column, kind in COLUMN_TYPES.items() if column not in _NOT_IN_RECORDS
+        column: st.none() | _VALUES[entry.type] for column, entry in COLUMNS.items() if column not in _NOT_IN_RECORDS
     }
     | {"at_peak_logits_bytes": st.none() | _VALUES[int]},
 )
@@ -112,8 +112,8 @@ def test_any_row_survives_to_pandas(row: dict[str, Any], tmp_path_factory: pytes
     write_record(results / "run", record(**row))
     assert read_record(results / "run").row.keys() == {"run_id", "status", *row}
     table = read_csv(written(results))
-    assert len(table) == 1 and list(table)[: len(COLUMN_NAMES)] == list(COLUMN_NAMES)
-    for column in {*COLUMN_NAMES, *row} - _NOT_IN_RECORDS:
+    assert len(table) == 1 and list(table)[: len(COLUMNS)] == list(COLUMNS)
+    for column in {*COLUMNS, *row} - _NOT_IN_RECORDS:
         cell, value = table[column][0], row.get(column)
         if value is None or (isinstance(value, float) and not math.isfinite(value)):
             assert cell == ""
@@ -155,7 +155,7 @@ def test_rows_come_in_order_of_start_then_id_and_unknown_columns_last(tmp_path: 
         write_record(tmp_path / hidden / "inner", record("inner"))
     table = read_csv(written(tmp_path))
     assert table["run_id"].tolist() == ["d", "c", "a", "b"]
-    assert list(table)[len(COLUMN_NAMES) :] == ["extra_c", "zz", "extra_a", "extra_b"]
+    assert list(table)[len(COLUMNS) :] == ["extra_c", "zz", "extra_a", "extra_b"]
     assert table["reason"][0] == "'=cmd|' /C calc'!A0" and table["status"][0] == "oom"
     first = (tmp_path / "runs.csv").read_bytes()
     assert written(tmp_path).read_bytes() == first and not list(tmp_path.glob("*.tmp"))
