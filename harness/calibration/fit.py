@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from harness.calibration.points import Measurements, Point
-from harness.config.byte_size import format_bytes
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.timing.kernels import (
     KernelRates,
@@ -24,7 +23,7 @@ from harness.cost_model.timing.kernels import (
     rank_hardware,
     send_seconds,
 )
-from harness.util.text import UserError
+from harness.util.text import UserError, format_bytes
 
 ITERATIONS = 30
 MOST_OVERLAP_SLOWDOWN = 2.0  # more is not the collective's doing, but another program's

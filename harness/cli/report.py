@@ -7,14 +7,13 @@ from pathlib import Path
 
 from rich.text import Text
 
-from harness.config.byte_size import parse_bytes
 from harness.records.store import LoadedRecords, read_all
 from harness.report.document import charts
 from harness.report.files import FOLDER, export, parse_formats, parse_width, write_files
 from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
-from harness.util.text import UserError, sanitize
+from harness.util.text import UserError, parse_bytes, sanitize
 
 
 def main(options: Namespace) -> None:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from harness.config.byte_size import parse_bytes
 from harness.config.command import COMMAND_KEYS
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.schema import RunConfig
-from harness.util.text import UserError
+from harness.util.text import UserError, parse_bytes
 
 NAME_BYTES = 160  # of the readable part of an id; file systems take 255 for a file's whole name
 

@@ -7,8 +7,8 @@ measurements, and only that, stands under `hardware.fitted`.
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from harness.config.byte_size import Size, parse_bytes
 from harness.config.from_dict import Finite, is_above_zero, rule
+from harness.util.text import Size, parse_bytes
 
 Bandwidth = Annotated[
     float, rule(is_above_zero, "is not a finite number above 0: give the bytes per second of one device, one way")

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from harness.config.byte_size import Size, parse_bytes
 from harness.config.from_dict import ConfigValues, Finite, Natural, Positive, is_above_zero, one_of, require, rule
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.strategy import StrategyConfig
+from harness.util.text import Size, parse_bytes
 
 RequestedDevice = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]

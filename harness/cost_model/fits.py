@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from harness.config.byte_size import format_bytes
 from harness.config.model import ModelConfig
 from harness.config.schema import Checkpointing, CheckpointingConfig, PrecisionConfig, RunConfig
 from harness.config.stack import StackMemory
@@ -22,6 +21,7 @@ from harness.cost_model.stack_memory import RankMemory
 from harness.layout.layout import Layout
 from harness.layout.model_profile import parameter_count
 from harness.util.sentences import Sentences
+from harness.util.text import format_bytes
 
 # What sentences.j2 says of a layout: its name, and why it does not fit.
 say = Sentences(Path(__file__).with_name("sentences.j2"), {"bytes": format_bytes})

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
-from harness.config.byte_size import parse_bytes
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
@@ -21,6 +20,7 @@ from harness.hardware.described_cluster import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
+from harness.util.text import parse_bytes
 
 SECONDS_PER_HOUR = 3600
 

@@ -8,9 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from harness.config.byte_size import format_bytes
 from harness.hardware.nvml import NvmlDevice, NvmlError, visible_devices
-from harness.util.text import UserError, one_line
+from harness.util.text import UserError, format_bytes, one_line
 
 # NVML numbers devices by their position on the bus; CUDA would number the fastest first.
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}

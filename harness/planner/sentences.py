@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from harness.config.byte_size import format_bytes
 from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
@@ -17,6 +16,7 @@ from harness.planner.row import run_command
 from harness.planner.search import SearchResult
 from harness.planner.space import offers
 from harness.util.sentences import Sentences
+from harness.util.text import format_bytes
 
 MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, each with a sentence
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config.byte_size import format_bytes
 from harness.cost_model.prediction import Prediction
 from harness.layout.layout import Layout
 from harness.planner.plan import LayoutPlan
@@ -33,6 +32,7 @@ from harness.report.lines import Item
 from harness.report.text import sentence
 from harness.report.view import View
 from harness.util.files import atomic_write_text
+from harness.util.text import format_bytes
 
 _WITHOUT_CHARTS = "the page has no chart"
 

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.config.byte_size import BINARY
 from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.util.sentences import Sentences
-from harness.util.text import count_text, join_words
+from harness.util.text import BINARY, count_text, join_words
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from harness.config.byte_size import format_bytes
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
@@ -33,7 +32,7 @@ from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_f
 from harness.runner.local_machine import refresh_machine
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
 from harness.util import native_build
-from harness.util.text import UserError, count_text
+from harness.util.text import UserError, count_text, format_bytes
 
 # The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
 FILLING_RELEASE = (2, 13)

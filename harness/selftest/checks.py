@@ -5,11 +5,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from harness.config.byte_size import format_bytes
 from harness.cost_model.parts import STEP_PARTS
 from harness.records.rank_report import RunStatus
 from harness.records.schema import Record
 from harness.selftest.bench import Bench, StepFailedError
+from harness.util.text import format_bytes
 
 MEMORY_TOLERANCE = 0.1  # of a predicted peak, relative to the measured one
 BUBBLE_TOLERANCE = 0.1  # by which the measured share of bubbles may exceed the formula's

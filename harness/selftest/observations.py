@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from harness.config.byte_size import format_bytes
 from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import wait_for_release
 from harness.hardware.nvml import visible_device_ids
@@ -22,7 +21,7 @@ from harness.selftest.checks import ran, require, require_status
 from harness.selftest.rank_variants import trace_path
 from harness.sweep.slurm.commands import slurm_output
 from harness.util.native_build import compiler_problem
-from harness.util.text import count_text, one_line
+from harness.util.text import count_text, format_bytes, one_line
 
 DEVICE_ACTIVITIES = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace file's events on a GPU
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from statistics import fmean
 
-from harness.config.byte_size import format_bytes
 from harness.simulator.allocator_blocks import (
     LARGE_SEGMENT_BYTES,
     MIB,
@@ -20,6 +19,7 @@ from harness.simulator.allocator_blocks import (
     Pool,
 )
 from harness.simulator.fake_memory import Request
+from harness.util.text import format_bytes
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
 SMALL_BYTES = MIB  # kSmallSize: the largest block of the small pool

@@ -9,13 +9,12 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from harness.config.byte_size import format_bytes
 from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep.command_file import seconds_left
 from harness.sweep.queued_run import QueuedRun
-from harness.util.text import count_text, format_duration, sanitize
+from harness.util.text import count_text, format_bytes, format_duration, sanitize
 
 PLAIN_SECONDS = 10.0  # between two reports of running runs where there is no terminal
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from harness.config.byte_size import format_bytes, parse_bytes
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.schema import RunConfig
@@ -19,7 +18,7 @@ from harness.runner.local_machine import detect_machine
 from harness.runner.plan import RunPlan, capacity_problem, fits_now, machine_problems, make_plan
 from harness.runner.run import pruning_reason
 from harness.sweep.queued_run import MicroBatchSearch
-from harness.util.text import UserError
+from harness.util.text import UserError, format_bytes, parse_bytes
 from harness.worker import main as worker_main
 from tests.support.commands import compose, compose_config, execute_run
 from tests.support.models import PREPARED
