@@ -11,8 +11,7 @@ import orjson
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import COLUMNS, SCHEMA_VERSION, Record, column_type, with_current_names
-from harness.util.files import atomic_write_json, replace_non_finite
-from harness.util.locks import is_locked
+from harness.util.files import atomic_write_json, is_locked, replace_non_finite
 from harness.util.redact import redacted
 from harness.util.text import UserError, one_line
 

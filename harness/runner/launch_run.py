@@ -28,8 +28,7 @@ from harness.runner.plan import RunPlan, core_note
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
-from harness.util.disk_reserve import is_disk_full, release
-from harness.util.files import JsonObject, atomic_write_text
+from harness.util.files import JsonObject, atomic_write_text, is_disk_full, release
 from harness.util.native_build import announcing_builds
 from harness.util.text import UserError, one_line
 

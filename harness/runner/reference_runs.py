@@ -29,7 +29,7 @@ from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.record import Reference
 from harness.runner.resolve import load_strategy_preset, with_layers
 from harness.runner.reuse import NO_REFERENCE, reusable_record
-from harness.util.locks import run_lock
+from harness.util.files import run_lock
 from harness.util.text import UserError, count_text
 
 FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)

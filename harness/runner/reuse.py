@@ -10,7 +10,7 @@ from harness.records.provenance import version_differences, versions
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
-from harness.util.disk_reserve import reserve
+from harness.util.files import reserve
 from harness.util.native_build import compiler_problem
 from harness.util.text import UserError
 

@@ -19,8 +19,7 @@ from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_runs import get_reference
 from harness.runner.reuse import reusable_record, stored_rejection
-from harness.util.files import JsonObject
-from harness.util.locks import run_lock
+from harness.util.files import JsonObject, run_lock
 
 # What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
 _SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}

@@ -11,9 +11,7 @@ from dataclasses import asdict, dataclass
 
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
-from harness.util.disk_reserve import release
-from harness.util.files import atomic_write_json, read_json_object
-from harness.util.locks import is_locked, run_lock
+from harness.util.files import atomic_write_json, is_locked, read_json_object, release, run_lock
 from harness.util.text import UserError
 
 

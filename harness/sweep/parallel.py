@@ -26,7 +26,7 @@ from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import Ended, QueuedRun
 from harness.sweep.scheduler import LocalExecutor
-from harness.util.locks import run_lock
+from harness.util.files import run_lock
 from harness.util.text import UserError
 
 WAIT_SECONDS = 0.2  # for messages of workers, and between attempts to start one

@@ -33,7 +33,7 @@ from harness.sweep.queued_run import (
     queue_plan,
     wants_max_micro_batch,
 )
-from harness.util.disk_reserve import has_free_space
+from harness.util.files import has_free_space
 from harness.util.text import UserError, count_text
 
 RETRY_SECONDS = 0.5  # before a run that another command works on is tried again

@@ -25,8 +25,7 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import Ended, QueuedRun, candidates, wants_max_micro_batch
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources, submitted_job
-from harness.util.files import atomic_write_json, atomic_write_text, read_json_object
-from harness.util.locks import is_locked, run_lock
+from harness.util.files import atomic_write_json, atomic_write_text, is_locked, read_json_object, run_lock
 from harness.util.text import UserError, count_text
 
 POLL_SECONDS = 1.0
