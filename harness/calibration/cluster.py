@@ -16,8 +16,7 @@ import yaml
 from harness.calibration.fit import CurveError, FittedRates
 from harness.calibration.points import Measurements
 from harness.config.hardware import FittedHardware, HardwareConfig
-from harness.hardware.machine import Machine, processor_name
-from harness.hardware.peak_flops import peak_flops
+from harness.hardware.machine import Machine, peak_flops, processor_name
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError
 

@@ -16,7 +16,7 @@ from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
-from harness.hardware.described_cluster import DescribedCluster
+from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths

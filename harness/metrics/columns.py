@@ -12,7 +12,7 @@ from harness.cost_model.flops import model_flops
 from harness.cost_model.parts import STEP_PARTS
 from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
-from harness.hardware.peak_flops import peak_flops
+from harness.hardware.machine import peak_flops
 from harness.layout.layout import Layout, group_axes
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import (

@@ -15,7 +15,7 @@ from harness.config.hydra import compose_values, sweeper_params
 from harness.config.schema import ClusterConfig
 from harness.config.stack import StackConfig
 from harness.cost_model.prediction import Prediction
-from harness.hardware.described_cluster import described_cluster
+from harness.hardware.machine import described_cluster
 from harness.layout.layout import resolve_layout
 from harness.planner.hf_config import hf_values
 from harness.planner.row import SEARCH

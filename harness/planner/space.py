@@ -19,7 +19,7 @@ from harness.cost_model.fits import Choices, Variant, remedies
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.stack_memory import stack_problems
 from harness.engines.base import load_engine, unsupported_elsewhere
-from harness.hardware.described_cluster import DescribedCluster, described_machine
+from harness.hardware.machine import DescribedCluster, described_machine
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_precision_preset, load_strategy_preset

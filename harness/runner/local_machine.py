@@ -10,8 +10,14 @@ import psutil
 from harness.config.from_dict import ConfigValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
-from harness.hardware.described_cluster import described_cluster, described_machine
-from harness.hardware.machine import CPU_RANKS, Machine, is_built_for_gpus, usable_cores
+from harness.hardware.machine import (
+    CPU_RANKS,
+    Machine,
+    described_cluster,
+    described_machine,
+    is_built_for_gpus,
+    usable_cores,
+)
 from harness.util.text import UserError, one_line
 
 

@@ -21,8 +21,14 @@ from harness.engines.base import (
     load_engine,
     unsupported_elsewhere,
 )
-from harness.hardware.described_cluster import DescribedCluster, described_cluster, run_hardware
-from harness.hardware.machine import CORES_PER_GPU_RANK, Machine, torch_release
+from harness.hardware.machine import (
+    CORES_PER_GPU_RANK,
+    DescribedCluster,
+    Machine,
+    described_cluster,
+    run_hardware,
+    torch_release,
+)
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, refusals, resolve_layout
 from harness.layout.model_profile import model_profile

@@ -15,7 +15,7 @@ from operator import itemgetter
 from harness.config.schema import Checkpointing, CheckpointingConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.cost_model.flops import executed_flops
-from harness.hardware.peak_flops import peak_flops
+from harness.hardware.machine import peak_flops
 from harness.launcher.rank_entry import worker_entry
 from harness.layout.layout import Layout, resolve_layout
 from harness.proof import simulation

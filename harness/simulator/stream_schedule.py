@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.hardware import FittedHardware
-from harness.hardware.described_cluster import described_cluster
+from harness.hardware.machine import described_cluster
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.kernel_work import Collective, Communication, HostLinkCopy, Transfers, Work, work_seconds
 from harness.simulator.operator_stream import HOST, Launch

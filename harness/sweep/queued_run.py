@@ -21,7 +21,7 @@ from harness.config.from_dict import ConfigValues
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import model_flops
 from harness.cost_model.prediction import Prediction
-from harness.hardware.described_cluster import run_hardware
+from harness.hardware.machine import run_hardware
 from harness.records.plan_validation import PlannedConfiguration, PlanValidation, write_plan_validation
 from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.records.schema import Record

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from harness.cost_model.flops import model_flops
-from harness.hardware.peak_flops import peak_flops
+from harness.hardware.machine import peak_flops
 from harness.layout.model_profile import parameter_count
 from tests.support.published import PublishedRow
 from tests.support.published.step_times import row_hardware

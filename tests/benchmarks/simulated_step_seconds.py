@@ -21,7 +21,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine
-from harness.hardware.described_cluster import described_cluster, described_machine
+from harness.hardware.machine import described_cluster, described_machine
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.process import StepRequest

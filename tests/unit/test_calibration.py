@@ -30,8 +30,7 @@ from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine
-from harness.hardware.described_cluster import described_devices
-from harness.hardware.machine import Machine
+from harness.hardware.machine import Machine, described_devices
 from harness.layout.layout import resolve_layout
 from harness.util.text import UserError
 from tests.support.commands import compose_config

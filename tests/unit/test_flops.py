@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from harness.cost_model.flops import executed_flops, model_flops, operations, recomputed_flops
-from harness.hardware.peak_flops import peak_flops, peaks
+from harness.hardware.machine import peak_flops, peaks
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages

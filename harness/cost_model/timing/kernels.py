@@ -20,7 +20,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
 from harness.cost_model.micro_batch_shape import MicroBatchShape
-from harness.hardware.peak_flops import peak_flops
+from harness.hardware.machine import peak_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
