@@ -19,7 +19,7 @@ def main(options: Namespace) -> None:
     """Measure, fit, print and write. Raises UserError for a mistake in the options, or for ranks that fail."""
     from harness.calibration.cluster import cluster_path, default_name
     from harness.config.schema import ClusterConfig
-    from harness.runner.local_machine import detect_machine
+    from harness.runner.resolve import detect_machine
 
     machine = detect_machine(ClusterConfig("local", device=options.device))
     most = machine.devices if machine.device == "cuda" else machine.cores

@@ -21,9 +21,8 @@ from harness.config.locations import PACKAGED_CONF
 from harness.config.schema import ClusterConfig
 from harness.layout.layout import resolve_layout
 from harness.records.run_folder import ComparisonFolder, comparison_folder
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import find_problems
-from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.sweep.queued_run import parse_stop_after, wants_max_micro_batch
 from harness.sweep.slurm import plugin

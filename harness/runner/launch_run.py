@@ -23,9 +23,9 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunSpec
 from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import read_record, write_record
-from harness.runner.local_machine import release_problem
 from harness.runner.plan import RunPlan, core_note
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
+from harness.runner.resolve import release_problem
 from harness.runner.reuse import STARTED, clear_run_folder
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.files import JsonObject, atomic_write_text, is_disk_full, release

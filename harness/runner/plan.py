@@ -35,8 +35,7 @@ from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
-from harness.runner.local_machine import refresh_machine
-from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset
+from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset, refresh_machine
 from harness.util import native_build
 from harness.util.text import UserError, count_text, format_bytes
 

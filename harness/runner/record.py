@@ -36,9 +36,8 @@ from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import write_record
 from harness.runner.config_columns import config_columns
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import RunPlan
-from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
 from harness.util.files import JsonObject
 from harness.util.text import UserError, one_line

@@ -15,9 +15,9 @@ from harness.records.provenance import version_differences, versions
 from harness.records.schema import Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
-from harness.runner.local_machine import refresh_machine
 from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_runs import get_reference
+from harness.runner.resolve import refresh_machine
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.files import JsonObject, run_lock
 

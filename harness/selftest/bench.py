@@ -14,9 +14,8 @@ from harness.measure.environment import collect_environment
 from harness.records.run_folder import RunFolder, comparison_folder
 from harness.records.schema import Record
 from harness.runner.launch_run import RunContext
-from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
-from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.resolve import detect_machine, resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
 from harness.runner.run import execute
 from harness.util.files import JsonObject

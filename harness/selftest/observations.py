@@ -15,7 +15,7 @@ from harness.records.provenance import versions
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Record
 from harness.records.store import read_record
-from harness.runner.local_machine import detect_machine
+from harness.runner.resolve import detect_machine
 from harness.selftest.bench import COMPARISON, Bench, StepFailedError, StepSkippedError
 from harness.selftest.checks import ran, require, require_status
 from harness.selftest.rank_variants import trace_path
@@ -119,7 +119,7 @@ _PROBE_SECONDS = 120.0  # the time limit of a process that looks at devices
 # Processes of their own print what is asked of CUDA, because it reads its variables once per process.
 _SEEN_DEVICES = """
 from harness.config.schema import ClusterConfig
-from harness.runner.local_machine import detect_machine
+from harness.runner.resolve import detect_machine
 print(detect_machine(ClusterConfig("local", device="cuda")).devices)
 """
 

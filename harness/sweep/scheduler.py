@@ -18,9 +18,8 @@ from harness.launcher.forkserver import start_forkserver
 from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
 from harness.runner.launch_run import RunContext
-from harness.runner.local_machine import detect_machine, machine_of_run
 from harness.runner.plan import RunPlan, fits_now, make_plan
-from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.resolve import detect_machine, machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay

@@ -86,13 +86,13 @@ def describe_machine() -> dict[str, Any]:
     from harness.launcher.forkserver import rank_environment
     from harness.measure.environment import collect_environment
     from harness.records.provenance import git_commit, versions
-    from harness.runner import local_machine
+    from harness.runner import resolve
 
     environment = rank_environment("cpu", RANKS)
     return {
         "versions": versions(),
         "commit": git_commit(),
-        "environment": collect_environment(local_machine.detect_machine(ClusterConfig("local", device="cpu"))),
+        "environment": collect_environment(resolve.detect_machine(ClusterConfig("local", device="cpu"))),
         "ranks": {name: environment[name] for name in ("OMP_NUM_THREADS", "GOMP_SPINCOUNT")},
     }
 
@@ -115,7 +115,7 @@ class Pair:
     """The script and the row of one training, which can be run any number of times."""
 
     def __init__(self, steps: int, scratch: Path) -> None:
-        from harness.runner import local_machine
+        from harness.runner import resolve
         from harness.runner.launch_run import build_run_spec
         from harness.runner.plan import make_plan
         from tests.support.commands import compose
@@ -123,7 +123,7 @@ class Pair:
         self.steps = steps
         values = ("strategy=ddp", "model=tiny", "cluster.device=cpu", f"world_size={RANKS}", "force=true")
         self.config, self.command = compose(*values, f"train.steps={steps}", "name=overhead", f"results_dir={scratch}")
-        planned = make_plan(self.config, local_machine.detect_machine(self.config.cluster), self.command)
+        planned = make_plan(self.config, resolve.detect_machine(self.config.cluster), self.command)
         self.directory, self.folder = planned.folder.path, scratch / "bare"
         self.folder.mkdir(parents=True)
         build_run_spec(planned)[0].write(self.folder)

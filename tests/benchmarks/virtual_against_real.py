@@ -17,7 +17,7 @@ from pathlib import Path
 from harness.metrics.columns import sent_bytes
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
-from harness.runner import local_machine
+from harness.runner import resolve
 from harness.runner.plan import make_plan
 from harness.util.text import UserError
 from harness.worker import main as worker_main
@@ -63,7 +63,7 @@ def is_possible(overrides: list[str]) -> bool:
     """Return whether this machine does not refuse the run of these overrides."""
     try:
         config, command = compose(*overrides, "name=virtual")
-        make_plan(config, local_machine.detect_machine(config.cluster), command)
+        make_plan(config, resolve.detect_machine(config.cluster), command)
     except UserError:
         return False
     return True

@@ -29,7 +29,7 @@ from harness.measure.environment import PREFIXES, VARIABLES, collect_environment
 from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
 from harness.metrics.step_time import disturbance_text, trend_text
 from harness.records.rank_report import HostUsage
-from harness.runner.local_machine import detect_machine
+from harness.runner.resolve import detect_machine
 from tests.support.commands import ROOT
 
 MACHINE = detect_machine(ClusterConfig(name="local", nodes=1, gpus_per_node=None, device="auto"))

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from harness.cli.main import main
 from harness.models.build import build_model
-from harness.runner import local_machine
+from harness.runner import resolve
 from harness.runner.launch_run import build_run_spec, write_row
 from harness.runner.plan import make_plan
 from harness.worker import main as worker_main
@@ -173,7 +173,7 @@ def written(results: Path, overrides: str) -> Path:
     """Export a run whose files were left without training it."""
     folder = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
     config, command_config = compose(*folder, *overrides.split())
-    planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
+    planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
     planned.folder.path.mkdir(parents=True, exist_ok=True)
     spec, _ = build_run_spec(planned)
     spec.write(planned.folder.path)
@@ -207,7 +207,7 @@ def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFi
     """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
     assert main(["export", str(tmp_path / "nope")]) == 2
     config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *SMALL_BATCH)
-    planned = make_plan(config, local_machine.detect_machine(config.cluster), command_config)
+    planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
     write_row(planned, {"status": "refused", "reason": "it does not fit"})
     assert main(["export", str(planned.folder.path)]) == 2
     printed = capsys.readouterr()

@@ -14,8 +14,8 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
-from harness.runner.local_machine import detect_machine
 from harness.runner.plan import RunPlan, capacity_problem, fits_now, machine_problems, make_plan
+from harness.runner.resolve import detect_machine
 from harness.runner.run import pruning_reason
 from harness.sweep.queued_run import MicroBatchSearch
 from harness.util.text import UserError, format_bytes, parse_bytes

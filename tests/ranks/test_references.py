@@ -19,11 +19,10 @@ from harness.records.schema import Record
 from harness.records.store import read_record
 from harness.runner import reference_runs
 from harness.runner.launch_run import RunContext, launch_run
-from harness.runner.local_machine import detect_machine
 from harness.runner.plan import make_plan
 from harness.runner.record import Reference
 from harness.runner.reference_runs import predict_cost
-from harness.runner.resolve import with_layers
+from harness.runner.resolve import detect_machine, with_layers
 from harness.runner.run import execute
 from harness.worker import main as worker_main
 from tests.support import faults, second_training

@@ -13,8 +13,8 @@ from harness.records.rank_report import RankReport
 from harness.records.store import read_all
 from harness.report.sources import sources
 from harness.report.view import view_of
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
+from harness.runner.resolve import machine_of_run
 from harness.simulator.process import StepRequest
 from tests.support.commands import Harness, compose_config
 from tests.support.simulated_steps import simulate_steps

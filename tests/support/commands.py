@@ -25,7 +25,7 @@ from harness.config.schema import RunConfig
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.report.charts import render
-from harness.runner import local_machine
+from harness.runner import resolve
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.resolve import resolve_auto, resolve_run_config
@@ -90,7 +90,7 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str]
 
     If another test process works on the same run, wait for it and reuse its record.
     """
-    planned = make_plan(config, local_machine.detect_machine(config.cluster), command)
+    planned = make_plan(config, resolve.detect_machine(config.cluster), command)
     while (record := execute(planned, RunContext(entry))) is None:
         time.sleep(0.1)
     return record

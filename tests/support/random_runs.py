@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from harness.launcher.forkserver import start_forkserver
 from harness.records.runs_csv import columns_of, csv_cell
-from harness.runner import local_machine
+from harness.runner import resolve
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.record import predicted_columns
@@ -44,7 +44,7 @@ def ending(overrides: Sequence[str], results: Path) -> Ending:
     """Return how the run of these overrides ends; refused means before any of its processes started."""
     try:
         config, command = compose(*overrides, f"results_dir={results}", "name=random")
-        machine = local_machine.detect_machine(config.cluster)
+        machine = resolve.detect_machine(config.cluster)
         start_forkserver(machine.device)
         plan = make_plan(config, machine, command)
     except UserError as error:
@@ -91,7 +91,7 @@ def predict_again(line: dict[str, str]) -> dict[str, str]:
     if not line.get("predicted_peak_bytes"):
         return line
     config, command = compose(*line["overrides"].split(), "name=random")
-    plan = make_plan(config, local_machine.detect_machine(config.cluster), command)
+    plan = make_plan(config, resolve.detect_machine(config.cluster), command)
     columns = predicted_columns(plan)
     return line | {name: csv_cell(value) for name, value in columns.items()}
 

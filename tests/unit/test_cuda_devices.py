@@ -16,7 +16,7 @@ from harness.hardware.machine import Machine
 from harness.launcher.outcome import LaunchOutcome
 from harness.measure import cuda_query, environment, host_usage
 from harness.records.rank_report import LaunchStatus
-from harness.runner import launch_run, local_machine
+from harness.runner import launch_run, resolve
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan
 from harness.util.text import UserError
@@ -26,7 +26,7 @@ TWO = (Board(), Board(uuid="GPU-1b2f1a11-0000-0000-0000-000000000001", memory=(4
 
 
 def machine(device: RequestedDevice = "auto") -> Machine:
-    return local_machine.detect_machine(ClusterConfig("local", device=device))
+    return resolve.detect_machine(ClusterConfig("local", device=device))
 
 
 def answer(devices: list[Any] | None, error: str = "") -> SimpleNamespace:
@@ -194,14 +194,14 @@ def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPat
 def test_the_next_run_starts_after_the_memory_is_free(monkeypatch: pytest.MonkeyPatch, cuda: MagicMock) -> None:
     install(monkeypatch, TWO)
     before = machine()
-    assert local_machine.release_problem(before, ClusterConfig("local")) is None
+    assert resolve.release_problem(before, ClusterConfig("local")) is None
     monkeypatch.setattr(cuda_devices, "RELEASE_SECONDS", 0.0)
     monkeypatch.setattr(cuda_devices.wait_for_release, "__defaults__", (0.0, lambda _: None))
     install(monkeypatch, (Board(memory=(9 * GIB, 80 * GIB)), TWO[1]))
-    assert "70.0 GiB less" in str(local_machine.release_problem(before, ClusterConfig("local")))
+    assert "70.0 GiB less" in str(resolve.release_problem(before, ClusterConfig("local")))
     install(monkeypatch, TWO, init=pynvml.NVMLError_GpuIsLost)
     cuda.side_effect = subprocess.TimeoutExpired("python", 120)
-    assert "GPU is lost" in str(local_machine.release_problem(before, ClusterConfig("local")))
+    assert "GPU is lost" in str(resolve.release_problem(before, ClusterConfig("local")))
 
 
 def test_a_rank_samples_its_own_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:

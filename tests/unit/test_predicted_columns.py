@@ -21,9 +21,9 @@ from harness.records.schema import Record
 from harness.report.findings import validation_sentences
 from harness.report.view import View
 from harness.runner import plan as run_plan
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.runner.record import predicted_columns, predicted_step_entry
+from harness.runner.resolve import machine_of_run
 from harness.runner.run import needs_at_least
 from harness.sweep.queued_run import QueuedRun, order_by_plan, queue_plan
 from harness.util.text import UserError
