@@ -15,9 +15,8 @@ from harness.hardware.machine import CPU_RANKS
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.records.run_folder import ComparisonFolder
-from harness.records.runs_csv import columns_of, read_runs_csv, rows_of
 from harness.records.schema import column_type
-from harness.records.store import read_all
+from harness.records.store import columns_of, read_all, read_runs_csv, rows_of
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util.text import UserError
 

@@ -8,8 +8,8 @@ import orjson
 
 from harness.cli.report import prepare_output, read_comparison
 from harness.records.run_folder import ComparisonFolder
-from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record
+from harness.records.store import read_runs_csv
 from harness.report.diff import print_comparison, print_names, print_regressions
 from harness.report.folder_changes import compare
 from harness.report.tables import terminal

@@ -12,9 +12,8 @@ from harness.config.command import merge_values
 from harness.config.from_dict import ConfigValues
 from harness.config.hydra import expand_repeats
 from harness.records.run_folder import comparison_folder
-from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
-from harness.records.store import read_all
+from harness.records.store import read_all, rows_of, write_runs_csv
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
 from harness.runner.record import write_rejected

@@ -17,8 +17,8 @@ from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.strategy import AXES, StrategyConfig
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import Prediction
-from harness.records.runs_csv import csv_cell
 from harness.records.schema import COLUMNS, Cells, Row
+from harness.records.store import csv_cell
 from harness.runner.config_columns import config_columns
 
 SEARCH = "search"  # the strategy that stands for all of them

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 from markupsafe import Markup
 
 from harness.records.run_folder import ComparisonFolder
-from harness.records.runs_csv import columns_of, rows_of, write_runs_csv
 from harness.records.schema import Row, column_type
+from harness.records.store import columns_of, rows_of, write_runs_csv
 from harness.report import html, markdown
 from harness.report.charts import render
 from harness.report.columns import ShownColumn, from_lines, write

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import Record, Row
+from harness.records.store import read_runs_csv
 from harness.report.speeds import MINIMUM_RUNS
 from harness.report.view import View
 from tests.support.page_templates import render_page

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from harness.launcher.forkserver import start_forkserver
-from harness.records.runs_csv import columns_of, csv_cell
+from harness.records.store import columns_of, csv_cell
 from harness.runner import resolve
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 
 from harness.cost_model.parts import PEAK_TITLES
-from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
+from harness.records.store import rows_of, write_runs_csv
 from harness.report.columns import comparison_columns
 from harness.report.document import BulletList, Disturbed
 from harness.report.findings import findings

@@ -8,8 +8,7 @@ import pandas as pd
 import pytest
 
 import harness
-from harness.records.runs_csv import rows_of, write_runs_csv
-from harness.records.store import read_all, write_record
+from harness.records.store import read_all, rows_of, write_record, write_runs_csv
 from tests.support.example_records import record_of, row
 from tests.support.processes import ROOT, run_python
 

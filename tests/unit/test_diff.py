@@ -13,9 +13,8 @@ import pytest
 from rich.cells import cell_len
 
 from harness.cli.main import main
-from harness.records.runs_csv import read_runs_csv, rows_of, write_runs_csv
 from harness.records.schema import Record
-from harness.records.store import write_record
+from harness.records.store import read_runs_csv, rows_of, write_record, write_runs_csv
 from tests.support.commands import ROOT
 from tests.support.tables import changed
 

@@ -9,9 +9,8 @@ import pandas as pd
 import pytest
 
 from harness.cli.main import main
-from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import Record
-from harness.records.store import read_all, write_record
+from harness.records.store import read_all, rows_of, write_record, write_runs_csv
 from harness.report.caveats import by_kind
 from harness.report.charts import render
 from harness.report.claims import Claim

@@ -19,9 +19,8 @@ from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.planner.row import PLAN_COLUMNS
 from harness.planner.space import predict
-from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import COLUMNS
-from harness.records.store import read_record
+from harness.records.store import read_record, read_runs_csv
 from harness.util.text import UserError
 from tests.support.commands import ROOT
 from tests.support.models import run, shaped

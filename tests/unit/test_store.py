@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from harness.records import provenance
 from harness.records.provenance import git_commit, version_differences, versions
-from harness.records.runs_csv import rows_of, write_runs_csv
 from harness.records.schema import COLUMNS, Record
-from harness.records.store import read_all, read_record, write_record
+from harness.records.store import read_all, read_record, rows_of, write_record, write_runs_csv
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
 
