@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from rich.console import Console
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS
-from harness.records import heartbeat
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import LoadedRecords, read_all
@@ -40,9 +39,9 @@ def status_lines(comparison: ComparisonFolder) -> Iterator[str]:
 
 def run_line(comparison: ComparisonFolder, record: Record) -> str:
     """Return the progress of a running run: the step and phase of the rank that is furthest behind."""
-    folder = comparison.run(record.run_id).path
+    folder = comparison.run(record.run_id)
     ranks = range(record.row.get("world_size") or 1)
-    beats = [beat for rank in ranks if (beat := heartbeat.read_heartbeat(folder, rank))]
+    beats = [beat for rank in ranks if (beat := folder.read_heartbeat(rank))]
     if not beats:
         return f"{record.run_id}: starting"
     behind = min(beats, key=lambda beat: beat.step)

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
-from harness.launcher import rank_entry, stack_dump
+from harness.launcher import rank_entry
 from harness.launcher.forkserver import (
     START_METHODS,
     StartMethod,
@@ -27,7 +27,6 @@ from harness.launcher.forkserver import (
 )
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
-from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
@@ -73,7 +72,7 @@ def launch(
     nodes, start = nodes or NodeInfo(), start or START_METHODS[device]
     local_ranks = world_size // nodes.count
     ranks = range(nodes.rank * local_ranks, (nodes.rank + 1) * local_ranks)
-    hang_detector = HangDetector(lambda: tuple(heartbeat.read_heartbeat(run_dir, rank) for rank in ranks), hang_seconds)
+    hang_detector = HangDetector(lambda: tuple(map(folder.read_heartbeat, ranks)), hang_seconds)
     arguments = (entry.__module__, entry.__qualname__, run_dir, usable_cores())
     kills_before = oom_kill_count()
     exits: Mapping[int, ProcessFailure] = {}
@@ -101,7 +100,7 @@ def launch(
             launch_error = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
             with suppress(OSError), folder.launcher_log.open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
-    stack_dump.remove_empty(run_dir, ranks)
+    rank_entry.remove_empty(run_dir, ranks)
     oom_killed = oom_kill_count() > kills_before
     return classify_outcome(monitor, exits, launch_error, run_dir, ranks.start, time.monotonic() - started, oom_killed)
 

@@ -13,8 +13,7 @@ from typing import Literal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher import stack_dump
-from harness.launcher.rank_entry import Done, Raised, Started
+from harness.launcher.rank_entry import Done, Raised, Started, request_dumps
 
 TICK_SECONDS = 0.2
 
@@ -188,7 +187,7 @@ def _enforce(monitor: RankMonitor, now: float) -> None:
     reason = "timeout" if now >= monitor.deadline else "hang" if monitor.hang_detector.is_hanging(now) else None
     if reason:
         if not monitor.stop_reason:
-            stack_dump.request_dumps(pid for rank, pid in monitor.pids.items() if rank not in monitor.exited_at)
+            request_dumps(pid for rank, pid in monitor.pids.items() if rank not in monitor.exited_at)
         monitor.stop_reason = monitor.stop_reason or reason
         _interrupt_main_thread(monitor, now)
     elif failed_at is not None and now - failed_at > GRACE_SECONDS:

@@ -17,33 +17,13 @@ from harness.config.from_dict import from_dict
 from harness.config.schema import Device
 from harness.launcher.launch import NodeInfo, launch
 from harness.launcher.outcome import PRIMARY_SIGNALS, LaunchOutcome
+from harness.util.files import JsonObject
 
 RENDEZVOUS_SECONDS = 600.0  # time for all nodes of the job to start
 
 OUTCOME_SECONDS = 20.0  # time for the other nodes to report how their ranks ended, once the leader's have ended
 
 IDLE_SECONDS = 24 * 3600.0 * 30  # a node waits for its leader as long as the job lasts
-
-
-@dataclass(frozen=True)
-class LaunchLimits:
-    """The device of a run's ranks, and the limits after which they are killed."""
-
-    device: Device
-    timeout_seconds: float
-    hang_seconds: float
-
-
-@dataclass(frozen=True)
-class RunShare:
-    """The message with which the leader makes another node launch its share of a run's ranks."""
-
-    node_count: int
-    port: int
-    entry: tuple[str, str]  # the module and the name of the function that every rank runs
-    run_dir: str
-    world_size: int
-    limits: LaunchLimits
 
 
 @dataclass(frozen=True)
@@ -74,26 +54,19 @@ class NodeGroup:
         """Launch a run on the first `node_count` nodes. The leader calls this."""
         if self.deadline is not None:  # end the run before the cluster kills the job
             timeout_seconds = max(1.0, min(timeout_seconds, self.deadline - time.time()))
-        nodes = None
-        if node_count > 1:
-            number, port = self.store.add("runs", 1), free_port()
-            entry_name = (entry.__module__, entry.__qualname__)
-            limits = LaunchLimits(device, timeout_seconds, hang_seconds)
-            share = RunShare(node_count, port, entry_name, str(run_dir), world_size, limits)
-            self.store.set(f"run {number}", json.dumps(dataclasses.asdict(share)))
-            nodes = NodeInfo(node_count, 0, self.address, port)
-        own_outcome = launch(
-            entry,
-            run_dir,
-            world_size,
-            device=device,
-            timeout_seconds=timeout_seconds,
-            hang_seconds=hang_seconds,
-            on_tick=on_tick,
-            nodes=nodes,
-        )
-        if nodes is None:
-            return own_outcome
+        limits: JsonObject = {"device": device, "timeout_seconds": timeout_seconds, "hang_seconds": hang_seconds}
+        if node_count == 1:
+            return launch(entry, run_dir, world_size, on_tick=on_tick, **limits)
+        number, nodes = self.store.add("runs", 1), NodeInfo(node_count, 0, self.address, free_port())
+        share = {
+            "entry": (entry.__module__, entry.__qualname__),
+            "run_dir": str(run_dir),
+            "world_size": world_size,
+            "limits": limits,
+            "nodes": dataclasses.asdict(nodes),
+        }
+        self.store.set(f"run {number}", json.dumps(share))
+        own_outcome = launch(entry, run_dir, world_size, on_tick=on_tick, nodes=nodes, **limits)
         other_outcomes = [self.wait_for_outcome(number, rank) for rank in range(1, node_count)]
         return merge_outcomes([own_outcome, *other_outcomes])
 
@@ -115,26 +88,19 @@ class NodeGroup:
             while True:
                 number += 1
                 self.store.wait([f"run {number}"], timedelta(seconds=IDLE_SECONDS))
-                message = json.loads(self.store.get(f"run {number}"))
-                if message is None:
+                share: JsonObject | None = json.loads(self.store.get(f"run {number}"))
+                if share is None:
                     return
-                share = from_dict(RunShare, message)
-                if self.rank < share.node_count:
+                if self.rank < share["nodes"]["count"]:
                     outcome = self.launch_local_ranks(share)
                     self.store.set(f"end {number} of {self.rank}", json.dumps(dataclasses.asdict(outcome)))
 
-    def launch_local_ranks(self, share: RunShare) -> LaunchOutcome:
-        """Launch this node's ranks of a run."""
-        module, function = share.entry
-        return launch(
-            getattr(importlib.import_module(module), function),
-            Path(share.run_dir),
-            share.world_size,
-            device=share.limits.device,
-            timeout_seconds=share.limits.timeout_seconds,
-            hang_seconds=share.limits.hang_seconds,
-            nodes=NodeInfo(share.node_count, self.rank, self.address, share.port),
-        )
+    def launch_local_ranks(self, share: JsonObject) -> LaunchOutcome:
+        """Launch this node's ranks of a run, by the leader's message on it."""
+        module, function = share["entry"]
+        entry = getattr(importlib.import_module(module), function)
+        nodes = NodeInfo(**share["nodes"] | {"rank": self.rank})
+        return launch(entry, Path(share["run_dir"]), share["world_size"], nodes=nodes, **share["limits"])
 
     def release_nodes(self) -> None:
         """Tell the other nodes that there are no more runs."""

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from harness.launcher import stack_dump
 from harness.launcher.monitor import RankMonitor
-from harness.records import heartbeat
+from harness.launcher.rank_entry import main_thread_location
 from harness.records.rank_report import LaunchStatus
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
@@ -104,10 +103,10 @@ def _where_ranks_hang(run_dir: Path, unfinished: Sequence[int]) -> str:
     """Return the location of the unfinished rank that is furthest behind, and its last lines of log."""
     if not unfinished:
         return ""
-    beats = {rank: heartbeat.read_heartbeat(run_dir, rank) for rank in unfinished}
+    beats = {rank: RunFolder(run_dir).read_heartbeat(rank) for rank in unfinished}
     steps = {rank: -1 if beat is None else beat.step for rank, beat in beats.items()}
     rank = min(unfinished, key=lambda rank: steps[rank])
-    beat, location = beats[rank], stack_dump.main_thread_location(run_dir, rank)
+    beat, location = beats[rank], main_thread_location(run_dir, rank)
     phase = "had sent no heartbeat" if beat is None else f"was in {beat.phase}, step {beat.step}"
     function = "" if location is None else f", in {location}"
     return f"; rank {rank} {phase}{function}; its log {_log_end(log_tail(RunFolder(run_dir).log(rank)))}"

@@ -1,19 +1,23 @@
-"""The code that every rank runs before the worker's: its lifeline, its log, and its messages to the parent."""
+"""The code that every rank runs before the worker's: its lifeline, its log, and its messages to the parent.
 
-import contextlib
+Stack traces of a rank's threads are written on demand by its signal handler, whatever its code is doing.
+"""
+
+import faulthandler
 import importlib
 import os
+import re
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
-from harness.launcher import stack_dump
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
@@ -21,6 +25,10 @@ from harness.util.text import one_line
 # every 0.05 s and reports the first exit it sees, so a rank that was killed is reported before ranks that raised
 # because they lost the connection to it.
 LINGER_SECONDS = 0.4
+
+DUMP_SECONDS = 0.5  # time for the handlers to write stack traces
+
+MAIN_PATTERN = ("harness/launcher/rank_entry.py", "run_rank")  # file and function on every rank's main thread
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,7 @@ def run_rank(
     `lifeline` closes when the parent dies or ends the run; `reports` are the connections of all local ranks to the
     parent.
     """
-    threading.Thread(target=_die_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=die_with, args=(lifeline,), daemon=True).start()
     if hasattr(os, "sched_setaffinity"):  # the process that forked this one may use other cores
         os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
@@ -68,7 +76,7 @@ def run_rank(
         if other is not report:
             other.close()
     _redirect(RunFolder(run_dir).log(int(os.environ["RANK"])))
-    stack_dump.enable_dump(run_dir, int(os.environ["RANK"]))
+    enable_dump(run_dir, int(os.environ["RANK"]))
     _report(report, Started(os.getpid()))
     try:
         getattr(importlib.import_module(module), function)(str(run_dir))
@@ -90,8 +98,9 @@ def worker_entry(run_dir: str) -> None:
     importlib.import_module("harness.worker.main").main(run_dir)
 
 
-def _die_with(lifeline: Connection) -> None:
-    wait([lifeline])
+def die_with(end: Connection | int) -> None:
+    """Kill this process when the other end of a pipe closes, or the process of a sentinel ends."""
+    wait([end])
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,7 +116,7 @@ def _redirect(target: Path) -> None:
 
 
 def _report(report: Connection, message: Started | Done | Raised) -> None:
-    with contextlib.suppress(OSError):  # the parent is dead, and this rank will be killed in a moment
+    with suppress(OSError):  # the parent is dead, and this rank will be killed in a moment
         report.send(message)
 
 
@@ -117,3 +126,35 @@ def _exit_code(error: BaseException) -> int:
     if isinstance(error.code, int):
         return error.code & 0xFF or int(error.code != 0)
     return int(error.code is not None)
+
+
+def enable_dump(run_dir: Path, rank: int) -> None:
+    """Make SIGUSR1 write this rank's stack traces. The handler is in C and works while the interpreter is blocked."""
+    file = RunFolder(run_dir).stacks(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file, all_threads=True)
+
+
+def request_dumps(pids: Iterable[int]) -> None:
+    """Make these ranks, which have called enable_dump(), write their stack traces."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+    time.sleep(DUMP_SECONDS)
+
+
+def remove_empty(run_dir: Path, ranks: Iterable[int]) -> None:
+    """Remove the files of ranks that wrote no stack trace."""
+    for path in (RunFolder(run_dir).stacks(rank) for rank in ranks):
+        if path.exists() and not path.stat().st_size:
+            path.unlink()
+
+
+def main_thread_location(run_dir: Path, rank: int) -> str | None:
+    """Return the function, file and line that a rank's main thread was in, or None if its stack trace is missing."""
+    path = RunFolder(run_dir).stacks(rank)
+    for thread in path.read_text(errors="replace").split("\n\n") if path.exists() else ():
+        frames = re.findall(r'^  File "(.*)", line (\S+) in (.*)$', thread, re.MULTILINE)  # faulthandler's format
+        if any(file.endswith(MAIN_PATTERN[0]) and function == MAIN_PATTERN[1] for file, _, function in frames):
+            file, line, function = frames[0]
+            return f"{function} ({Path(file).name}:{line})"
+    return None

@@ -6,24 +6,14 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
-from harness.records.run_folder import RunFolder
+from harness.records.run_folder import Heartbeat, RunFolder
 
 SAMPLE_SECONDS = 0.2  # between two samples of memory within a phase, because sampling costs more than writing
 
 LINE_BYTES = 256  # one write of a fixed length, so that a reader never sees a part of it
-
-
-class Heartbeat(NamedTuple):
-    """The progress and memory that a rank last reported."""
-
-    phase: str
-    step: int
-    allocated_bytes: int | None  # on the rank's device, by torch's allocator; None where it is not counted
-    host_bytes: int | None  # the resident memory of the process
 
 
 class HeartbeatWriter:
@@ -61,11 +51,3 @@ class HeartbeatWriter:
             if self.descriptor is None:
                 self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             os.pwrite(self.descriptor, json.dumps(self.last).ljust(LINE_BYTES).encode(), 0)
-
-
-def read_heartbeat(run_dir: Path, rank: int) -> Heartbeat | None:
-    """Return the last heartbeat of a rank; None before the first."""
-    try:
-        return Heartbeat(*json.loads(RunFolder(run_dir).heartbeat(rank).read_bytes()))
-    except (OSError, ValueError, TypeError):
-        return None

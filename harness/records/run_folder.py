@@ -28,6 +28,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from harness.config.command import split_values
 from harness.config.from_dict import from_dict, require
@@ -62,6 +63,15 @@ class NumberedEntry:
 
     def __get__(self, folder: "RunFolder | ComparisonFolder", _: type) -> Callable[[int | str], Path]:
         return lambda key: folder.path / self.name.format(key)
+
+
+class Heartbeat(NamedTuple):
+    """The progress and memory that a rank last reported."""
+
+    phase: str
+    step: int
+    allocated_bytes: int | None  # on the rank's device, by torch's allocator; None where it is not counted
+    host_bytes: int | None  # the resident memory of the process
 
 
 @dataclass(frozen=True)
@@ -99,9 +109,12 @@ class RunFolder:
         """The file that a command locks while it works on this run."""
         return self.comparison.lock(self.path.name)
 
-    def heartbeats(self) -> list[Path]:
-        """Return the heartbeat files that exist."""
-        return list(self.ranks.glob("*.pulse"))
+    def read_heartbeat(self, rank: int) -> Heartbeat | None:
+        """Return the last heartbeat of a rank; None before the first."""
+        try:
+            return Heartbeat(*json.loads(self.heartbeat(rank).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return None
 
     def read_rank_reports(self, world_size: int) -> list[RankReport]:
         """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""

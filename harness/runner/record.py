@@ -29,7 +29,6 @@ from harness.metrics.formulas import derivation_entries
 from harness.metrics.memory import max_known
 from harness.proof.simulation import verify_simulation
 from harness.proof.verify import Verdict, verify_run
-from harness.records import heartbeat
 from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, RunStatus, to_record_entry
 from harness.records.run_folder import comparison_folder
@@ -158,8 +157,7 @@ def failure_columns(plan: RunPlan, outcome: LaunchOutcome, ranks: Sequence[RankR
     makes an error an `oom`.
     """
     exhausted = next((rank for rank in ranks if rank.status == "oom"), None)
-    read = ((rank, heartbeat.read_heartbeat(plan.folder.path, rank)) for rank in range(plan.layout.world_size))
-    beats = {rank: beat for rank, beat in read if beat}
+    beats = {rank: beat for rank in range(plan.layout.world_size) if (beat := plan.folder.read_heartbeat(rank))}
     blamed = exhausted.rank if exhausted else next((failure.rank for failure in outcome.failures), None)
     if blamed not in beats:
         blamed = min(beats, key=lambda rank: beats[rank].step, default=None)

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from harness.launcher.rank_entry import worker_entry
-from harness.records.heartbeat import read_heartbeat
 from harness.records.run_folder import RunFolder
 
 # More than the addresses of a process: no machine grants the request, and none is slowed down by trying.
@@ -95,7 +94,7 @@ def _raise_in_training(run_dir: str, number: signal.Signals) -> None:
     rank = int(os.environ["RANK"])
 
     def wait_and_raise() -> None:
-        while (beat := read_heartbeat(Path(run_dir), rank)) is None or beat.step < _FIRST_STEP:
+        while (beat := RunFolder(Path(run_dir)).read_heartbeat(rank)) is None or beat.step < _FIRST_STEP:
             time.sleep(_POLL_SECONDS)
         signal.raise_signal(number)
 

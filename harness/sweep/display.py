@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep.command_file import seconds_left
@@ -32,7 +31,7 @@ class RunProgress:
 
     def text(self, now: float) -> str:
         """Return the line that shows the run at this time.monotonic()."""
-        beat = heartbeat.read_heartbeat(self.folder, 0) if self.folder else None
+        beat = RunFolder(self.folder).read_heartbeat(0) if self.folder else None
         phase, step = (beat.phase, beat.step) if beat else (self.note or "starting", 0)
         if self.first is None and step:
             self.first = (step, now)

@@ -19,6 +19,7 @@ from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.forkserver import FORKSERVER, start_forkserver
 from harness.launcher.monitor import HANDLED
+from harness.launcher.rank_entry import die_with
 from harness.records.schema import Cells, Record
 from harness.runner.launch_run import RunContext, write_row
 from harness.runner.reuse import reusable_record
@@ -255,9 +256,3 @@ def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
             pipe.send(("done", None))
         except (OSError, UserError) as error:
             pipe.send(("raised", error))
-
-
-def die_with(sentinel: int) -> None:
-    """Kill this process when the process of the sentinel ends."""
-    wait([sentinel])
-    os.kill(os.getpid(), signal.SIGKILL)

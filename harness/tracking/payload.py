@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from harness.config.command import TrackingConfig
 from harness.metrics.memory import max_known
-from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.schema import COLUMNS, Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
@@ -46,9 +45,9 @@ def step_values(run_dir: Path) -> list[JsonObject]:
 
 def live_figures(run_dir: Path) -> dict[str, Scalar]:
     """Return what the heartbeats of a running run say: the least step, the most bytes, and a few ranks one by one."""
-    rank_count = len(RunFolder(run_dir).heartbeats())
-    newest = {rank: heartbeat.read_heartbeat(run_dir, rank) for rank in range(rank_count)}
-    beats = {rank: beat for rank, beat in newest.items() if beat is not None}
+    folder = RunFolder(run_dir)
+    rank_count = len(list(folder.ranks.glob("*.pulse")))
+    beats = {rank: beat for rank in range(rank_count) if (beat := folder.read_heartbeat(rank))}
     if not beats:
         return {}
     last = min(beats.values(), key=lambda beat: beat.step)

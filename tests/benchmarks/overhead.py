@@ -142,9 +142,9 @@ class Pair:
 
     def phase(self) -> str:
         """Return the phase of the row's ranks."""
-        from harness.records import heartbeat
+        from harness.records.run_folder import RunFolder
 
-        beat = heartbeat.read_heartbeat(self.directory, 0)
+        beat = RunFolder(self.directory).read_heartbeat(0)
         return beat.phase if beat else ""
 
     def run_row(self) -> Result:

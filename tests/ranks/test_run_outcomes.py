@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.launcher import stack_dump
 from harness.launcher.launch import oom_kill_count
-from harness.records import heartbeat
+from harness.launcher.rank_entry import main_thread_location
+from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.worker import main as worker_main
@@ -67,7 +67,7 @@ def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
     assert "was in warm-up, step 1, in " in row["reason"] and row["duration_seconds"] < 15
     check_last(row)
     folder = folder_of(results, record)
-    assert (stack_dump.main_thread_location(folder, 1) or "").startswith("stuck_in_a_step (endings.py:")
+    assert (main_thread_location(folder, 1) or "").startswith("stuck_in_a_step (endings.py:")
     assert "harness/worker/train_loop.py" in RunFolder(folder).stacks(0).read_text()
 
 
@@ -138,11 +138,11 @@ def test_oom_kills_are_counted_in_the_process_group(tmp_path: Path, files: dict[
 
 def test_a_heartbeat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
-    assert heartbeat.read_heartbeat(tmp_path, 0) is None
-    writer = heartbeat.HeartbeatWriter(tmp_path, 0)
+    assert RunFolder(tmp_path).read_heartbeat(0) is None
+    writer = HeartbeatWriter(tmp_path, 0)
     writer("a rather long phase", 123)
-    assert heartbeat.read_heartbeat(tmp_path, 0) == ("a rather long phase", 123, None, writer.last.host_bytes)
+    assert RunFolder(tmp_path).read_heartbeat(0) == ("a rather long phase", 123, None, writer.last.host_bytes)
     writer("short")
-    assert (heartbeat.read_heartbeat(tmp_path, 0) or writer.last).phase == "short"
+    assert (RunFolder(tmp_path).read_heartbeat(0) or writer.last).phase == "short"
     RunFolder(tmp_path).heartbeat(0).write_text('["cut')
-    assert heartbeat.read_heartbeat(tmp_path, 0) is None
+    assert RunFolder(tmp_path).read_heartbeat(0) is None

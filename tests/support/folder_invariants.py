@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from harness.records import heartbeat
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
 from harness.util.text import UserError
@@ -84,7 +83,7 @@ def moment(folder: Path) -> str:
         except (OSError, ValueError, KeyError):
             continue
         if status == "interrupted":
-            beat = heartbeat.read_heartbeat(path.parent, 0)
+            beat = RunFolder(path.parent).read_heartbeat(0)
             return beat.phase if beat else "starting ranks"
     return "between runs" if paths else "before the first run"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.records import heartbeat
+from harness.records.run_folder import RunFolder
 from harness.records.store import read_all
 from harness.util.files import RESERVE_BYTES, release, reserve
 from tests.support.commands import run_harness
@@ -57,7 +57,7 @@ def call_while_running(results: Path, action: Callable[[], None]) -> threading.T
         ends_at = time.monotonic() + 120
         while time.monotonic() < ends_at:
             runs = [path.parents[1] for path in results.glob("sweep/*/ranks/*.pulse")]
-            if any((beat := heartbeat.read_heartbeat(run, 0)) and beat.phase == "warm-up" for run in runs):
+            if any((beat := RunFolder(run).read_heartbeat(0)) and beat.phase == "warm-up" for run in runs):
                 return action()
             time.sleep(0.005)
         return None

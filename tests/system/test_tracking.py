@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from harness.cli.main import main
-from harness.records import heartbeat
+from harness.records.heartbeat import HeartbeatWriter
 from harness.records.store import read_all, read_record
 from harness.tracking import payload
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
@@ -122,7 +122,7 @@ def test_offline_runs_are_read_back_by_wandbs_own_reader(tmp_path: Path) -> None
     run_dir, _ = write_example_record(comparison, 0)
     (run_dir / "record.json").unlink()
     (run_dir / "ranks").mkdir()
-    heartbeats = [heartbeat.HeartbeatWriter(run_dir, rank) for rank in range(2)]
+    heartbeats = [HeartbeatWriter(run_dir, rank) for rank in range(2)]
     for rank, beat in enumerate(heartbeats):
         beat.allocated_bytes = lambda rank=rank: 100 + rank  # type: ignore[misc]
         beat("timed", 3 + rank)
