@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.cli.commands import COMMANDS
+from harness.cli.commands import CHOICES, COMMANDS
 from harness.config.mistakes import choices_of, group_names, known_keys
 
 SHELLS = {
@@ -59,11 +59,11 @@ def candidates(line: str) -> list[str]:
 
 def _command_words(word: str, last: str) -> Iterator[str]:
     """Yield what may follow a command word: its options, and the folders or names that it takes."""
-    arguments = COMMANDS[word].arguments
+    arguments = COMMANDS[word]["arguments"]
     if last.startswith("-"):
-        yield from ("--help", *(name for names, _ in arguments for name in names if name.startswith("--")))
+        yield from ("--help", *(name for name in arguments if name.startswith("--")))
     elif word in ("ls", "completion"):
-        yield from arguments[0][1]["choices"]
+        yield from CHOICES["kinds" if word == "ls" else "shells"]
     elif word != "selftest":
         depth = 2 if word in ("export", "explain") and last.count("/") > 1 else 1
         yield from (str(path) for path in Path("results").glob("/".join("*" * depth)) if path.is_dir())

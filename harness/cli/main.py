@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from harness import __version__
+from harness.cli.commands import COMMANDS, run_word
 from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
 from harness.util.text import UserError, run_command
@@ -40,8 +41,6 @@ def run_words(words: Sequence[str]) -> int | None:
     if is_run:
         status: int = import_slowly("harness.cli.compose", "harness: loading").main(words)
         return status
-    from harness.cli.commands import run_word  # its parsers are not needed for help and runs
-
     return run_word(words[0], words[1:])
 
 
@@ -75,22 +74,6 @@ def unknown_command_text(words: Sequence[str]) -> str:
     return f"{problem}: {remedy}"
 
 
-# Every command word with one line of help; harness.cli.commands has its arguments, and the module of its name runs it.
-COMMANDS = {
-    "plan": "predict memory and time of any layout on any cluster, and search for the best",
-    "calibrate": "measure this machine into a cluster file for plans and predictions",
-    "status": "show how far the runs of a comparison are, from any shell",
-    "report": "print the table of one or several comparisons and write their report",
-    "explain": "show what each figure of a run was computed from",
-    "diff": "show what changed from one comparison to another",
-    "sync": "send to the tracker the runs that it does not have yet",
-    "export": "write one run's layout as scripts and configuration files for other launchers",
-    "selftest": "show what of this installation works, by real runs on this machine",
-    "completion": "print a script that completes commands and settings in your shell",
-    "ls": "list the available strategies, models, clusters or sweeps",
-}
-
-
 EXAMPLES = (
     ("harness strategy=zero3 model=tiny", "one run; ends with its row"),
     ("harness -m strategy=ddp,zero1,zero2,zero3 checkpointing=none,full", "a sweep over every combination"),
@@ -112,7 +95,7 @@ def help_text() -> str:
         "       harness --help | --version",
         "",
         "commands:",
-        *(f"  {word:<8} {about}" for word, about in COMMANDS.items()),
+        *(f"  {word:<8} {command['summary']}" for word, command in COMMANDS.items()),
         "",
         "examples:",
         *(f"  {command}\n      {about}" for command, about in EXAMPLES),
