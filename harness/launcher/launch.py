@@ -5,7 +5,7 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
 from harness.launcher import rank_entry
-from harness.launcher.forkserver import (
-    START_METHODS,
-    StartMethod,
-    rank_environment,
-    start_forkserver,
-    temporary_environment,
-)
+from harness.launcher.forkserver import rank_environment, start_forkserver, temporary_environment
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records.run_folder import RunFolder
@@ -55,7 +49,7 @@ def launch(
     hang_seconds: float = math.inf,
     on_tick: Callable[[], None] | None = None,
     nodes: NodeInfo | None = None,
-    start: StartMethod | None = None,
+    preload: Sequence[str] | None = None,
 ) -> LaunchOutcome:
     """Run `entry(str(run_dir))` in every rank of this node, with torchrun's environment, and return when all are dead.
 
@@ -69,7 +63,7 @@ def launch(
         raise ValueError(f"{entry.__qualname__} is in __main__, which a rank cannot import: move it to a module")
     folder, started = RunFolder(run_dir), time.monotonic()
     folder.logs.mkdir(parents=True, exist_ok=True)
-    nodes, start = nodes or NodeInfo(), start or START_METHODS[device]
+    nodes = nodes or NodeInfo()
     local_ranks = world_size // nodes.count
     ranks = range(nodes.rank * local_ranks, (nodes.rank + 1) * local_ranks)
     hang_detector = HangDetector(lambda: tuple(map(folder.read_heartbeat, ranks)), hang_seconds)
@@ -85,10 +79,10 @@ def launch(
         try:
             try:
                 monitor.arm()
-                start_forkserver(device, start)
+                start_forkserver(device, preload)
                 store = _store() if nodes.count == 1 else None
                 port = store.port if store else nodes.master_port
-                config = _config(nodes, port, local_ranks, device, start, run_dir, timeout_seconds)
+                config = _config(nodes, port, local_ranks, device, run_dir, timeout_seconds)
                 elastic_launch(config, rank_entry.run_rank)(*arguments, monitor.lifeline_read, monitor.reports)
             finally:
                 monitor.interruptible = False
@@ -129,7 +123,6 @@ def _config(
     port: int,
     local_ranks: int,
     device: Device,
-    start: StartMethod,
     run_dir: Path,
     timeout_seconds: float,
 ) -> LaunchConfig:
@@ -146,7 +139,7 @@ def _config(
         rdzv_timeout=max(1, int(timeout_seconds)),  # no signal interrupts a store that waits for the other nodes
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
-        start_method=start.method,
+        start_method="forkserver",
         signals_to_handle="SIGQUIT",  # harness.launcher.monitor handles the others; this cannot be empty
     )
 

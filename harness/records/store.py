@@ -39,6 +39,12 @@ _LISTS = {
 
 # The types of the columns whose values may be all that their type has; an integer must fit 64 bits.
 _PLAIN_TYPES = {name: column.type for name, column in COLUMNS.items() if column.type is not int}
+# What the values of a column may be, by its type; None is that of a column that can have any.
+_ALLOWED_TYPES: dict[type | None, tuple[type, ...]] = {
+    **{kind: (kind,) for kind in (str, int, bool)},
+    float: (int, float),
+    None: (str, int, float, bool),
+}
 
 
 class LoadedRecords(NamedTuple):
@@ -99,10 +105,7 @@ def _check(record: Any) -> None:
 
 def _check_value(column: str, value: Any) -> None:
     kind = column_type(column)
-    if type(value) is kind and (not isinstance(value, int) or -(2**63) <= value < 2**63):
-        return
-    allowed = (str, int, float, bool) if kind is None else (int, float) if kind is float else (kind,)
-    if not isinstance(value, allowed) or (kind in (int, float) and isinstance(value, bool)):
+    if not isinstance(value, _ALLOWED_TYPES[kind]) or (kind in (int, float) and isinstance(value, bool)):
         raise ValueError(f"{column}={value!r} is not a value of type {kind.__name__ if kind else 'scalar'}")
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError(f"{column}={value} does not fit 64 bits")

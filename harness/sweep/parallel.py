@@ -17,7 +17,7 @@ from harness.config.schema import ClusterConfig
 from harness.hardware.device_placement import DevicePlacement, place_devices
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
-from harness.launcher.forkserver import FORKSERVER, start_forkserver
+from harness.launcher.forkserver import start_forkserver
 from harness.launcher.monitor import HANDLED
 from harness.launcher.rank_entry import die_with
 from harness.records.schema import Cells, Record
@@ -76,16 +76,15 @@ class ParallelExecutor(LocalExecutor):
         """
         if cluster not in self.machines:
             machine = super().machine(cluster)
-            self.machines[cluster] = self.use_gpus(machine) if machine.device == "cuda" else self.share_cores(machine)
+            problem = machine.device_problem(machine.devices)
+            if problem:
+                raise UserError(f"sweep.parallel={self.parallel}: {problem}")
+            if machine.device == "cuda":
+                self.placement = place_devices(machine.devices, self.cores)
+            else:
+                machine = self.share_cores(machine)
+            self.machines[cluster] = machine
         return self.machines[cluster]
-
-    def use_gpus(self, machine: Machine) -> Machine:
-        """Return the whole machine, and place its devices. Raises UserError if they are of several models."""
-        problem = machine.device_problem(machine.devices)
-        if problem:
-            raise UserError(f"sweep.parallel={self.parallel}: {problem}")
-        self.placement = place_devices(machine.devices, self.cores)
-        return machine
 
     def share_cores(self, machine: Machine) -> Machine:
         """Return a run's share of the machine, whose cores are divided equally. Raises UserError if there are too few.
@@ -142,7 +141,7 @@ class ParallelExecutor(LocalExecutor):
 
     def start_worker(self) -> WorkerSlot:
         """Start a worker process from a fork server: its state is that of a new command, and it ends with this one."""
-        start_forkserver("cuda", FORKSERVER)
+        start_forkserver("cuda")
         context = multiprocessing.get_context("forkserver")
         executor_end, worker_end = context.Pipe()
         process = context.Process(target=worker_loop, args=(worker_end, list(self.models)))

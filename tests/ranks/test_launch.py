@@ -22,7 +22,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher.forkserver import START_METHODS, threads_per_rank
+from harness.launcher.forkserver import PRELOADS, threads_per_rank
 from harness.launcher.launch import LaunchOutcome, NodeInfo, _store, launch
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from tests.support import launch_entries
@@ -38,25 +38,22 @@ HANG_SECONDS = 240.0
 GONE_SECONDS = 90.0
 
 # A parent process that prints when it launches and how that ended. `lean` and `warm` preload less than the product
-# does, to be quick; `warm` has its forkserver ready.
+# does, to be quick; `warm` has its forkserver ready, and nothing but their lifeline binds the ranks of `unbound`.
 PARENT = """
 import sys
 from pathlib import Path
 from tests.support import launch_entries
-from harness.launcher.forkserver import START_METHODS, StartMethod
 from harness.launcher.launch import NodeInfo, launch
 entry, run_dir, kind, node = sys.argv[1:]
 rank, port = map(int, node.split(":"))
 nodes = NodeInfo(2, rank, master_port=port) if port else NodeInfo()
-lean = StartMethod(
-    "forkserver",
-    ("harness.launcher.parent_death", "harness.launcher.rank_entry", "torch.distributed.elastic.multiprocessing.api"),
-)
-start = {"product": START_METHODS["cpu"], "spawn": StartMethod("spawn", ()), "lean": lean, "warm": lean}[kind]
+unbound = ["harness.launcher.rank_entry", "torch.distributed.elastic.multiprocessing.api"]
+lean = ["harness.launcher.parent_death", *unbound]
+preload = {"product": None, "unbound": unbound, "lean": lean, "warm": lean}[kind]
 def go(name):
     function = getattr(launch_entries, name)
     return launch(
-        function, Path(run_dir), 2 * nodes.count, device="cpu", timeout_seconds=240, nodes=nodes, start=start
+        function, Path(run_dir), 2 * nodes.count, device="cpu", timeout_seconds=240, nodes=nodes, preload=preload
     )
 if kind == "warm":
     go("nothing")
@@ -293,7 +290,7 @@ def test_an_exception_of_a_tick_is_raised(tmp_path: Path) -> None:
 
 def test_a_parent_starts_ranks_of_two_kinds_of_device(tmp_path: Path) -> None:
     """One parent starts another kind of device and then the first again; each is forked from its own preload."""
-    outcome = launched(launch_entries.describe, tmp_path, 1, start=START_METHODS["cuda"])
+    outcome = launched(launch_entries.describe, tmp_path, 1, preload=PRELOADS["cuda"])
     assert outcome.status == "ok", outcome.reason
     assert results(tmp_path, 1)[0]["imported"] == []
 
@@ -318,7 +315,7 @@ KILLS: list[tuple[str, float | None]] = [  # how the parent starts its ranks, se
     ("warm", CHANCE.uniform(0.0, 0.1)),  # while the ranks are being forked
     ("warm", CHANCE.uniform(0.1, 0.5)),
     ("warm", None),  # when they hang in a collective
-    ("spawn", None),
+    ("unbound", None),
 ]
 
 
