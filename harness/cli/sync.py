@@ -3,40 +3,77 @@
 import dataclasses
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
+from harness.records.schema import Record
 from harness.records.store import read_all
-from harness.tracking.client import sync_comparison
+from harness.tracking import payload
+from harness.tracking.client import TrackingClient
 from harness.util.text import UserError, count_text, sanitize
 
+LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run
 
-def requested_tracking(folder: Path, tracker: str, project: str | None, entity: str | None) -> TrackingConfig:
-    """Return where the comparison's last run was tracked, with the project and entity of the command line."""
-    for record in reversed(read_all(folder).records):
-        try:
-            tracking = from_dict(TrackingConfig, record.config["tracking"], "tracking")
-        except (UserError, KeyError, TypeError):  # of a row that was refused because of it
-            continue
-        if tracking.name == tracker:
-            break
-    else:
-        tracking = TrackingConfig(tracker)
-    return dataclasses.replace(tracking, project=project or tracking.project, entity=entity or tracking.entity)
+
+def main(options: Namespace) -> int:
+    """Send every record that the tracker does not have, and the comparison's table; with --again send all of them.
+
+    Stop at the first run that the tracker does not accept. Return 0 if the tracker has all runs then, 1 if not. Raises
+    UserError for a folder without a record.
+    """
+    folder, loaded = options.folder, read_all(options.folder)
+    if not loaded.records:
+        raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
+    for problem in loaded.problems:
+        print_error(f"skipped: {problem}")
+    tracking = requested_tracking(loaded.records, options.tracker, options.project, options.entity)
+
+    def is_sent(sent: Path, content_key: str) -> bool:
+        state = payload.read_sync_state(sent, tracking.name)
+        return state is not None and state.has(content_key, is_online=True)
+
+    content_keys = {folder / record.run_id: payload.record_key(record) for record in loaded.records}
+    missing = [sent for sent, content_key in content_keys.items() if options.again or not is_sent(sent, content_key)]
+    is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
+    timeout_seconds = max(options.timeout, 1.0)
+    client = TrackingClient(print_error, upload_seconds=timeout_seconds)
+    patience_seconds = 2 * timeout_seconds + LOCAL_SECONDS
+    problem, delivered = "", 0
+    try:
+        for sent in [*missing, folder] if is_table_missing else missing:
+            client.hand_over("log_table" if sent == folder else "finish_run", dataclasses.asdict(tracking), sent)
+            client.wait(patience_seconds)
+            problem = client.results.get(str(sent.resolve()), f"no answer within {patience_seconds:g} s") or ""
+            if problem:
+                break
+            delivered += 1
+    finally:
+        client.pending.clear()  # the last line has the problem, which close() must not log too
+        client.close(1.0)
+    table = " and the table" if is_table_missing and not problem else ""
+    count = count_text(min(delivered, len(missing)), "run")
+    print(f"sent {count}{table}; the tracker had {len(loaded.records) - len(missing)} before")
+    if problem:
+        print_error(f"the rest was not sent: {problem}")
+    return 1 if problem else 0
+
+
+def requested_tracking(
+    records: Sequence[Record], tracker: str, project: str | None, entity: str | None
+) -> TrackingConfig:
+    """Return where the comparison's last run was tracked, online, with the command line's project and entity."""
+    tracking = TrackingConfig(tracker)
+    for record in records:
+        with suppress(UserError, KeyError, TypeError):  # of a row that was refused because of it
+            recorded = from_dict(TrackingConfig, record.config["tracking"], "tracking")
+            tracking = recorded if recorded.name == tracker else tracking
+    project, entity = project or tracking.project, entity or tracking.entity
+    return dataclasses.replace(tracking, mode="online", project=project, entity=entity)
 
 
 def print_error(line: str) -> None:
     """Print a line on standard error."""
     print(sanitize(line), file=sys.stderr)
-
-
-def main(options: Namespace) -> int:
-    """Send what the tracker does not have. Return 0 if the tracker has all runs then, 1 if not."""
-    target = requested_tracking(options.folder, options.tracker, options.project, options.entity)
-    result = sync_comparison(options.folder, target, print_error, options.again, max(options.timeout, 1.0))
-    table = " and the table" if result.table and not result.problem else ""
-    print(f"sent {count_text(result.runs, 'run')}{table}; the tracker had {result.sent_before} before")
-    if result.problem:
-        print_error(f"the rest was not sent: {result.problem}")
-    return 1 if result.problem else 0

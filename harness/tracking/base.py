@@ -6,7 +6,7 @@ A tracker is one module in harness/tracking/trackers with one function,
 
 which imports its library and raises TrackerUnavailableError if the tracker cannot be used, and one file in
 conf/tracking. It runs in a process of its own (harness.tracking.process), which the parent's TrackingClient starts. It
-may be slow, hang or die there: everything that it received can be sent again from the records (sync_comparison).
+may be slow, hang or die there: everything that it received can be sent again from the records (`harness sync`).
 """
 
 import hashlib

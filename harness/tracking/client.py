@@ -1,9 +1,5 @@
-"""The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs.
+"""The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs."""
 
-The synchronization of a comparison sends a tracker the records that it does not have.
-"""
-
-import dataclasses
 import queue
 import subprocess
 import sys
@@ -20,8 +16,6 @@ import psutil
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
-from harness.records.store import read_all
-from harness.tracking import payload
 from harness.tracking.base import Answer, Message, Task
 from harness.util.text import UserError
 
@@ -30,8 +24,6 @@ CLOSE_SECONDS = 10.0  # the longest that close() waits for everything handed ove
 QUIET_SECONDS = 10.0  # after a run's start the tracking process is idle: it would disturb short runs
 
 POLL_SECONDS = 0.01
-
-LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run of a synchronization
 
 
 class TrackingClient:
@@ -166,55 +158,3 @@ def send_all(channel: "Connection[Message, Answer]", unsent: "queue.SimpleQueue[
 def sync_hint(comparison: Path | str) -> str:
     """Return the end of a message: the command that sends to the tracker what it does not have."""
     return f"`harness sync {comparison}` sends all of it"
-
-
-@dataclasses.dataclass(frozen=True)
-class SyncResult:
-    """The outcome of one synchronization."""
-
-    runs: int  # sent now
-    sent_before: int  # runs that the tracker already had
-    table: bool  # whether the summary had to be sent
-    problem: str  # why not everything was sent; '' if everything was
-
-
-def sync_comparison(
-    folder: Path,
-    tracking: TrackingConfig,
-    log: Callable[[str], None],
-    again: bool,
-    timeout_seconds: float,
-) -> SyncResult:
-    """Send every record that the tracker does not have, and the comparison's table; with `again` send all of them.
-
-    Stop at the first run that the tracker does not accept. Raises UserError for a folder without a record.
-    """
-    loaded = read_all(folder)
-    if not loaded.records:
-        raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
-    for problem in loaded.problems:
-        log(f"skipped: {problem}")
-    online = dataclasses.asdict(dataclasses.replace(tracking, mode="online"))
-
-    def is_sent(sent: Path, content_key: str) -> bool:
-        state = payload.read_sync_state(sent, tracking.name)
-        return state is not None and state.has(content_key, is_online=True)
-
-    content_keys = {folder / record.run_id: payload.record_key(record) for record in loaded.records}
-    missing = [sent for sent, content_key in content_keys.items() if again or not is_sent(sent, content_key)]
-    is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
-    client = TrackingClient(log, upload_seconds=timeout_seconds)
-    patience_seconds = 2 * timeout_seconds + LOCAL_SECONDS
-    problem, delivered = "", 0
-    try:
-        for sent in [*missing, folder] if is_table_missing else missing:
-            client.hand_over("log_table" if sent == folder else "finish_run", online, sent)
-            client.wait(patience_seconds)
-            problem = client.results.get(str(sent.resolve()), f"no answer within {patience_seconds:g} s") or ""
-            if problem:
-                break
-            delivered += 1
-    finally:
-        client.pending.clear()  # the result has the problem, which close() must not log too
-        client.close(1.0)
-    return SyncResult(min(delivered, len(missing)), len(loaded.records) - len(missing), is_table_missing, problem)
