@@ -10,11 +10,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from harness.config.from_dict import from_dict
-from harness.config.schema import Device
 from harness.launcher.launch import NodeInfo, launch
 from harness.launcher.outcome import PRIMARY_SIGNALS, LaunchOutcome
 from harness.util.files import JsonObject
@@ -46,15 +46,12 @@ class NodeGroup:
         run_dir: Path,
         world_size: int,
         *,
-        device: Device,
-        timeout_seconds: float,
-        hang_seconds: float,
         on_tick: Callable[[], None],
+        **limits: Any,
     ) -> LaunchOutcome:
-        """Launch a run on the first `node_count` nodes. The leader calls this."""
+        """Launch a run on the first `node_count` nodes, with a device and limits. The leader calls this."""
         if self.deadline is not None:  # end the run before the cluster kills the job
-            timeout_seconds = max(1.0, min(timeout_seconds, self.deadline - time.time()))
-        limits: JsonObject = {"device": device, "timeout_seconds": timeout_seconds, "hang_seconds": hang_seconds}
+            limits["timeout_seconds"] = max(1.0, min(limits["timeout_seconds"], self.deadline - time.time()))
         if node_count == 1:
             return launch(entry, run_dir, world_size, on_tick=on_tick, **limits)
         number, nodes = self.store.add("runs", 1), NodeInfo(node_count, 0, self.address, free_port())

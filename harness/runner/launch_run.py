@@ -1,9 +1,7 @@
-"""The launch of a planned run: it prepares the folder, runs the ranks, proves what they did and writes the record.
-
-A simulation is one process, and virtual ranks of a world run one after another.
-"""
+"""The launch of a planned run: it prepares the folder, runs the ranks, proves what they did and writes the record."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -62,7 +60,7 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
         return write_row(plan, {"status": "error", "reason": reason, **started})
     for note in notes:
         context.log(note)
-    outcome = RUNNERS[plan.config.launch](plan, context)
+    outcome = run_ranks(plan, context)
     verdict, ranks = judge_run(plan, outcome, reference)
     ending = verdict.columns | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, ranks, verdict.parts | {"notes": notes}, verdict.steps)
@@ -104,57 +102,31 @@ def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
 def run_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
     """Run all ranks to their end, on this node or on every node of the context's group.
 
-    After a failure this waits until killed ranks have released their devices, so that the next run finds them free.
+    Virtual ranks run one after another, each in a process of its own, until one fails. A simulation is one process,
+    which waits for no other rank, so that it cannot hang. After a failure of real ranks this waits until killed ranks
+    have released their devices, so that the next run finds them free.
     """
-    launch_ranks = partial(context.nodes.launch, plan.nodes) if context.nodes else launch
-    outcome = launch_ranks(
-        context.entry,
-        plan.folder.path,
-        plan.layout.world_size,
-        device=plan.machine.device,
-        timeout_seconds=plan.command.timeout_seconds,
-        hang_seconds=plan.command.hang_seconds,
-        on_tick=lambda: context.on_progress(plan.folder.path),
-    )
-    if outcome.status not in ("ok", "interrupted"):
-        problem = release_problem(plan.machine, plan.config.cluster)
-        if problem:
-            context.log(problem)
-    return outcome
-
-
-def run_simulator(plan: RunPlan, context: RunContext) -> LaunchOutcome:
-    """Run the simulator's process to its end or its time limit. It waits for no other rank, so that it cannot hang."""
-    return launch(
-        simulator_entry,
-        plan.folder.path,
-        1,
-        device="cpu",
-        timeout_seconds=plan.command.timeout_seconds,
-        on_tick=lambda: context.on_progress(plan.folder.path),
-    )
-
-
-def run_virtual_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
-    """Run the virtual ranks to their end, each in a process of its own, until one fails."""
+    mode = plan.config.launch
+    launch_ranks = partial(context.nodes.launch, plan.nodes) if context.nodes and mode == "processes" else launch
     outcome, seconds = LaunchOutcome("ok", "", (), 0.0), 0.0
-    for _ in plan.ranks_alone:
-        outcome = launch(
-            virtual_entry,
+    for _ in plan.ranks_alone if mode == "virtual" else (0,):
+        outcome = launch_ranks(
+            {"processes": context.entry, "simulated": simulator_entry, "virtual": virtual_entry}[mode],
             plan.folder.path,
-            1,
-            device=plan.machine.device,
+            plan.layout.world_size if mode == "processes" else 1,
+            device="cpu" if mode == "simulated" else plan.machine.device,
             timeout_seconds=plan.command.timeout_seconds - seconds,
-            hang_seconds=plan.command.hang_seconds,
+            hang_seconds=math.inf if mode == "simulated" else plan.command.hang_seconds,
             on_tick=lambda: context.on_progress(plan.folder.path),
         )
         seconds += outcome.seconds
         if outcome.status != "ok":
             break
+    if mode == "processes" and outcome.status not in ("ok", "interrupted"):
+        problem = release_problem(plan.machine, plan.config.cluster)
+        if problem:
+            context.log(problem)
     return replace(outcome, seconds=seconds)
-
-
-RUNNERS = {"processes": run_ranks, "simulated": run_simulator, "virtual": run_virtual_ranks}
 
 
 def write_row(

@@ -223,12 +223,12 @@ def test_only_a_failed_run_is_waited_for(status: LaunchStatus, waits: int, monke
     install(monkeypatch, TWO)
     plan = SimpleNamespace(
         machine=machine(),
-        config=SimpleNamespace(cluster=ClusterConfig("local")),
+        config=SimpleNamespace(cluster=ClusterConfig("local"), launch="processes"),
         command=SimpleNamespace(timeout_seconds=1.0, hang_seconds=1.0),
         folder=SimpleNamespace(path=None),
         layout=SimpleNamespace(world_size=2),
     )
     monkeypatch.setattr(launch_run, "launch", lambda *_, **__: outcome)
     monkeypatch.setattr(launch_run, "release_problem", lambda *_: "device 1 is in use")
-    assert launch_run.run_ranks(cast("RunPlan", plan), RunContext(log=notes.append)) is outcome
+    assert launch_run.run_ranks(cast("RunPlan", plan), RunContext(log=notes.append)) == outcome
     assert notes == ["device 1 is in use"] * waits
