@@ -4,6 +4,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness import __version__
 from harness.cli.commands import COMMANDS, run_word
@@ -74,42 +75,23 @@ def unknown_command_text(words: Sequence[str]) -> str:
     return f"{problem}: {remedy}"
 
 
-EXAMPLES = (
-    ("harness strategy=zero3 model=tiny", "one run; ends with its row"),
-    ("harness -m strategy=ddp,zero1,zero2,zero3 checkpointing=none,full", "a sweep over every combination"),
-    ("harness sweeps=quickstart", "a named sweep, sweeps/quickstart.yaml"),
-    ("harness report results/quickstart", "the report again, from the recorded files"),
-    ("harness strategy=zero3 --cfg job", "print the whole configuration and run nothing"),
-)
+# The groups of which the help lists the names.
 GROUPS = ("model", "strategy", "checkpointing", "precision", "data", "cluster", "train", "proof", "tracking")
 _WIDTH = 100
 
 
 def help_text() -> str:
     """Return the help: usage, commands, examples, configuration groups and sweeps."""
-    lines = [
-        f"harness {__version__}: compare training strategies by measuring them.",
-        "",
-        "usage: harness [-m] KEY=VALUE ...    run what the overrides describe (-m: every combination of comma lists)",
-        "       harness COMMAND ...           work with recorded runs; `harness COMMAND --help` explains each",
-        "       harness --help | --version",
-        "",
-        "commands:",
-        *(f"  {word:<8} {command['summary']}" for word, command in COMMANDS.items()),
-        "",
-        "examples:",
-        *(f"  {command}\n      {about}" for command, about in EXAMPLES),
-        "",
-        "configuration groups (GROUP=NAME), searched in ./conf first:",
-        *(
-            textwrap.fill(
-                " ".join(files_in(group)),
-                _WIDTH,
-                initial_indent=f"  {group:<14}",
-                subsequent_indent=" " * 16,
-                break_on_hyphens=False,
-            )
-            for group in (*GROUPS, "sweeps")
-        ),
-    ]
-    return "\n".join(lines)
+    commands = "\n".join(f"  {word:<8} {command['summary']}" for word, command in COMMANDS.items())
+    groups = "\n".join(
+        textwrap.fill(
+            " ".join(files_in(group)),
+            _WIDTH,
+            initial_indent=f"  {group:<14}",
+            subsequent_indent=" " * 16,
+            break_on_hyphens=False,
+        )
+        for group in (*GROUPS, "sweeps")
+    )
+    text = Path(__file__).with_name("help.txt").read_text("utf-8").rstrip("\n")
+    return text.format(version=__version__, commands=commands, groups=groups)

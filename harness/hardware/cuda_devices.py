@@ -84,28 +84,23 @@ def query_cuda() -> list[CudaDevice]:
     ]
 
 
-def wait_for_release(
-    free_before: Sequence[int],
-    free_now: Callable[[], Sequence[int]],
-    seconds: float = RELEASE_SECONDS,
-    sleep: Callable[[float], None] = time.sleep,
-) -> str | None:
+def wait_for_release(free_before: Sequence[int], free_now: Callable[[], Sequence[int]]) -> str | None:
     """Wait until the devices have as much free memory as before a run whose ranks were killed.
 
-    Return None, or after `seconds` one line that says how much is missing, and which processes have memory there.
+    Return None, or after RELEASE_SECONDS one line that says how much is missing, and which processes have memory there.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + RELEASE_SECONDS
     while True:
         missing = [before - now for before, now in zip(free_before, free_now(), strict=False)]
         if max(missing, default=0) <= SLACK_BYTES:
             return None
         if time.monotonic() >= deadline:
             break
-        sleep(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)
     device = missing.index(max(missing))
     return (
-        f"{seconds:g} s after the run device {device} has {format_bytes(missing[device])} less free memory than before"
-        f" it{_holders(len(missing), device)}"
+        f"{RELEASE_SECONDS:g} s after the run device {device} has {format_bytes(missing[device])} less free memory than"
+        f" before it{_holders(len(missing), device)}"
     )
 
 

@@ -67,8 +67,8 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
     version = {"schema_version": SCHEMA_VERSION}
     content = redacted(version | values | version | {"row": row})
     _check(content)
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
-    atomic_write_json(RunFolder(Path(run_dir)).record, content)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    atomic_write_json(RunFolder(run_dir).record, content)
 
 
 def _of_column_type(column: str, value: Any) -> Any:
@@ -116,7 +116,7 @@ def read_record(run_dir: Path) -> Record:
 
     Raises UserError for a file that is missing, truncated, corrupt or of another schema version.
     """
-    path = RunFolder(Path(run_dir)).record
+    path = RunFolder(run_dir).record
     try:
         values = _parsed(path.read_bytes())
         if isinstance(values, dict) and values.get("schema_version") == 1 and isinstance(values.get("row"), dict):
@@ -153,7 +153,6 @@ def read_all(results_dir: Path) -> LoadedRecords:
 
     Raises UserError if there is no such directory.
     """
-    results_dir = Path(results_dir)
     if not results_dir.is_dir():
         raise UserError(f"{results_dir} is not a directory: name the folder of one comparison, results/NAME")
     loaded = LoadedRecords([], [], [])
@@ -202,7 +201,7 @@ def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([csv_cell(column) for column in columns])
     writer.writerows(zip(*(map(csv_cell, values) for values in columns.values()), strict=True))
-    path = ComparisonFolder(Path(results_dir)).runs_csv
+    path = ComparisonFolder(results_dir).runs_csv
     atomic_write_text(path, text.getvalue())
     return path
 
@@ -226,7 +225,7 @@ def read_runs_csv(path: Path) -> list[Record]:
     Raises UserError for a file that cannot be read or is no table of runs.
     """
     try:
-        with Path(path).open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8") as file:
             rows = [with_current_names(row) for row in csv.DictReader(file, restval="")]
         records = [Record.from_json({"row": {name: _value(name, cell) for name, cell in row.items()}}) for row in rows]
     except OSError as error:

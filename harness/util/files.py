@@ -36,7 +36,6 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 def atomic_write_bytes(path: Path, content: bytes) -> None:
     """Create or replace a file in one step, so that even after a crash readers see it whole, old or new."""
-    path = Path(path)
     temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
         with open(temporary, "xb") as file:

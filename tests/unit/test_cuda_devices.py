@@ -176,19 +176,21 @@ def test_memory_that_killed_ranks_still_hold_is_waited_for(monkeypatch: pytest.M
     pauses: list[float] = []
     answers = iter([(10 * GIB, 70 * GIB), (60 * GIB, 79 * GIB), (79 * GIB, 79 * GIB)])
     before = (79 * GIB, 79 * GIB)
+    monkeypatch.setattr(cuda_devices.time, "sleep", pauses.append)
     for answer in (lambda: next(answers), lambda: before):
-        assert cuda_devices.wait_for_release(before, answer, sleep=pauses.append) is None and len(pauses) == 2
+        assert cuda_devices.wait_for_release(before, answer) is None and len(pauses) == 2
 
 
 def test_memory_that_another_process_took_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_devices, "RELEASE_SECONDS", 0.0)
     install(monkeypatch, [Board(), Board(processes=[(4711, 30 * GIB), (12, None)])])
-    problem = cuda_devices.wait_for_release((79 * GIB,) * 2, lambda: (79 * GIB, 49 * GIB), seconds=0)
+    problem = cuda_devices.wait_for_release((79 * GIB,) * 2, lambda: (79 * GIB, 49 * GIB))
     assert problem == (
         "0 s after the run device 1 has 30.0 GiB less free memory than before it; it is in use by process 12, process"
         " 4711 with 30.0 GiB"
     )
     install(monkeypatch, [], init=pynvml.NVMLError_LibraryNotFound)
-    assert "process" not in str(cuda_devices.wait_for_release((79 * GIB,), lambda: (0,), seconds=0))
+    assert "process" not in str(cuda_devices.wait_for_release((79 * GIB,), lambda: (0,)))
 
 
 def test_the_next_run_starts_after_the_memory_is_free(monkeypatch: pytest.MonkeyPatch, cuda: MagicMock) -> None:
@@ -196,7 +198,6 @@ def test_the_next_run_starts_after_the_memory_is_free(monkeypatch: pytest.Monkey
     before = machine()
     assert resolve.release_problem(before, ClusterConfig("local")) is None
     monkeypatch.setattr(cuda_devices, "RELEASE_SECONDS", 0.0)
-    monkeypatch.setattr(cuda_devices.wait_for_release, "__defaults__", (0.0, lambda _: None))
     install(monkeypatch, (Board(memory=(9 * GIB, 80 * GIB)), TWO[1]))
     assert "70.0 GiB less" in str(resolve.release_problem(before, ClusterConfig("local")))
     install(monkeypatch, TWO, init=pynvml.NVMLError_GpuIsLost)
