@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness import __version__
-from harness.cli.commands import COMMANDS, run_word
+from harness.cli.commands import COMMANDS, KINDS, run_word
 from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
 from harness.util.text import UserError, run_command
 
 # Words that other programs have, which are no command because settings alone make runs.
 RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep")
-
-LIST_WORDS = {"list": "", "strategies": "strategies", "models": "models", "clusters": "clusters", "sweeps": "sweeps"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -68,8 +66,8 @@ def unknown_command_text(words: Sequence[str]) -> str:
         return f"{problem}, because settings alone make runs: type harness {' '.join(names) or 'strategy=zero3'}"
     if word == "version":
         return f"{problem}: type harness --version"
-    if word in LIST_WORDS:
-        return f"{problem}: type harness ls {LIST_WORDS[word] or ''.join(rest[:1]) or 'strategies'}"
+    if word in ("list", *KINDS):
+        return f"{problem}: type harness ls {word if word in KINDS else ''.join(rest[:1]) or 'strategies'}"
     similar = difflib.get_close_matches(word, COMMANDS, 1)
     remedy = f"type harness {similar[0]}" if similar else f"choose {', '.join(COMMANDS)}, or write KEY=VALUE"
     return f"{problem}: {remedy}"

@@ -123,6 +123,7 @@ def one_of(*choices: object) -> Rule:
 
 
 Positive = Annotated[int, rule(lambda value: value >= 1, "is not a positive whole number: choose 1 or more")]
+AtLeastOne = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
 NotNegative = Annotated[float, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
 Natural = Annotated[int, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
 Finite = Annotated[

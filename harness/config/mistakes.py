@@ -24,8 +24,6 @@ from harness.util.text import join_words
 
 MOST_SUGGESTIONS = 3
 
-_BOOLEANS = {"yes": "true", "on": "true", "1": "true", "no": "false", "off": "false", "0": "false"}
-
 
 def canonical(name: str) -> str:
     """Return the form of a name in which spellings are compared."""
@@ -38,6 +36,7 @@ def _by_name(names: dict[str, list[str]]) -> dict[str, str]:
 
 # The names by which other programs and papers know what the command line calls otherwise.
 _ALIASES: dict[str, Any] = tomllib.loads(Path(__file__).with_name("aliases.toml").read_text("utf-8"))
+_BOOLEANS = _by_name(_ALIASES["booleans"])
 KEYS = _by_name(_ALIASES["keys"])  # what to type, with `{}` for the value
 NO_KEYS = _by_name(_ALIASES["no_keys"])  # sentences
 VALUES = {
@@ -188,8 +187,7 @@ def _whole_number(value: str) -> int | None:
     return int(number) if number.is_integer() and not value.lstrip("+-").isdigit() else None
 
 
-# The beginning of the models of a family, by a word in the name that a user knows; "" are those of llama.
-FAMILIES = {"mistral": "mistral_", "gpt": "gpt_", "mpt": "mpt_", "llama": ""}
+FAMILIES = _ALIASES["families"]
 SIZE = r"(\d+(?:\.\d+)?)[\s_-]*([bmt])"
 SCALES = {"m": 1e6, "b": 1e9, "t": 1e12}
 

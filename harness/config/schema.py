@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from harness.config.from_dict import ConfigValues, Finite, Natural, Positive, is_above_zero, one_of, require, rule
+from harness.config.from_dict import (
+    AtLeastOne,
+    ConfigValues,
+    Finite,
+    Natural,
+    Positive,
+    is_above_zero,
+    one_of,
+    require,
+    rule,
+)
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
 from harness.config.strategy import StrategyConfig
@@ -20,7 +30,6 @@ from harness.util.text import Size, parse_bytes
 RequestedDevice = Literal["auto", "cpu", "cuda"]
 Device = Literal["cpu", "cuda"]
 LaunchMode = Literal["processes", "virtual", "simulated"]
-WorldSize = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
 DataKind = Annotated[str, one_of("text", "synthetic")]
 SimulatedRank = Annotated[
     str | int,
@@ -248,7 +257,7 @@ class RunConfig:
     data: DataConfig
     cluster: ClusterConfig
     train: TrainConfig
-    world_size: WorldSize | None = None  # The number of ranks; null means as many as the cluster has.
+    world_size: AtLeastOne | None = None  # The number of ranks; null means as many as the cluster has.
     repeat: int = 0  # The number of this repeat, which tells repeated measurements of one configuration apart.
     # How ranks are run. processes runs every rank as a process; virtual runs one rank of the world on this machine,
     # without the others and without collectives; simulated runs the code of one rank on the devices that `cluster`

@@ -8,11 +8,10 @@ from typing import Annotated, Literal
 
 import yaml
 
-from harness.config.from_dict import Natural, NotNegative, from_dict, one_of, rule
+from harness.config.from_dict import AtLeastOne, Natural, NotNegative, from_dict, one_of, rule
 from harness.config.locations import files_in
 from harness.config.schema import ADAMW
 
-VocabularyMultiple = Annotated[int, rule(lambda value: value >= 1, "is not a positive number: choose 1 or more")]
 RangeAroundOne = Annotated[
     tuple[float, float],
     rule(
@@ -46,7 +45,7 @@ class StackMemory:
     # The copies of the parameters, in the optimizer's width, that its step makes; foreach operators make one.
     optimizer_copies: Natural = 0
     # The vocabulary is padded to a multiple of this times tp; 1 means it is not.
-    vocabulary_multiple: VocabularyMultiple = 1
+    vocabulary_multiple: AtLeastOne = 1
     # How layers are spread over pipeline stages: evenly, by their parameters as this project does, or by their
     # products' FLOPs with the head's, as nanotron does.
     balance: Literal["layers", "parameters", "products"] = "layers"

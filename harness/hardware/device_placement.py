@@ -21,10 +21,6 @@ class DevicePlacement:
     cores: tuple[tuple[int, ...], ...] = ()  # of each device
     connections: tuple[tuple[str | None, ...], ...] = ()  # from each device to each other; empty if unknown
 
-    def closest(self, free: Sequence[int], count: int) -> tuple[int, ...]:
-        """Return `count` of the devices with these indices: those whose slowest connection is fastest."""
-        return closest_devices(self.connections, tuple(free), count)
-
 
 def place_devices(count: int, cores: Sequence[int]) -> DevicePlacement:
     """Return the placement on `count` visible devices and these cores; without NVML all devices count as alike."""
@@ -71,7 +67,10 @@ def divide_cores(
 def closest_devices(
     connections: tuple[tuple[str | None, ...], ...], free: tuple[int, ...], count: int
 ) -> tuple[int, ...]:
-    """Return `count` of the free devices, as DevicePlacement.closest() does, which a sweep calls over and over."""
+    """Return `count` of the devices with the free indices: those whose slowest connection is fastest.
+
+    A sweep calls this over and over.
+    """
 
     def slowness(devices: tuple[int, ...]) -> tuple[int, int]:
         """Return the rank of the slowest connection between devices, and the sum of all; an unknown one is last."""

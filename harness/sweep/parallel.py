@@ -14,7 +14,7 @@ from typing import Any
 
 from harness.config.model import ModelConfig
 from harness.config.schema import ClusterConfig
-from harness.hardware.device_placement import DevicePlacement, place_devices
+from harness.hardware.device_placement import DevicePlacement, closest_devices, place_devices
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.forkserver import start_forkserver
@@ -112,7 +112,9 @@ class ParallelExecutor(LocalExecutor):
         free = [place for place in range(len(self.placement.cores)) if place not in used]
         # The plan of a run that needs more devices than there are refuses it.
         wanted = min(run.planned.devices, len(self.placement.device_ids)) or 1
-        return () if len(busy) == self.most or len(free) < wanted else self.placement.closest(free, wanted)
+        if len(busy) == self.most or len(free) < wanted:
+            return ()
+        return closest_devices(self.placement.connections, tuple(free), wanted)
 
     def start(self, run: QueuedRun) -> None:
         """Send the run to an idle worker process, or to a new one."""

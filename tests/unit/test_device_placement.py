@@ -70,9 +70,9 @@ def test_devices_that_are_linked_go_together(monkeypatch: pytest.MonkeyPatch) ->
     boards = [Board(uuid=f"GPU-{index}", links={index ^ 2: pynvml.NVML_TOPOLOGY_SINGLE}) for index in range(8)]
     install(monkeypatch, boards)
     placement = place_devices(8, range(16))
-    assert placement.closest([1, 4, 5, 6], 2) == (4, 6)
-    assert placement.closest([1, 4, 5], 2) == (1, 4)  # all are as slow
-    assert placement.closest([1, 4, 5], 3) == (1, 4, 5) and placement.closest([1, 4], 1) == (1,)
+    for free, closest in {(1, 4, 5, 6): (4, 6), (1, 4, 5): (1, 4), (1, 4): (1, 4)}.items():  # of three, all are as slow
+        assert device_placement.closest_devices(placement.connections, free, 2) == closest
+    assert device_placement.closest_devices(placement.connections, (1, 4), 1) == (1,)
 
 
 def test_without_nvml_devices_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
