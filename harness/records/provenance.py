@@ -57,12 +57,12 @@ def git_commit() -> Commit | None:
         return None
 
 
-def version_differences(record: Record, installed: dict[str, str | None]) -> list[str]:
+def version_differences(record: Record) -> list[str]:
     """Return which versions of a record differ from the installed ones, such as ["torch 2.12.0 → 2.13.0"].
 
     A package that is not installed now makes no record stale, since reports may be made where no training library is.
     """
-    recorded = record.versions
+    recorded, installed = record.versions, versions()
     changed = [key for key, version in installed.items() if version is not None and recorded.get(key) != version]
     return [f"{key} {recorded.get(key) or 'unknown'} → {installed[key]}" for key in changed]
 

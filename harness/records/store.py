@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from harness.records.provenance import machine_text, version_differences, versions, versions_text
+from harness.records.provenance import machine_text, version_differences, versions_text
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, column_type, with_current_names
@@ -176,10 +176,9 @@ def readable_records(comparison: ComparisonFolder, pattern: str) -> Iterator[Rec
 
 def rows_of(records: Iterable[Record]) -> list[Row]:
     """Return one row per record, with the columns on its origin: `machine`, `versions` and `stale_reason`."""
-    installed = versions()
     return [
         record.row
-        | {"stale_reason": "; ".join(version_differences(record, installed)) or None}
+        | {"stale_reason": "; ".join(version_differences(record)) or None}
         | {"machine": machine_text(record), "versions": versions_text(record)}
         for record in records
     ]

@@ -93,13 +93,12 @@ _IGNORED = {
 }
 
 
-def repeat_key(record: Record, installed_versions: dict[str, str | None]) -> str:
+def repeat_key(record: Record) -> str:
     """Return a key that is equal for repeats: records with the same versions that differ in nothing but `repeat`."""
     config = {key: value for key, value in result_affecting_keys(record.config).items() if key != "repeat"}
     configured = [record.row.get(name) for name in _CONFIGURED_COLUMNS]
     host = [record.environment.get(key) for key in ("device_name", "cores")]
-    differences = version_differences(record, installed_versions)
-    return key_text([config, configured, host, differences])
+    return key_text([config, configured, host, version_differences(record)])
 
 
 def curve_key(row: Row, config: ConfigValues, free: tuple[str, ...]) -> tuple[Any, ...]:

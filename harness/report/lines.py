@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.records.provenance import version_differences, versions
+from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, program_key, varying_columns
 from harness.report.labels import (
@@ -176,7 +176,6 @@ def finite_number(value: Any) -> float | None:
 def lines_of(records: Sequence[Record]) -> list[Line]:
     """Return a line for each record, in their order."""
     names, others = labels_of(records)
-    installed = versions()
     lines: list[Line] = []
     for position, (record, label, other) in enumerate(zip(records, names, others, strict=True)):
         row, speed = record.row, speed_of(record.runs or [record])
@@ -184,7 +183,7 @@ def lines_of(records: Sequence[Record]) -> list[Line]:
         values = row | {
             "label": label,
             OTHER_OPTIONS: other,
-            "stale_reason": "; ".join(version_differences(record, installed)) or None,
+            "stale_reason": "; ".join(version_differences(record)) or None,
             "state_bytes": None if None in state else sum(state),
             "is_crowded": speed.is_crowded,
             "is_ignored": speed.is_disturbed,

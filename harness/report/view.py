@@ -8,7 +8,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from harness.records.provenance import versions
 from harness.records.schema import Record, Row, columns_aggregated_by
 from harness.records.store import LoadedRecords
 from harness.report.comparability import group_by, repeat_key
@@ -137,9 +136,8 @@ def merge_repeats(records: Sequence[Record]) -> list[Record]:
     `runs_alike` (how many of them ended with the line's status) and `timed_runs` (how many its speed and times are of).
     It has a noise warning only if no run is undisturbed.
     """
-    installed = versions()
     lines: list[Record] = []
-    for runs in group_by(records, lambda record: repeat_key(record, installed)).values():
+    for runs in group_by(records, repeat_key).values():
         # If one repeat occurs twice, its runs differ in something that no record has, such as their training text.
         are_distinct = len({_repeat(run) for run in runs}) < len(runs)
         lines += [_merge([run]) for run in runs] if are_distinct else [_merge(runs)]

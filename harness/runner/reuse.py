@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
-from harness.records.provenance import version_differences, versions
+from harness.records.provenance import version_differences
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
 from harness.records.store import read_record
@@ -77,7 +77,7 @@ def stored_rejection(folder: RunFolder, force: bool) -> Record | None:
         record = read_record(folder.path)
     except UserError:
         return None
-    is_same = record.status == "refused" and not version_differences(record, versions())
+    is_same = record.status == "refused" and not version_differences(record)
     return record if is_same and not force else None
 
 
@@ -88,7 +88,7 @@ def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolde
         return "it was interrupted"
     if status in command.retry:
         return f"it ended as {status}"
-    lacking = version_differences(record, versions())
+    lacking = version_differences(record)
     if status == "ok":
         lacking = lacking or missing_evidence(config, command, folder, record)
     return f"its record is stale: {'; '.join(lacking)}" if lacking else ""

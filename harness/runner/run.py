@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
-from harness.records.provenance import version_differences, versions
+from harness.records.provenance import version_differences
 from harness.records.schema import Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
@@ -79,7 +79,7 @@ def comparable_oom_records(plan: RunPlan) -> Iterator[Record]:
     wanted = without_sizes(plan.config.to_dict())
     for record in readable_records(plan.folder.comparison, f"{names}-*"):
         is_alike = record.status == "oom" and record.row.get("measured_on") == plan.machine.device_name
-        if is_alike and not version_differences(record, versions()) and without_sizes(record.config) == wanted:
+        if is_alike and not version_differences(record) and without_sizes(record.config) == wanted:
             yield record
 
 

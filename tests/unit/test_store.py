@@ -277,10 +277,11 @@ def test_git_commit_of_a_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert git_commit.__wrapped__() == {"commit": git("rev-parse", "HEAD"), "dirty": is_dirty}
 
 
-def test_stale_reason_names_the_versions_that_differ() -> None:
+def test_stale_reason_names_the_versions_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     now: dict[str, str | None] = {"python": "3.11.7", "torch": "2.13.0", "deepspeed": None, "code": "abc"}
-    assert version_differences(Record.from_json({"row": {}, "versions": dict(now)}), now) == []
-    assert version_differences(Record({}, versions=now | {"torch": "2.12.0", "deepspeed": "0.19.8"}), now) == [
+    monkeypatch.setattr(provenance, "versions", lambda: now)
+    assert version_differences(Record.from_json({"row": {}, "versions": dict(now)})) == []
+    assert version_differences(Record({}, versions=now | {"torch": "2.12.0", "deepspeed": "0.19.8"})) == [
         "torch 2.12.0 → 2.13.0"
     ]
-    assert version_differences(Record({}), now)[-1] == "code unknown → abc"
+    assert version_differences(Record({}))[-1] == "code unknown → abc"
