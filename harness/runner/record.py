@@ -55,7 +55,6 @@ class Reference:
     report: RankReport | None = None  # what its ranks report together
     seconds: float = 0.0  # how long it ran, with all runs of its chain
     shallower: "Reference | None" = None  # what the same layout was compared with on fewer layers
-    failure: Cells | None = None  # status and reason of a row that cannot be proven because the reference failed
 
     @property
     def columns(self) -> Cells:

@@ -51,7 +51,10 @@ class FailedReferenceError(Exception):
 
 
 def get_reference(plan: RunPlan, context: RunContext) -> Reference:
-    """Return the run's reference, which is trained once for a comparison and then reused."""
+    """Return the run's reference, which is trained once for a comparison and then reused.
+
+    Raises FailedReferenceError if it or its proof fails.
+    """
     if plan.config.launch in simulation.NO_REFERENCE:
         return Reference(simulation.NO_REFERENCE[plan.config.launch])
     if not plan.command.proof.reference:
@@ -74,9 +77,6 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
             problems.append(f"{layout_text(config)} is too slow: {error}")
         except UserError as error:
             problems.append(f"{layout_text(config)} cannot be run: {error}")
-        except FailedReferenceError as error:
-            status, reason = error.args
-            return Reference(f"none: {reason}", failure={"status": status, "reason": reason})
     return Reference(f"none: {'; '.join(problems)}")
 
 

@@ -16,7 +16,7 @@ from harness.records.schema import Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.plan import RunPlan, capacity_problem
-from harness.runner.reference_runs import get_reference
+from harness.runner.reference_runs import FailedReferenceError, get_reference
 from harness.runner.resolve import refresh_machine
 from harness.runner.reuse import reusable_record, stored_rejection
 from harness.util.files import JsonObject, run_lock
@@ -48,9 +48,11 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
         if reason:  # a stored refusal stays, even if its figures differ
             stored = stored_rejection(plan.folder, plan.command.force)
             return stored or write_row(plan, {"status": "refused", "reason": reason})
-    reference = get_reference(plan, context)
-    if reference.failure is not None:
-        return write_row(plan, reference.failure | reference.columns)
+    try:
+        reference = get_reference(plan, context)
+    except FailedReferenceError as error:
+        status, reason = error.args
+        return write_row(plan, {"status": status, "reason": reason, "reference": f"none: {reason}"})
     return launch_run(plan, context, reference)
 
 

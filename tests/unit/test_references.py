@@ -156,7 +156,7 @@ def test_a_reference_that_is_predicted_to_be_slow_is_skipped_with_a_sentence() -
     """On a GPU a layout on more devices is tried, which is too slow here as well; nothing is launched."""
     overrides = ("model=7b", "precision=bf16_mixed", "world_size=8", "train.global_batch=512", "timeout_seconds=10")
     reference = get_reference(plan_on(H100, "strategy=tp", *overrides), RunContext())
-    assert reference.report is None and reference.failure is None
+    assert reference.report is None
     assert reference.note.startswith("none: a single process is too slow: ")
     assert reference.note.count("at the speed of 40% of a device's peak, and timeout_seconds=10") == 2
     assert f"; fsdp_full_shard on 8 ranks {FULL} is too slow: " in reference.note
