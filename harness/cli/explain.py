@@ -3,8 +3,7 @@
 from argparse import Namespace
 
 from harness.metrics.formulas import derivations_of
-from harness.records.run_folder import RunFolder
-from harness.records.store import read_record
+from harness.records.store import read_run
 from harness.report.derivations import derivation_lines
 from harness.util.text import UserError, printable
 
@@ -15,9 +14,7 @@ def main(options: Namespace) -> None:
     Raises UserError if there is no such run, and for a column whose arithmetic is not known.
     """
     run, columns = options.run, options.columns
-    if not RunFolder(run).record.exists():
-        raise UserError(f"{run} is not the folder of a run: choose one of results/NAME/RUN")
-    record = read_record(run)
+    record = read_run(run)
     derivations = derivations_of(record)
     if not derivations:
         raise UserError(f"{run} has no figures to explain: its status is {record.status}")

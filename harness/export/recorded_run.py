@@ -6,7 +6,7 @@ from pathlib import Path
 from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 from harness.records.run_folder import RunFolder, read_run_spec
-from harness.records.store import read_record
+from harness.records.store import read_run
 from harness.util.text import UserError
 
 
@@ -34,9 +34,7 @@ class RecordedRun:
 
 def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
     """Return the run in `directory`. Raises UserError if there is none, or if its status is not ok."""
-    if not RunFolder(directory).record.exists():
-        raise UserError(f"{directory} is not the folder of a run: choose one of results/NAME/RUN")
-    row = read_record(directory).row
+    row = read_run(directory).row
     if row["status"] != "ok":
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")
     try:

@@ -132,6 +132,13 @@ def read_record(run_dir: Path) -> Record:
     return record
 
 
+def read_run(folder: Path) -> Record:
+    """Return the record in a folder that a user names. Raises UserError if it is not the folder of a run."""
+    if not RunFolder(folder).record.exists():
+        raise UserError(f"{folder} is not the folder of a run: choose one of results/NAME/RUN")
+    return read_record(folder)
+
+
 def _parsed(content: bytes) -> Any:
     """Parse JSON with orjson, which is many times as fast as json.
 
