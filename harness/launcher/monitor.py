@@ -13,7 +13,7 @@ from typing import Literal
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher.rank_entry import Done, Raised, Started, request_dumps
+from harness.launcher.rank_entry import Raised, request_dumps
 
 TICK_SECONDS = 0.2
 
@@ -170,12 +170,12 @@ def _listen(monitor: RankMonitor, finished: threading.Event, seconds: float) -> 
             monitor.exited_at[rank] = time.monotonic()
             del monitor.parent_ends[connection]
             continue
-        if isinstance(message, Started):
-            monitor.pids[rank] = message.pid
-        elif isinstance(message, Done):
-            monitor.done.add(rank)
-        elif isinstance(message, Raised):
+        if isinstance(message, Raised):
             monitor.raised[rank] = message
+        elif message is None:
+            monitor.done.add(rank)
+        else:
+            monitor.pids[rank] = message
 
 
 def _enforce(monitor: RankMonitor, now: float) -> None:

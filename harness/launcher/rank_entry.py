@@ -32,24 +32,16 @@ MAIN_PATTERN = ("harness/launcher/rank_entry.py", "run_rank")  # file and functi
 
 
 @dataclass(frozen=True)
-class Started:
-    """The message that a rank's process has started."""
-
-    pid: int
-
-
-@dataclass(frozen=True)
-class Done:
-    """The message that a rank has finished without an error."""
-
-
-@dataclass(frozen=True)
 class Raised:
-    """The message that a rank's code raised an exception, SystemExit included."""
+    """The exception that a rank's code raised, SystemExit included."""
 
     moment: float  # time.monotonic(): one clock for all processes of a machine
     error: str
     exit_code: int
+
+
+# What a rank tells its parent: its process id when it has started, then None when it has finished, or what it raised.
+Message = int | Raised | None
 
 
 def run_rank(
@@ -77,7 +69,7 @@ def run_rank(
             other.close()
     _redirect(RunFolder(run_dir).log(int(os.environ["RANK"])))
     enable_dump(run_dir, int(os.environ["RANK"]))
-    _report(report, Started(os.getpid()))
+    _report(report, os.getpid())
     try:
         getattr(importlib.import_module(module), function)(str(run_dir))
     except BaseException as error:
@@ -90,7 +82,7 @@ def run_rank(
             _report(report, Raised(moment, one_line(traceback.format_exception_only(error)[-1]), code))
             time.sleep(LINGER_SECONDS)
             os._exit(code)  # skip the interpreter's shutdown, in which an open process group can abort or hang
-    _report(report, Done())
+    _report(report, None)
 
 
 def worker_entry(run_dir: str) -> None:
@@ -115,7 +107,7 @@ def _redirect(target: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _report(report: Connection, message: Started | Done | Raised) -> None:
+def _report(report: Connection, message: Message) -> None:
     with suppress(OSError):  # the parent is dead, and this rank will be killed in a moment
         report.send(message)
 

@@ -11,7 +11,6 @@ from harness.config.command import CommandConfig
 from harness.config.schema import ClusterConfig, RunConfig
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import (
-    NodeShape,
     SlurmResources,
     batch_script,
     gpus_among,
@@ -22,25 +21,25 @@ from harness.util.text import UserError
 
 # What `sinfo --noheader --format="%P %c %G"` prints. The default partition has a star.
 SITES = {
-    "GPUs of one kind": (["gpu* 128 gpu:h100:8(S:0-1)"], NodeShape(8, 128)),
-    "several resources": (["gpu* 64+ gpu:a100:4(S:0,1),nic:2,shard:16"], NodeShape(4, 64)),
-    "two kinds in a node": (["gpu* 24 gpu:tesla:2(S:0),gpu:kepler:1(S:1)"], NodeShape(3, 24)),
-    "nodes of two sizes": (["gpu* 128 gpu:8", "gpu* 32 gpu:4", "gpu* 16 (null)"], NodeShape(4, 32)),
-    "another partition": (["cpu* 16 (null)", "gpu 128 gpu:8"], NodeShape(0, 16)),
-    "no GPUs": (["main* 4 (null)"], NodeShape(0, 4)),
-    "no default partition": (["gpu 128 gpu:8"], NodeShape()),
-    "no answer": ([], NodeShape()),
+    "GPUs of one kind": (["gpu* 128 gpu:h100:8(S:0-1)"], (8, 128)),
+    "several resources": (["gpu* 64+ gpu:a100:4(S:0,1),nic:2,shard:16"], (4, 64)),
+    "two kinds in a node": (["gpu* 24 gpu:tesla:2(S:0),gpu:kepler:1(S:1)"], (3, 24)),
+    "nodes of two sizes": (["gpu* 128 gpu:8", "gpu* 32 gpu:4", "gpu* 16 (null)"], (4, 32)),
+    "another partition": (["cpu* 16 (null)", "gpu 128 gpu:8"], (0, 16)),
+    "no GPUs": (["main* 4 (null)"], (0, 4)),
+    "no default partition": (["gpu 128 gpu:8"], (None, None)),
+    "no answer": ([], (None, None)),
 }
 
 
 @pytest.mark.parametrize(("site", "shape"), SITES.values(), ids=SITES, indirect=["site"])
-def test_the_shape_of_the_default_partitions_nodes(site: None, shape: NodeShape) -> None:
+def test_the_shape_of_the_default_partitions_nodes(site: None, shape: tuple[int | None, int | None]) -> None:
     assert query_node_shape(None) == shape
 
 
 @pytest.mark.parametrize("site", [["cpu* 16 (null)", "gpu 128 gpu:8"]], indirect=True)
 def test_a_partition_is_found_by_its_name() -> None:
-    assert query_node_shape("gpu") == NodeShape(8, 128) and query_node_shape("cpu") == NodeShape(0, 16)
+    assert query_node_shape("gpu") == (8, 128) and query_node_shape("cpu") == (0, 16)
     assert gpus_among("gres/gpu=2,nic:3") == 2 and gpus_among("gpu") == 1 and gpus_among("(null)") == 0
 
 

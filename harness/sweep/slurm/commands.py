@@ -97,12 +97,13 @@ def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str)
     if launch == "simulated":
         cluster = replace(cluster, device="cpu", gpus_per_node=None)
     wants_gpus = cluster.device != "cpu"
-    shape = query_node_shape(resources.partition or cluster.partition) if wants_gpus else NodeShape()
+    partition = resources.partition or cluster.partition
+    node_gpus, node_cores = query_node_shape(partition) if wants_gpus else (None, None)
     gpus, cores = resources.gpus_per_node, resources.cpus_per_task
     options = {"gres": resources.gres} | other_options(resources)
     others = max(gpu_count(name, str(options.get(name) or "")) for name in GPU_OPTIONS)
     if gpus is None and wants_gpus and not others:
-        gpus = cluster.gpus_per_node or shape.gpus
+        gpus = cluster.gpus_per_node or node_gpus
         if not gpus and (cluster.device == "cuda" or gpus is None):
             reason = "sinfo does not report how many a node has" if gpus is None else "sinfo reports no node with GPUs"
             raise UserError(
@@ -112,7 +113,7 @@ def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str)
         gpus = min(gpus, MOST_GPUS.get(launch, gpus))
     ranks = gpus or others
     if cores is None and ranks:
-        share = shape.cores * ranks // shape.gpus if shape.cores and shape.gpus else 0
+        share = node_cores * ranks // node_gpus if node_cores and node_gpus else 0
         cores = max(CORES_PER_GPU_RANK * ranks, share)
     return {"gpus-per-node": gpus or None, "cpus-per-task": cores or cluster.gpus_per_node or CPU_RANKS}, ranks
 
@@ -165,18 +166,11 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
     )
 
 
-@dataclass(frozen=True)
-class NodeShape:
-    """The GPUs and cores of a partition's nodes; None where Slurm does not tell."""
-
-    gpus: int | None = None  # of the smallest node with GPUs, else 0
-    cores: int | None = None  # of the smallest of these nodes
-
-
 @functools.cache
-def query_node_shape(partition: str | None) -> NodeShape:
-    """Return the GPUs and cores of a partition's nodes, or of the default partition's, as far as sinfo reports them.
+def query_node_shape(partition: str | None) -> tuple[int | None, int | None]:
+    """Return the GPUs of the smallest node with GPUs, else 0, and the cores of the smallest such node; None if unknown.
 
+    Nodes are those of a partition, or of the default partition, as far as sinfo reports them.
     A line has a node's partition, cores and resources; a star marks the default partition.
     """
     lines = slurm_output("sinfo", "--noheader", "--format=%P %c %G") or ""
@@ -186,9 +180,9 @@ def query_node_shape(partition: str | None) -> NodeShape:
         if (name == partition if partition else star)
     ]
     if not nodes:
-        return NodeShape()
+        return None, None
     gpus = min((count for count, _ in nodes if count), default=0)
-    return NodeShape(gpus, min(cores for count, cores in nodes if count == gpus))
+    return gpus, min(cores for count, cores in nodes if count == gpus)
 
 
 def submit(script: str, folder: Path) -> str:
