@@ -64,10 +64,9 @@ def _from_values(hint: Any, value: Any, key: str) -> Any:
             return value
         return _from_values(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)):
-        if arguments[1:] == (...,):
-            return tuple(_from_values(arguments[0], v, key) for v in value)
-        if len(value) == len(arguments):
-            return tuple(_from_values(a, v, key) for a, v in zip(arguments, value, strict=True))
+        kinds = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
+        if len(value) == len(kinds):
+            return tuple(_from_values(kind, v, key) for kind, v in zip(kinds, value, strict=True))
     if origin is dict and isinstance(value, dict):
         return {str(k): _from_values(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     if hint is Any:

@@ -50,9 +50,8 @@ def rank_environment(device: Device, local_ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(local_ranks)),
         "PATH": os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]),
     }
-    for name in VISIBLE_DEVICES:
-        if name in os.environ:  # its value may differ from the one that the forkserver has
-            environment[name] = os.environ[name]
+    # Their values may differ from those that the forkserver has.
+    environment |= {name: os.environ[name] for name in VISIBLE_DEVICES if name in os.environ}
     if device == "cuda":
         environment |= DEVICE_ORDER
     else:
