@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from harness.cli.completion import SHELLS, candidates
+from harness.cli.export import FILES
 from harness.cli.main import main
 from harness.config import mistakes
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
-from harness.export.files import FILES
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
 from harness.layout.layout import resolve_layout

@@ -18,10 +18,9 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
 from harness.runner import plan as run_plan
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import capacity_problem, make_plan
 from harness.runner.record import fallback_run_id
-from harness.runner.resolve import resolve_auto, resolve_run_config
+from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.selftest.run import each_run
 from harness.util.text import UserError
 from tests.support.commands import compose, compose_config

@@ -17,9 +17,8 @@ from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
 from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula
 from harness.records.rank_report import RankReport
-from harness.records.runs_csv import read_runs_csv
 from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, Record, with_current_names
-from harness.records.store import read_all, write_record
+from harness.records.store import read_all, read_runs_csv, write_record
 from harness.report.derivations import derivation_lines, derive_line, pack
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed

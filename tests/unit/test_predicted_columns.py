@@ -12,8 +12,14 @@ from harness.config.command import PlanConfig
 from harness.config.from_dict import from_dict
 from harness.config.stack import load_stack
 from harness.cost_model import prediction
-from harness.hardware.described_cluster import described_cluster, described_devices, hardware_in_files, machine_hardware
-from harness.hardware.machine import Machine, processor_name
+from harness.hardware.machine import (
+    Machine,
+    described_cluster,
+    described_devices,
+    hardware_in_files,
+    machine_hardware,
+    processor_name,
+)
 from harness.planner.space import predict
 from harness.records.plan_validation import PlannedConfiguration, PlanValidation, read_plan_validation
 from harness.records.run_folder import ComparisonFolder

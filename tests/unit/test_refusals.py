@@ -6,8 +6,8 @@ import pytest
 
 from harness.engines.deepspeed.compatibility import FLAGS, SIZES
 from harness.hardware.machine import Machine
-from harness.runner.local_machine import machine_of_run
 from harness.runner.plan import make_plan
+from harness.runner.resolve import machine_of_run
 from harness.util.text import UserError
 from tests.support.commands import compose
 
