@@ -5,7 +5,7 @@ Nothing here changes what a run measures, so nothing here is part of a run's ide
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import ConfigValues, Positive, from_dict, one_of, rule
@@ -89,11 +89,11 @@ class CommandConfig:
 
     name: str = "runs"  # The name of the comparison, which is its folder in results_dir.
     results_dir: str = "results"  # The folder of all comparisons.
-    proof: ProofConfig = field(default_factory=ProofConfig)
-    tracking: TrackingConfig = field(default_factory=lambda: TrackingConfig("none"))
-    measure: MeasureConfig = field(default_factory=MeasureConfig)
-    sweep: SweepConfig = field(default_factory=SweepConfig)
-    plan: PlanConfig = field(default_factory=PlanConfig)
+    proof: ProofConfig = ProofConfig()
+    tracking: TrackingConfig = TrackingConfig("none")
+    measure: MeasureConfig = MeasureConfig()
+    sweep: SweepConfig = SweepConfig()
+    plan: PlanConfig = PlanConfig()
     repeats: Positive = 1  # How many times each configuration is measured, numbered from `repeat` on.
     timeout_seconds: Seconds = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
     hang_seconds: Seconds = 600.0  # The seconds without progress of any rank after which a run has failed.

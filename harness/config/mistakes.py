@@ -101,8 +101,8 @@ def similar_choices(group: str, value: str) -> list[str]:
     if not meant and len(name) > 2:
         meant = [choice for choice in choices if canonical(choice).startswith(name)]
     if not meant:
-        close = difflib.get_close_matches(name, [canonical(choice) for choice in choices], MOST_SUGGESTIONS, 0.6)
-        meant = [choice for spelling in close for choice in choices if canonical(choice) == spelling]
+        spellings = {canonical(choice): choice for choice in choices}
+        meant = [spellings[close] for close in difflib.get_close_matches(name, spellings, MOST_SUGGESTIONS, 0.6)]
     return [text if "=" in text.partition(" ")[0] else f"{group}={text}" for text in meant[:MOST_SUGGESTIONS]]
 
 

@@ -7,7 +7,7 @@ The comments of the fields are the reference of all keys (docs/reference/configu
 
 import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -263,7 +263,7 @@ class RunConfig:
     # without the others and without collectives; simulated runs the code of one rank on the devices that `cluster`
     # describes, with tensors that have no memory.
     launch: LaunchMode = "processes"
-    simulate: SimulateConfig = field(default_factory=SimulateConfig)  # The rank of a simulated or virtual run.
+    simulate: SimulateConfig = SimulateConfig()  # The rank of a simulated or virtual run.
 
     @property
     def optimizer(self) -> OptimizerSpec:

@@ -3,7 +3,7 @@
 Only the planner reads it, and it is no part of a run's identity.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import yaml
@@ -150,8 +150,8 @@ class StackConfig:
 
     name: str  # The name of the stack.
     source: str  # The repository, version and files that the values are from.
-    memory: StackMemory = field(default_factory=StackMemory)
-    timing: StackTiming = field(default_factory=StackTiming)
+    memory: StackMemory = StackMemory()
+    timing: StackTiming = StackTiming()
 
 
 def load_stack(name: str) -> StackConfig:

@@ -157,10 +157,9 @@ class DescribedCluster:
         """Return why the cluster has too few devices for so many ranks, or None."""
         if ranks <= self.world_size:
             return None
-        nodes = -(-ranks // self.gpus_per_node)
         return (
             f"world_size={ranks} is more than the {self.world_size} devices of cluster={self.name}: choose"
-            f" cluster.nodes={nodes}, or fewer ranks"
+            f" cluster.nodes={self.with_ranks(ranks).nodes}, or fewer ranks"
         )
 
 

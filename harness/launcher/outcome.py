@@ -86,17 +86,16 @@ def _failures(
     codes = {rank - first_rank: failure.exitcode for rank, failure in exits.items()}
     if monitor.silently_exited:  # the agent ignores an exit with 0, and reports only ranks killed in consequence
         codes = {rank: codes.get(rank, 0) for rank in monitor.silently_exited}
-    failures: list[tuple[bool, float, RankFailure]] = []
+    failures: list[RankFailure] = []
+    clock_offset = time.time() - time.monotonic()
     for local in codes.keys() | monitor.raised.keys():
         rank, raised = first_rank + local, monitor.raised.get(local)
         code = raised.exit_code if raised else codes[local]
         signal_name = signal.Signals(-code).name if code < 0 else ""
         moment = raised.moment if raised else monitor.exited_at.get(local, time.monotonic())
-        at = time.time() - (time.monotonic() - moment)
         error, tail = raised.error if raised else "", log_tail(RunFolder(run_dir).log(rank))
-        failure = RankFailure(rank, code, signal_name, error, tail, at)
-        failures.append((signal_name not in PRIMARY_SIGNALS, moment, failure))
-    return tuple(failure for *_, failure in sorted(failures, key=lambda entry: entry[:2]))
+        failures.append(RankFailure(rank, code, signal_name, error, tail, moment + clock_offset))
+    return tuple(sorted(failures, key=lambda failure: (failure.signal not in PRIMARY_SIGNALS, failure.at)))
 
 
 def _where_ranks_hang(run_dir: Path, unfinished: Sequence[int]) -> str:

@@ -193,11 +193,8 @@ def rows_of(records: Iterable[Record]) -> list[Row]:
 
 def columns_of(rows: Sequence[Row]) -> dict[str, list[Cell]]:
     """Return the values of the registered columns by name, followed by those of columns that only these rows have."""
-    names: dict[str, None] = dict.fromkeys(COLUMNS)
-    for row in rows:
-        names |= dict.fromkeys(row)
-    columns = zip(*(map(row.get, names) for row in rows), strict=True) if rows else itertools.repeat(())
-    return {name: list(values) for name, values in zip(names, columns, strict=False)}
+    names = dict.fromkeys(itertools.chain(COLUMNS, *rows))
+    return {name: [row.get(name) for row in rows] for name in names}
 
 
 def write_runs_csv(results_dir: Path, rows: Sequence[Row]) -> Path:

@@ -67,8 +67,7 @@ def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]
     """Return the columns in which any row of a comparison has a value, declared ones first, and the rows."""
     rows = [redacted(record.row) for record in records]
     filled = {column: None for row in rows for column, value in row.items() if value not in (None, "")}
-    columns = [column for column in COLUMNS if column in filled]
-    return columns + [column for column in filled if column not in columns], rows
+    return [column for column in dict.fromkeys((*COLUMNS, *filled)) if column in filled], rows
 
 
 SYNC_STATE_FILE = "tracking.json"
