@@ -1,6 +1,5 @@
 """The time of a simulated step: near the planner's, of parts that add up, and changed by faults in waits and groups."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,7 @@ from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config, read_rows, run_harness
-from tests.support.simulated_steps import answer
-
-CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
+from tests.support.simulated_steps import simulate_steps
 
 Times = dict[str, list[dict[str, Any]]]  # by fault, of every request, or of the first
 
@@ -34,9 +31,10 @@ PIPELINE = [
 @pytest.fixture(scope="module")
 def times() -> Times:
     """Return the simulated times of a sharded rank on two nodes, and of both stages of a pipeline, by fault."""
-    module = ("tests.support.simulated_time_faults",)
-    result: Times = json.loads(answer((HYBRID, *PIPELINE), CACHE, module))
-    return result
+    reports = {"none": simulate_steps((HYBRID, *PIPELINE))}
+    for fault in ("forgotten_wait", "wrong_group"):
+        reports[fault] = simulate_steps((HYBRID,), module=("tests.support.simulated_faults", fault))
+    return {fault: [report.to_json()["simulated_time"] for report in own] for fault, own in reports.items()}
 
 
 def planned_seconds(entry: StepRequest) -> float:

@@ -10,7 +10,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 
 from harness.engines.accelerate import fsdp
 from harness.util.files import atomic_write_json
-from tests.support.faults.plant import changed, replaces
+from tests.support.plant import changed, replaces
 
 FSDP = "harness.engines.accelerate.fsdp"
 

@@ -1,92 +1,81 @@
 """The simulator's process with a fault planted in the code of an engine for CUDA.
 
-`python -m tests.support.simulated_faults FAULT` reads requests as `python -m tests.support.simulated_steps`
-does. A fault patches the engine before it is built.
+`python -m tests.support.simulated_faults FAULT` reads requests as `python -m tests.support.simulated_steps` does. A
+fault is planted before the engine is built.
 """
 
+import functools
 import os
 import sys
-from collections.abc import Callable
 from typing import Any
 
+from tests.support.plant import plant
 from tests.support.simulated_steps import main
 
+TORCH, FSDP2 = "harness.engines.torch", "torch.distributed.fsdp._fully_shard"
 
-def tensor_on_the_host() -> None:
+
+def tensor_on_the_host(batches: Any, self: Any, step: int) -> Any:
     """Leave the targets of every micro-batch in the host's memory."""
-    from harness.engines.base import Batch
-    from harness.worker.batches import Batches
-
-    batches: Any = Batches.__call__
-
-    def call(self: Batches, step: int) -> list[Batch]:
-        return [Batch(inputs, targets.cpu()) for inputs, targets in batches(self, step)]
-
-    Batches.__call__ = call  # type: ignore[method-assign]
+    return [batch._replace(targets=batch.targets.cpu()) for batch in batches(self, step)]
 
 
-def collective_on_the_wrong_group() -> None:
+def collective_on_the_wrong_group(_: Any, whole: Any) -> Any:
     """Average the gradients of replicas over the tensor-parallel ranks, of which there is one."""
-    from harness.engines.torch import mesh
-
-    def replica_group(whole: Any) -> Any:
-        return whole["tp"].get_group()
-
-    mesh.replica_group = replica_group
+    return whole["tp"].get_group()
 
 
-def forgotten_free() -> None:
+def forgotten_free(apply: Any, model: Any, mesh: Any, policy: Any, reshard_after_forward: bool, offload: Any) -> None:
     """Keep the gathered parameters of every layer after its forward, without telling the configuration."""
-    from harness.engines.torch import fsdp
-
-    apply_fully_shard: Any = fsdp.apply_fully_shard
-
-    def apply(model: Any, mesh: Any, policy: Any, reshard_after_forward: bool, offload: Any) -> None:
-        apply_fully_shard(model, mesh, policy, False, offload)
-
-    fsdp.apply_fully_shard = apply
+    apply(model, mesh, policy, False, offload)
 
 
-def kept_reference() -> None:
+alive: list[Any] = []
+
+
+def kept_reference(forward: Any, *arguments: Any, **keywords: Any) -> Any:
     """Keep every layer's output alive until the process ends."""
-    from harness.models.decoder import Block
-
-    kept: list[Any] = []
-    forward: Any = Block.forward
-
-    def keeping(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        kept.append(forward(self, *arguments, **keywords))
-        return kept[-1]
-
-    Block.forward = keeping  # type: ignore[method-assign]
+    alive.append(forward(*arguments, **keywords))
+    return alive[-1]
 
 
-def gather_never_freed() -> None:
+def gather_never_freed(free: Any, parameter: Any) -> None:
     """Keep what DeepSpeed's stage 3 gathers when it frees a parameter."""
-    os.environ["DS_ACCELERATOR"] = "cuda"
-    from deepspeed.runtime.zero import partition_parameters
-
-    kept: list[Any] = []
-    free_param: Any = partition_parameters.free_param
-
-    def free(parameter: Any) -> None:
-        kept.append(parameter.data)
-        free_param(parameter)
-
-    partition_parameters.free_param = free
+    alive.append(parameter.data)
+    free(parameter)
 
 
-FAULTS: dict[str, Callable[[], None]] = {
-    fault.__name__: fault
-    for fault in (
-        tensor_on_the_host,
-        collective_on_the_wrong_group,
-        forgotten_free,
-        kept_reference,
-        gather_never_freed,
-    )
+def forgotten_wait(copy_out: Any, result: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Let FSDP2 use gathered parameters without waiting for the stream that gathers them."""
+    return copy_out(result._replace(all_gather_event=None), *arguments, **keywords)
+
+
+@functools.cache
+def every_other_rank(size: int) -> Any:
+    """Return a new group of so many ranks, as far apart in the world as they can be."""
+    import torch.distributed as dist
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        return dist.new_group(range(0, dist.get_world_size(), dist.get_world_size() // size))
+
+
+def wrong_group(gather: Any, *arguments: Any, group: Any, **keywords: Any) -> Any:
+    """Let FSDP2 gather parameters among every other rank of the world instead of those of a node."""
+    return gather(*arguments, group=every_other_rank(group.size()), **keywords)
+
+
+FAULTS = {
+    "tensor_on_the_host": (tensor_on_the_host, "harness.worker.batches.Batches.__call__"),
+    "collective_on_the_wrong_group": (collective_on_the_wrong_group, f"{TORCH}.mesh.replica_group"),
+    "forgotten_free": (forgotten_free, f"{TORCH}.fsdp.apply_fully_shard"),
+    "kept_reference": (kept_reference, "harness.models.decoder.Block.forward"),
+    "gather_never_freed": (gather_never_freed, "deepspeed.runtime.zero.partition_parameters.free_param"),
+    "forgotten_wait": (forgotten_wait, f"{FSDP2}._fsdp_param_group.foreach_all_gather_copy_out"),
+    "wrong_group": (wrong_group, f"{FSDP2}._fsdp_collectives.DefaultAllGather.__call__"),
 }
 
 
 if __name__ == "__main__":
-    main(FAULTS[sys.argv[1]])
+    os.environ["DS_ACCELERATOR"] = "cuda"  # for a fault in DeepSpeed, which is imported to plant it
+    main(functools.partial(plant, *FAULTS[sys.argv[1]]))

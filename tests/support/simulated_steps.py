@@ -9,7 +9,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from harness.config.from_dict import from_dict
@@ -27,35 +27,24 @@ def simulate_steps(
     One process, which runs `module` with its arguments, simulates all of them, one after another. Native code is built
     in the folder `cache`. Raise RuntimeError if the process itself fails.
     """
-    return [RankReport.from_json(values) for values in json.loads(answer(requests, cache, module))]
-
-
-def answer(requests: Sequence[StepRequest], cache: Path, module: Sequence[str]) -> str:
-    """Return what a module prints that is given requests. Raise RuntimeError if it fails."""
     values = {"guard": str(build_device_guard(cache)), "requests": [dataclasses.asdict(entry) for entry in requests]}
     command = [sys.executable, "-m", *module]
     result = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise RuntimeError(f"the simulator ended with exit code {result.returncode}: {result.stderr[-2000:]}")
-    return result.stdout
-
-
-def requested_layouts() -> Iterator[list[StepRequest]]:
-    """Load the guard, and yield the requests of standard input, those of one layout together."""
-    values = json.load(sys.stdin)
-    load_device_guard(values["guard"])
-    requests = [from_dict(StepRequest, request) for request in values["requests"]]
-    for _, group in itertools.groupby(requests, key=lambda request: (request.config, request.layout)):
-        yield list(group)
+    return [RankReport.from_json(values) for values in json.loads(result.stdout)]
 
 
 def main(prepare: Callable[[], None] = lambda: None) -> None:
     """Simulate every request and print a report for each; `prepare` is called as soon as torch may be imported."""
-    layouts = list(requested_layouts())
+    values = json.load(sys.stdin)
+    load_device_guard(values["guard"])
     from harness.simulator.rank import simulate_ranks_of_layout
 
     prepare()
-    print(json.dumps([report.to_json() for layout in layouts for report in simulate_ranks_of_layout(layout)]))
+    requests = [from_dict(StepRequest, request) for request in values["requests"]]
+    layouts = itertools.groupby(requests, key=lambda request: (request.config, request.layout))
+    print(json.dumps([report.to_json() for _, same in layouts for report in simulate_ranks_of_layout(list(same))]))
     sys.stdout.flush()
     os._exit(0)  # torch's thread for the simulated device cannot be ended in order
 

@@ -6,20 +6,18 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from harness.worker import main as worker_main
-
 Entry = Callable[[str], None]
 
 Change = Callable[..., Any]  # takes the ordinary function, and then its arguments
 
 
-def replaces(*targets: str, of_rank: int | None = None, worker: Entry = worker_main.main) -> Callable[[Change], Entry]:
+def replaces(*targets: str, of_rank: int | None = None, worker: Entry | None = None) -> Callable[[Change], Entry]:
     """Return a decorator that makes an entry of ranks, whose worker has the decorated function in the targets' places.
 
     Args:
         targets: the functions and methods that are replaced, by the dotted names under which they are called.
         of_rank: the only rank that has the fault; without it all have it.
-        worker: the entry that runs then.
+        worker: the entry that runs then, by default that of real ranks.
     """
 
     def entry_of(change: Change) -> Entry:
@@ -27,7 +25,7 @@ def replaces(*targets: str, of_rank: int | None = None, worker: Entry = worker_m
         def entry(run_dir: str) -> None:
             if of_rank in (None, rank()):
                 plant(change, *targets)
-            worker(run_dir)
+            (worker or pkgutil.resolve_name("harness.worker.main.main"))(run_dir)
 
         return entry
 
@@ -43,6 +41,7 @@ def plant(change: Change, *targets: str) -> None:
 
 
 def changed(change: Change, ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(ordinary, updated=())  # DDP reads the signature of its hooks
     def call(*arguments: Any, **keywords: Any) -> Any:
         return change(ordinary, *arguments, **keywords)
 
