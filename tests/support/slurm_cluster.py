@@ -1,4 +1,4 @@
-"""A real Slurm on this machine for tests: a controller, a daemon for every virtual node, and optional accounting.
+"""A real Slurm on this machine for tests: a controller, and a daemon for every virtual node.
 
 All of it lies in one folder and ends with the test, however the test ends. Its processes are recognized by the
 cluster's name: Slurm puts SLURM_CLUSTER_NAME into every job's environment, the daemons are started with it, and
@@ -28,9 +28,7 @@ from tests.support.packages import PATH
 
 T = TypeVar("T")
 
-PACKAGES = ("slurm-wlm", "munge", "slurmdbd", "mariadb-server")
-
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "slurmdbd", "mariadbd", "mariadb-install-db")
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 
 READY_SECONDS = 60.0  # for a daemon to answer; on an idle machine it takes about one
 
@@ -72,27 +70,6 @@ PartitionName=high Nodes=ALL PriorityTier=2
 
 NODE = "NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=8000\n"
 
-ACCOUNTED = """\
-AccountingStorageType=accounting_storage/slurmdbd
-AccountingStorageHost=127.0.0.1
-AccountingStoragePort={port}
-AccountingStoragePass={folder}/munge.socket
-"""
-
-DATABASE = """\
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-DbdHost=localhost
-DbdPort={port}
-SlurmUser={user}
-LogFile={folder}/slurmdbd.log
-PidFile={folder}/slurmdbd.pid
-StorageType=accounting_storage/mysql
-StorageHost=127.0.0.1
-StoragePort={storage_port}
-StorageUser=root
-"""
-
 
 def wait_for(look: Callable[[], T], seconds: float, description: str) -> T:
     """Return what `look` returns once that is true; fail after so many seconds."""
@@ -123,23 +100,9 @@ class Cluster:
             raise
         return done.stdout.strip()
 
-    def submit(self, script: str, *options: str) -> str:
-        """Submit this shell script as a batch job and return its id; it writes to `ID.out` in the cluster's folder."""
-        path = self.folder / f"{secrets.token_hex(4)}.sh"
-        path.write_text(f"#!/bin/bash\n{script}\n")
-        return self.run("sbatch", "--parsable", "--output=%j.out", *options, str(path))
-
     def jobs(self) -> dict[str, str]:
         """Return the state of every job and every array task (as `7_0`), including those that have ended."""
         return dict(line.split() for line in self.run("squeue", "-h", "-r", "-t", "all", "-o", "%i %T").splitlines())
-
-    def wait_for_job(self, job: str, *states: str, seconds: float = 60.0) -> str:
-        """Return which of these states the job has reached."""
-        return wait_for(
-            lambda: next((state for state in states if self.jobs().get(job) == state), ""),
-            seconds,
-            f"job {job} is {' or '.join(states)}; see {self.folder}",
-        )
 
     def nodes(self) -> dict[str, str]:
         """Return every node's state, such as `idle`, `alloc`, `down*`; a star means that its slurmd does not answer."""
@@ -148,23 +111,11 @@ class Cluster:
     def wait_for_node(self, node: str, *states: str, seconds: float = READY_SECONDS) -> None:
         wait_for(lambda: self.nodes()[node] in states, seconds, f"{node} is {' or '.join(states)}; see {self.folder}")
 
-    def drain(self, node: str) -> None:
-        self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
-
-    def resume(self, node: str) -> None:
-        self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
-
     def start_slurmd(self, node: str) -> None:
         stepd = self.folder / f"{self.name}-{node}"
         if not stepd.exists():
             shutil.copy(str(shutil.which("slurmstepd", path=PATH)), stepd)
         self.start(node, "slurmd", "-D", "-N", node, "-d", str(stepd), SLURMD_NODENAME=node)
-
-    def kill_slurmd(self, node: str) -> None:
-        """Kill a node's daemon; the steps of its jobs live on, because slurmstepd looks after them."""
-        daemon = self.daemons.pop(node)
-        daemon.kill()
-        daemon.wait()
 
     def kill_node(self, node: str) -> None:
         """Kill slurmd, steps and the processes of jobs, as if the node lost power."""
@@ -231,59 +182,26 @@ def ended(cluster: Cluster) -> Iterator[None]:
             daemon.wait()
 
 
-def free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [used.getsockname()[1] for used in sockets]
-
-
-def write_private(path: Path, text: str) -> None:
-    path.touch(0o600)
-    path.write_text(text)
-
-
-def connects(port: int) -> bool:
-    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
-        return True
-    return False
-
-
-def start_accounting(cluster: Cluster, port: int) -> None:
-    """Start a database and the daemon that stores the cluster's jobs in it."""
-    (storage_port,) = free_ports(1)
-    folder, user = cluster.folder, getpass.getuser()
-    data = [f"--datadir={folder}/database", f"--user={user}"]
-    cluster.run("mariadb-install-db", "--no-defaults", "--auth-root-authentication-method=normal", *data)
-    listen = [f"--port={storage_port}", "--bind-address=127.0.0.1", f"--socket={folder}/database.socket"]
-    cluster.start("mariadbd", "mariadbd", "--no-defaults", "--skip-name-resolve", *data, *listen)
-    cluster.wait_for_daemon("mariadbd", lambda: connects(storage_port))
-    database = DATABASE.format(folder=folder, port=port, storage_port=storage_port, user=user)
-    write_private(folder / "slurmdbd.conf", database)
-    cluster.start("slurmdbd", "slurmdbd", "-D")
-    cluster.wait_for_daemon("slurmdbd", lambda: connects(port))
-
-
 @contextmanager
-def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterator[Cluster]:
-    """Yield a cluster of the nodes n1, n2 … in this folder; skip the test where Slurm cannot be installed.
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """Yield a cluster of the nodes n1 and n2 in this folder; skip the test where Slurm cannot be installed.
 
     Of its partitions `low` and `high`, `high` preempts `low`.
     """
-    if missing := packages.install("Slurm", PROGRAMS, PACKAGES):
+    if missing := packages.install("Slurm", PROGRAMS, ("slurm-wlm", "munge")):
         pytest.skip(missing)
     folder = folder.resolve()
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "state").mkdir()
-    controller_port, accounting_port, *node_ports = free_ports(2 + nodes)
-    name, host = f"test{secrets.token_hex(4)}", socket.gethostname().split(".")[0]
-    names = [f"n{number}" for number in range(1, nodes + 1)]
-    lines = [NODE.format(node=node, host=host, port=port) for node, port in zip(names, node_ports, strict=True)]
-    text = CONFIGURATION.format(
-        name=name, host=host, controller_port=controller_port, user=getpass.getuser(), folder=folder
-    )
-    text += "".join(lines) + (ACCOUNTED.format(port=accounting_port, folder=folder) if accounting else "")
+    (folder / "state").mkdir(parents=True)
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        controller_port, *node_ports = [free.getsockname()[1] for free in sockets]
+    name, host, user = f"test{secrets.token_hex(4)}", socket.gethostname().split(".")[0], getpass.getuser()
+    ports = dict(zip(("n1", "n2"), node_ports, strict=True))
+    text = CONFIGURATION.format(name=name, host=host, controller_port=controller_port, user=user, folder=folder)
+    text += "".join(NODE.format(node=node, host=host, port=port) for node, port in ports.items())
     (folder / "slurm.conf").write_text(text)
-    write_private(folder / "munge.key", secrets.token_hex(64))
+    (folder / "munge.key").touch(0o600)
+    (folder / "munge.key").write_text(secrets.token_hex(64))
     plain = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "SBATCH_"))}
     environment = {**plain, "PATH": PATH, "SLURM_CONF": f"{folder}/slurm.conf"}
     started = Cluster(name, folder, environment, {})
@@ -291,13 +209,12 @@ def cluster(folder: Path, *, nodes: int = 2, accounting: bool = False) -> Iterat
         files = [f"--{kind}-file={folder}/munge.{kind}" for kind in ("key", "pid", "seed")]
         started.start("munged", "munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *files)
         started.wait_for_daemon("munged", (folder / "munge.socket").exists)
-        if accounting:
-            start_accounting(started, accounting_port)
         started.start("slurmctld", "slurmctld", "-D")
-        for node in names:
+        for node in ports:
             started.start_slurmd(node)
-        started.wait_for_daemon("slurmctld", lambda: connects(controller_port))
-        for node in names:
+        controller = psutil.Process(started.daemons["slurmctld"].pid)
+        started.wait_for_daemon("slurmctld", lambda: bool(controller.net_connections("inet")))
+        for node in ports:
             started.wait_for_node(node, "idle")
         yield started
 

@@ -14,21 +14,18 @@ import pandas as pd
 import psutil
 import pytest
 
-from tests.support import slurm_cluster
-from tests.support.commands import ROOT, read_rows, run_harness
-from tests.support.slurm_cluster import READY_SECONDS, Cluster, wait_for, wait_for_step
+from tests.support.commands import ROOT, SMALL, read_rows, run_harness
+from tests.support.slurm_cluster import READY_SECONDS, Cluster, cluster, processes, wait_for, wait_for_step
 
 SLURM = ("hydra/launcher=slurm", "tracking=none", "cluster.device=cpu")
-
-SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 LONGER = ("strategy=ddp", "train.seq_len=32", "train.steps=150", "train.warmup_steps=1", "proof.reference=false")
 
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with slurm_cluster.cluster(tmp_path_factory.mktemp("slurm")) as cluster:
-        yield cluster
+    with cluster(tmp_path_factory.mktemp("slurm")) as started:
+        yield started
 
 
 def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -88,12 +85,12 @@ def kill_rank(slurm: Cluster, run_dir: Path) -> None:
     It is the youngest one, because forkservers have older children.
     """
     log = str(run_dir / "logs" / "rank_3.log")
-    processes = []
+    writers = []
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):
             if any(str(Path(f"/proc/{process.pid}/fd/{fd}").readlink()) == log for fd in (1, 2)):
-                processes.append(process)
-    max(processes, key=lambda process: process.create_time()).kill()
+                writers.append(process)
+    max(writers, key=lambda process: process.create_time()).kill()
 
 
 @pytest.mark.long
@@ -152,7 +149,7 @@ def test_a_script_is_written_to_be_submitted_by_hand(slurm: Cluster, tmp_path: P
 
 def preempt(slurm: Cluster, _: Path) -> None:
     job = running_job(slurm)
-    slurm.submit("sleep 3", "--partition=high", "--nodes=2", "--exclusive")
+    slurm.run("sbatch", "--wrap=sleep 3", "--partition=high", "--nodes=2", "--exclusive")
     wait_for(
         lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", "-o", job), READY_SECONDS, f"{job} is requeued"
     )
@@ -165,9 +162,11 @@ def lose(node: str, slurm: Cluster, _: Path) -> None:
 
 
 def drain(slurm: Cluster, _: Path) -> None:
-    """Drain one node, and kill the daemon of the other for a second."""
-    slurm.drain("n1")
-    slurm.kill_slurmd("n2")
+    """Drain one node, and kill the daemon of the other for a second; its job's steps live on under slurmstepd."""
+    slurm.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=test")
+    slurmd = slurm.daemons.pop("n2")
+    slurmd.kill()
+    slurmd.wait()
     time.sleep(1)
     slurm.start_slurmd("n2")
 
@@ -199,7 +198,7 @@ def test_a_run_survives_what_its_job_survives(
         if node not in slurm.daemons:
             slurm.start_slurmd(node)
         elif state.startswith("dr"):
-            slurm.resume(node)
+            slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
 
 def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_path: Path) -> None:
@@ -210,16 +209,29 @@ def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_
     assert all("#SBATCH --array=0-1%256" in script for script in scripts)
 
 
-@pytest.mark.long
-def test_a_run_on_a_cluster_with_accounting(tmp_path: Path) -> None:
-    with slurm_cluster.cluster(tmp_path / "slurm", accounting=True) as cluster:
-        harness(cluster, tmp_path, "name=accounted", "strategy=ddp", "cluster.nodes=2", *SMALL)
-        assert only_row(tmp_path, "accounted").status == "ok"
-        # slurmctld tells slurmdbd of a job's end when it gets to it.
-        states = ("sacct", "-n", "-X", "-o", "State")
-        wait_for(lambda: "COMPLETED" in cluster.run(*states), READY_SECONDS, "the job's end in the accounting")
-
-
 def test_a_job_that_the_queue_refuses_prints_one_line(slurm: Cluster, tmp_path: Path) -> None:
     output = harness(slurm, tmp_path, "name=nowhere", "cluster.partition=nowhere", *LONGER, status=2)
     assert "invalid partition" in output.splitlines()[-1]
+
+
+# A parent process to be killed: it starts a cluster with a job, prints its name, and waits.
+PARENT = """
+import sys
+from pathlib import Path
+from tests.support.slurm_cluster import cluster
+with cluster(Path(sys.argv[1])) as slurm:
+    slurm.run("sbatch", "--wrap=srun sleep 600", "--nodes=2")
+    print(slurm.name, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_parent_leaves_no_process(slurm: Cluster, tmp_path: Path) -> None:
+    """A second cluster runs beside the first."""
+    command = [sys.executable, "-c", PARENT, str(tmp_path / "slurm")]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        name = parent.stdout.readline().strip()  # type: ignore[union-attr]
+        every = {"munged", "slurmctld", "slurmd", "sleep"}
+        wait_for(lambda: every <= {each.info["name"] for each in processes(name)}, 30, "all of it runs")
+        parent.kill()
+    wait_for(lambda: not processes(name), 30, "everything of the killed parent's cluster ends")
