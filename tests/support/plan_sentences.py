@@ -197,13 +197,6 @@ def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
     ]
 
 
-def of_offload(best: Sequence[Row]) -> list[str]:
-    """Return the sentence of a search in which nothing fits without the host's memory."""
-    if any(row["offload"] == "none" and not row["offload_activations"] for row in best):
-        return []
-    return ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
-
-
 def unexplained(
     lines: Sequence[str], rows: Sequence[Row], settings: Sequence[str] = (), page: Mapping[str, Any] | None = None
 ) -> list[str]:
@@ -213,7 +206,9 @@ def unexplained(
     """
     front = page["front"] if page else []
     expected = [*separations(rows), *smaller(rows, front), counts(page), *to_run(settings, rows)] if page else []
-    known = [*expected, *(of_offload(rows) if page else [])]
+    known = [*expected]
+    if page and not any(row["offload"] == "none" and not row["offload_activations"] for row in rows):
+        known += ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
     known += [line for row in [*rows, *front[:1]] for line in notes(row)]
     shown = [*front[:1], *front[-1:], *rows]
     misfits = tuple(misfit(row) for row in shown if needed(row) > row["memory_limit_bytes"])

@@ -1,5 +1,7 @@
-"""The page of a plan in a real browser: every sentence and every figure follows from the rows that it carries."""
+"""The page of a plan in a real browser: every figure follows from the rows that it carries."""
 
+import contextlib
+import io
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -9,27 +11,14 @@ from playwright.sync_api import Browser, Page
 
 from harness.cli.main import main
 from tests.support import pages
-from tests.support.plan_sentences import (
-    AXES,
-    GIB,
-    Row,
-    counts,
-    derived,
-    label,
-    misfit,
-    needed,
-    notes,
-    of_offload,
-    range_of,
-    separations,
-    size_text,
-    smaller,
-    to_run,
-)
+from tests.support.plan_sentences import AXES, GIB, Row, label, needed, range_of, size_text
 
 SETTINGS = "model=7b cluster=8xh100 train.micro_batch=2"
 
 FULL = "model=70b cluster=8xrtx4090 checkpointing=none train.global_batch=8 train.micro_batch=1"
+
+
+Plan = tuple[Page, list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +28,11 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module", params=(SETTINGS, FULL), ids=("fits", "nothing fits"))
-def page(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    """Return the page of a search, opened; what it fetches or complains of fails the test."""
-    path = tmp_path_factory.mktemp("plan") / "plan.html"
-    assert main(["plan", "--report", str(path), *request.param.split()]) == 0
+def plan(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plan]:
+    """Return the page of a search, opened, and its text; what the page fetches or complains of fails the test."""
+    path, printed = tmp_path_factory.mktemp("plan") / "plan.html", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main(["plan", "--explain", "--report", str(path), *request.param.split()]) == 0
     opened = browser.new_page(viewport={"width": 1280, "height": 900})
     problems: list[str] = []
     opened.on("console", lambda message: problems.append(message.text))
@@ -51,9 +41,14 @@ def page(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pyt
         "request", lambda sent: problems.append(sent.url) if not sent.url.startswith(("file:", "data:")) else None
     )
     opened.goto(path.as_uri())
-    yield opened
+    yield opened, [f"The command of this plan: harness plan {request.param}", *printed.getvalue().splitlines()]
     assert problems == []
     opened.close()
+
+
+@pytest.fixture
+def page(plan: Plan) -> Page:
+    return plan[0]
 
 
 def data_of(page: Page) -> dict[str, Any]:
@@ -72,65 +67,34 @@ def gib(row: Row) -> str:
     return f"{needed(row) / GIB:.1f}"
 
 
-def settings(row: Row) -> str:
-    """Return what a step trains."""
-    tokens = f"{row['global_batch']:,} sequences of {row['seq_len']:,} tokens, {row['global_batch'] * row['seq_len']:,}"
-    name = f"{row['model']}, with {row['parameters']:,} parameters, on {row['world_size']:,} devices"
-    device = {"8xh100": "NVIDIA H100 80GB HBM3", "8xrtx4090": "NVIDIA GeForce RTX 4090"}[row["cluster"]]
-    return (
-        f"Planned: {name} ({device}); a step trains {tokens} in all, with precision={row['precision']} and"
-        f" stack={row['stack']}. Every figure is a prediction: nothing was run."
-    )
-
-
-def answers(data: dict[str, Any]) -> list[str]:
-    """Return the sentences of the first section."""
-    best, (first, *_, last) = data["best"], data["front"]
-    lines = ["No layout of this model fits these devices."]
-    if best:
-        row = best[0]
-        seconds = row["predicted_step_seconds"]
-        interval = f"{row['predicted_step_low_seconds']:.3g} to {row['predicted_step_high_seconds']:.3g}"
-        share = f"{100 * row['model_flops'] / seconds / 989e12 / row['world_size']:.1f} % of the devices' peak"
-        verdict = {"likely": "is likely to fit", "tight": "is tight"}[row["fits"]]
-        limit = f"{row['memory_limit_bytes'] / GIB:.1f} GiB of a device, which {verdict}"
-        lines = [
-            f"The fastest that fits is {label(row)}: a step takes {seconds:.4g} s ({interval}), which is {rate(row)}"
-            f" tokens/s and {share}, in {gib(row)} of the {limit}."
-        ]
-    lines.append(
-        f"{len(data['front'])} layouts are on the front, as no layout that needs less memory is faster: from"
-        f" {rate(last)} tokens/s in {gib(last)} GiB to {rate(first)} tokens/s in {gib(first)} GiB of a device."
-    )
-    row = (best or [first])[0]
-    low, high = (row[f"predicted_step_{end}_seconds"] / row["predicted_step_seconds"] for end in ("low", "high"))
-    return [
-        *lines,
-        settings(row),
-        "No plan of this project's own engines has been compared with a run on GPUs:",
-        f"What a layout needs of a device is its peak and {size_text(row['process_bytes'])} outside",
-        f"Its step is expected to take {low:.2f} to {high:.2f} of the prediction, by ",
-    ]
-
-
-def test_every_sentence_follows_from_the_rows(page: Page) -> None:
+def test_sentences_are_those_of_the_terminal_or_have_the_figures_of_the_rows(plan: Plan) -> None:
+    """tests/system/test_plan_sentences.py works out those of the terminal."""
+    page, printed = plan
     data = data_of(page)["rows"]
-    best, front = data["best"], data["front"]
+    best, (first, *_, last) = data["best"], data["front"]
+    row = (best or [first])[0]
+    seconds, sequences, length = row["predicted_step_seconds"], row["global_batch"], row["seq_len"]
+    low, high = (row[f"predicted_step_{end}_seconds"] for end in ("low", "high"))
+    figures = [
+        f"{row['model']}, with {row['parameters']:,} parameters, on {row['world_size']:,} devices (NVIDIA ",
+        f"{sequences:,} sequences of {length:,} tokens, {sequences * length:,} in all",
+        f"{len(data['front'])} layouts are on the front",
+        f"from {rate(last)} tokens/s in {gib(last)} GiB to {rate(first)} tokens/s in {gib(first)} GiB of a device.",
+        f"expected to take {low / seconds:.2f} to {high / seconds:.2f} of the prediction",
+        f"is its peak and {size_text(row['process_bytes'])} outside",
+        "Measured peaks of {} were {} to {} of predicted ones.".format(*range_of(row)),
+        "No plan of this project's own engines has been compared with a run on GPUs",
+        f"The fastest that fits is {label(row)}: a step takes {seconds:.4g} s ({low:.3g} to {high:.3g}), which is"
+        f" {rate(row)} tokens/s and {100 * row['model_flops'] / seconds / 989e12 / row['world_size']:.1f} % of the"
+        f" devices' peak, in {gib(row)} of the {row['memory_limit_bytes'] / GIB:.1f} GiB"
+        if best
+        else "No layout of this model fits these devices.",
+    ]
     page.locator("details").evaluate_all("all => all.forEach(one => { one.open = true; })")
-    paragraphs = page.locator("main section > p, main section > ul > li, main details > ul > li").all_inner_texts()
-    expected = [*answers(data), *separations(best), *smaller(best, front)]
-    known = [*expected, counts(data), *of_offload(best)]
-    known += [line for row in (best or front)[:1] for line in notes(row)]
-    for words in (SETTINGS, FULL):
-        known += [f"The command of this plan: harness plan {words}", *to_run(words.split(), best)]
-    # The beginnings of sentences whose ends have no figures.
-    starts = tuple(line for line in known if line.endswith(("by ", "GPUs:", "outside")))
-    starts += tuple(misfit(row) for row in (front[0], front[-1]) if needed(row) > row["memory_limit_bytes"])
-    name, low, high = range_of((best or front)[0])
-    known.append(f"Measured peaks of {name} were {low} to {high} of predicted ones.")
-    others = [text for text in paragraphs if text not in known and not text.startswith(starts)]
-    assert [text for text in others if not best or not derived(text, best[0])] == []
-    assert [line for line in expected if not any(text.startswith(line) for text in paragraphs)] == []
+    texts = page.locator("main section > p, main section > ul > li, main details > ul > li").all_inner_texts()
+    own = [text for text in texts if not {text, f"1: {text}"} & {*printed}]
+    assert [figure for figure in figures if not any(figure in text for text in own)] == []
+    assert [text for text in own if not any(figure in text for figure in figures)] == []
 
 
 def test_the_slider_says_what_fits(page: Page) -> None:
