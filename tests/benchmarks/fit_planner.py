@@ -15,8 +15,15 @@ from itertools import combinations
 from statistics import mean
 
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron, vtrain
-from tests.support.published.step_times import Parameter, step_seconds
-from tests.support.published.time_scores import CLEARLY_APART, choices, is_scored, regret, time_scores
+from tests.support.published.step_times import (
+    CLEARLY_APART,
+    Parameter,
+    choices,
+    is_scored,
+    regret,
+    step_seconds,
+    time_scores,
+)
 
 Parameters = dict[Parameter, float]
 

@@ -23,8 +23,7 @@ from tests.benchmarks.planner_pictures import write_pictures
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
-from tests.support.published.step_times import step_seconds
-from tests.support.published.time_scores import time_scores
+from tests.support.published.step_times import step_seconds, time_scores
 
 NANOTRON, MEGATRON, FMS = "nanotron grid, H100", "Megatron-LM golden values", "fms-acceleration, A100"
 

@@ -13,7 +13,7 @@ from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
 from tests.support.campaigns import REQUIRED_PATH, Line, parse_options, write_table
 from tests.support.commands import compose_config
-from tests.support.published import fms
+from tests.support.published import TunedRow, fms
 from tests.support.simulated_steps import simulate_steps
 
 A100_BYTES = 85_094_498_304  # total memory of an A100 of 80 GB as CUDA reports it, 81,152 MiB
@@ -29,7 +29,7 @@ TORCHTITAN_RESERVED_BYTES = 82.4 * 2**30  # eager, batch 2: torchtitan's docs/pe
 COLUMNS = ("source", "row", "model", "micro_batch", "measured_bytes", "simulated_bytes", "error", "excluded")
 
 
-def fms_rows() -> tuple[list[fms.FmsRow], dict[str, int]]:
+def fms_rows() -> tuple[list[TunedRow], dict[str, int]]:
     """Return the rows that a layout here can express, and how many others there are for each reason."""
     expressible, excluded = [], dict(fms.excluded_rows())
     for entry in fms.rows():
@@ -45,7 +45,7 @@ def fms_rows() -> tuple[list[fms.FmsRow], dict[str, int]]:
     return expressible, excluded
 
 
-def fms_request(entry: fms.FmsRow) -> StepRequest:
+def fms_request(entry: TunedRow) -> StepRequest:
     """Return the simulation of a row: the Trainer's AdamW is torch's with foreach operators."""
     config = entry.row.config
     seq_len = min(config.train.seq_len, config.model.context_length)

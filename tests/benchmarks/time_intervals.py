@@ -16,8 +16,7 @@ import numpy as np
 from harness.cost_model.timing.step_time import StepTime
 from tests.benchmarks.fit_planner import SEEDS, fitted_groups
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron, vtrain
-from tests.support.published.step_times import row_hardware, row_timing, step_time
-from tests.support.published.time_scores import is_scored
+from tests.support.published.step_times import is_scored, row_hardware, row_timing, step_time
 
 OUTSIDE = 0.03  # the share of rows beyond each end of the range that is fitted, less than the one in twenty it is for
 

@@ -15,10 +15,20 @@ from harness.cost_model.stack_memory import predict_highest_rank
 from harness.cost_model.timing.kernels import RankGroup, all_reduce_seconds, kernel_rates
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
-from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, nanotron, vtrain
-from tests.support.published.mapping import numbered_rows
-from tests.support.published.step_times import cluster_hardware, row_hardware, row_timing, step_seconds, step_time
-from tests.support.published.time_scores import CLEARLY_APART, ERROR, MEAN_ERROR, ORDER, REGRET, time_scores
+from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, nanotron, numbered_rows, vtrain
+from tests.support.published.step_times import (
+    CLEARLY_APART,
+    ERROR,
+    MEAN_ERROR,
+    ORDER,
+    REGRET,
+    cluster_hardware,
+    row_hardware,
+    row_timing,
+    step_seconds,
+    step_time,
+    time_scores,
+)
 
 GRID = [row for row in nanotron.rows() if row.status == "ok" and "step_seconds" in row.measured]
 

@@ -6,15 +6,22 @@ from tokens and samples per second.
 """
 
 import dataclasses
-from dataclasses import dataclass
+from collections import Counter
 from functools import cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow
-from tests.support.published.mapping import Values, counted, numbered_rows, published_model, published_row, train_config
+from tests.support.published import (
+    DATA,
+    TunedRow,
+    Values,
+    numbered_rows,
+    published_model,
+    published_row,
+    train_config,
+)
 
 FILE = "fms_acceleration_a100.csv"
 
@@ -31,14 +38,6 @@ MODELS = {
     "meta-llama/Meta-Llama-3-8B": _model("llama_3_8b", "llama", (4096, 32, 32, 8, 14336, 128256), False, 4096),
     "NousResearch/Llama-2-70b-hf": _model("llama_2_70b", "llama", (8192, 80, 64, 8, 28672, 32000), False, 4096),
 }
-
-
-@dataclass(frozen=True)
-class FmsRow:
-    """A row, and the stack with the kernels that its framework configuration patches in."""
-
-    row: PublishedRow
-    stack: StackConfig
 
 
 def exclusion(values: Values) -> str | None:
@@ -58,16 +57,17 @@ def exclusion(values: Values) -> str | None:
 
 def excluded_rows() -> dict[str, int]:
     """Return how many rows are left out for each reason."""
-    return counted(exclusion(values) for _, values in numbered_rows(DATA / FILE))
+    reasons = (exclusion(values) for _, values in numbered_rows(DATA / FILE))
+    return dict(sorted(Counter(filter(None, reasons)).items()))
 
 
 @cache
-def rows() -> tuple[FmsRow, ...]:
+def rows() -> tuple[TunedRow, ...]:
     """Return the rows of full fine-tuning that layouts of this project can express."""
     return tuple(_row(number, values) for number, values in numbered_rows(DATA / FILE) if exclusion(values) is None)
 
 
-def _row(number: int, values: Values) -> FmsRow:
+def _row(number: int, values: Values) -> TunedRow:
     gpus, micro_batch = int(values["num_gpus"]), int(float(values["per_device_batch"]))
     accumulation = int(float(values["grad_acc"] or 1))
     strategy = StrategyConfig(
@@ -92,7 +92,7 @@ def _row(number: int, values: Values) -> FmsRow:
             "reserved_bytes": float(values["mem_nvidia_reserved_mib"]) * 2**20,
         },
     )
-    return FmsRow(row, _stack(values))
+    return TunedRow(row, _stack(values), compute_capability=8)
 
 
 def _precision(values: Values, gpus: int) -> PrecisionConfig:

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from harness.config.schema import CheckpointingConfig
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow
-from tests.support.published.mapping import (
+from tests.support.published import (
     BF16_MIXED,
+    DATA,
+    PublishedRow,
     Values,
     numbered_rows,
     published_model,

@@ -15,12 +15,17 @@ from harness.config.model import ARCHITECTURES, Architecture, ModelConfig
 from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow
-from tests.support.published.mapping import BF16_MIXED, Values, counted, numbered_rows, published_row, train_config
+from tests.support.published import (
+    BF16_MIXED,
+    DATA,
+    TunedRow,
+    Values,
+    numbered_rows,
+    published_row,
+    train_config,
+)
 
 FILE = "megatron_golden_values.csv"
-
-GPT2_VOCABULARY = 50_257
 
 EXCLUDED_CASES = {
     "grpo": "reinforcement learning: the memory is that of its inference engine",
@@ -30,7 +35,11 @@ EXCLUDED_CASES = {
     "check_grads": "a head size of 128 (--kv-channels) is not listed, and the case runs several layouts",
 }
 
-COMPUTE_CAPABILITIES = {"a100": 8, "h100": 9, "gb200": 10}
+# The compute capability and the file in conf/cluster of the devices that a platform names.
+DEVICES = {"a100": (8, "8xa100_80"), "h100": (9, "8xh100"), "gb200": (10, "8xb200")}
+
+# What --recompute-granularity recomputes: the whole layer, or attention alone.
+RECOMPUTED = {"": "none", "full": "full", "selective": "attention"}
 
 
 @dataclass(frozen=True)
@@ -45,15 +54,6 @@ class MegatronModel(ModelConfig):
         return self.parts or super().architecture
 
 
-@dataclass(frozen=True)
-class GoldenRow:
-    """A row of the golden values, and the stack as its flags set it."""
-
-    row: PublishedRow
-    stack: StackConfig
-    compute_capability: int
-
-
 def exclusion(values: Values) -> str | None:
     """Return why a row is left out, or None: what is trained is another model, or a flag that matters is not listed."""
     reasons = [
@@ -66,13 +66,8 @@ def exclusion(values: Values) -> str | None:
     return next((reason for is_left_out, reason in reasons if is_left_out), None)
 
 
-def excluded_rows() -> dict[str, int]:
-    """Return how many rows are left out for each reason."""
-    return counted(exclusion(values) for _, values in numbered_rows(DATA / FILE))
-
-
 @cache
-def rows() -> tuple[GoldenRow, ...]:
+def rows() -> tuple[TunedRow, ...]:
     """Return the rows of dense decoders that the flags in the file describe."""
     return tuple(_row(number, values) for number, values in numbered_rows(DATA / FILE) if exclusion(values) is None)
 
@@ -81,7 +76,7 @@ def _integer(values: Values, key: str, default: int) -> int:
     return int(float(values[key])) if values[key] else default
 
 
-def _row(number: int, values: Values) -> GoldenRow:
+def _row(number: int, values: Values) -> TunedRow:
     tp, pp, cp = (
         _integer(values, key, 1)
         for key in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size")
@@ -89,6 +84,8 @@ def _row(number: int, values: Values) -> GoldenRow:
     nodes, per_node = (int(part) for part in (values["nodes_gpus"] or "1x8").split("x"))
     dp = nodes * per_node // (tp * pp * cp)
     model = _model(values)
+    platform = "a100" if values["platform"].endswith(".json") else values["platform"]  # the oldest files name no device
+    capability, cluster = next(device for name, device in DEVICES.items() if name in platform)
     sharded = values["use-distributed-optimizer"] == "True"
     replicas = 2 if "multi_dist_optimizer_instances" in values["case"] else 1
     virtual = _virtual_stages(values, model.num_hidden_layers, pp)
@@ -122,27 +119,16 @@ def _row(number: int, values: Values) -> GoldenRow:
         model,
         strategy,
         train,
-        cluster=_cluster(values),
+        cluster=cluster,
         stack="megatron",
         world_size=nodes * per_node,
         gpus_per_node=per_node,
         group=f"{values['case']} on {nodes * per_node} GPUs",
         precision=_precision(values),
-        checkpointing=_checkpointing(values),
+        checkpointing=CheckpointingConfig(RECOMPUTED[values["recompute-granularity"]]),
         measured=measured,
     )
-    capability = next(value for name, value in COMPUTE_CAPABILITIES.items() if name in _device(values))
-    return GoldenRow(row, _stack(values), capability)
-
-
-def _device(values: Values) -> str:
-    """Return the part of the platform that names the device; the oldest files, without one, are of A100."""
-    return "a100" if values["platform"].endswith(".json") else values["platform"]
-
-
-def _cluster(values: Values) -> str:
-    device = _device(values)
-    return "8xb200" if "gb200" in device else "8xh100" if "h100" in device else "8xa100_80"
+    return TunedRow(row, _stack(values), capability)
 
 
 def _virtual_stages(values: Values, layers: int, pp: int) -> int:
@@ -187,7 +173,7 @@ def _model(values: Values) -> MegatronModel:
         num_attention_heads=heads,
         num_key_value_heads=_integer(values, "num-query-groups", heads) if grouped else heads,
         intermediate_size=_integer(values, "ffn-hidden-size", inner),
-        vocab_size=_integer(values, "vocab-size", GPT2_VOCABULARY),
+        vocab_size=_integer(values, "vocab-size", 50_257),
         tie_word_embeddings=values["untie-embeddings-and-output-weights"] != "True",
         context_length=_integer(values, "seq-length", 1024),
         parameters=0,
@@ -196,11 +182,6 @@ def _model(values: Values) -> MegatronModel:
         dropout=0.1 if dropout else 0.0,
         parts=parts,
     )
-
-
-def _checkpointing(values: Values) -> CheckpointingConfig:
-    granularity = values["recompute-granularity"]
-    return CheckpointingConfig("full" if granularity == "full" else "attention" if granularity else "none")
 
 
 def _precision(values: Values) -> PrecisionConfig:

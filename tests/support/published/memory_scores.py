@@ -1,17 +1,19 @@
 """How far the planner's memory predictions are from published measurements: the figures of the bars, by name."""
 
-import csv
 import dataclasses
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from statistics import mean, median
 
+import pandas as pd
+
 from harness.config.stack import StackConfig, load_stack
 from harness.cost_model.fits import fit_verdict
 from harness.cost_model.stack_memory import RankMemory, predict_highest_rank
 from tests.support.commands import ROOT
-from tests.support.published import PublishedRow, fms, megatron, nanotron
+from tests.support.published import PublishedRow, TunedRow, fms, megatron, nanotron
 from tests.support.rank_memory import predict_rank_memory
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -30,15 +32,15 @@ def error(predicted: float, measured: float) -> float:
     return abs(predicted / measured - 1)
 
 
-def golden_memory(golden: megatron.GoldenRow) -> RankMemory:
+def golden_memory(golden: TunedRow) -> RankMemory:
     """Return the memory of the last rank of the pipeline, which a golden value is of."""
     row = golden.row
     return predict_rank_memory(row.config, row.layout, golden.stack, row.layout.pp - 1, golden.compute_capability)
 
 
-def fms_peak(case: fms.FmsRow) -> int:
+def fms_peak(case: TunedRow) -> int:
     """Return the peak of a row of fms-acceleration's benchmarks on A100."""
-    return predict_highest_rank(case.row.config, case.row.layout, case.stack, 8).estimate.peak_bytes
+    return predict_highest_rank(case.row.config, case.row.layout, *case[1:]).estimate.peak_bytes
 
 
 def megatron_scores() -> dict[str, float]:
@@ -142,16 +144,15 @@ def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
 
 def own_ratios() -> tuple[tuple[str, float], ...]:
     """Return the draw and measured over predicted peak bytes of every random run of this project on file."""
-    with (ROOT / "results" / "random_runs.csv").open(newline="") as file:
-        runs = [run for run in csv.DictReader(file) if run["status"] == "ok" and run["predicted_peak_bytes"]]
-    return tuple((run["draw"], int(run["peak_allocated_bytes"]) / int(run["predicted_peak_bytes"])) for run in runs)
+    runs = pd.read_csv(ROOT / "results" / "random_runs.csv", dtype={"draw": str})
+    runs = runs.query("status == 'ok' and predicted_peak_bytes > 0")
+    return tuple(zip(runs.draw, runs.peak_allocated_bytes / runs.predicted_peak_bytes, strict=True))
 
 
 def interval(ratios: Sequence[float], inside: float = 0.94) -> tuple[float, float]:
     """Return the narrowest range with this share of the ratios in it."""
     ordered = sorted(ratios)
-    count = min(len(ordered), -int(-len(ordered) * inside // 1))
-    ranges = ((ordered[start], ordered[start + count - 1]) for start in range(len(ordered) - count + 1))
+    ranges = zip(ordered, ordered[math.ceil(len(ordered) * inside) - 1 :], strict=False)
     return min(ranges, key=lambda bounds: bounds[1] / bounds[0])
 
 

@@ -10,10 +10,10 @@ optim/gradient_accumulator.py: the communication hook averages the fp32 buffers)
 from functools import lru_cache
 
 from harness.config.model import ModelConfig
-from harness.config.schema import TrainConfig
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow
-from tests.support.published.mapping import (
+from tests.support.published import (
+    DATA,
+    PublishedRow,
     Values,
     numbered_rows,
     published_model,
@@ -41,7 +41,9 @@ def rows() -> tuple[PublishedRow, ...]:
 def _row(number: int, values: Values) -> PublishedRow:
     dp, tp, pp, zero = (int(values[key]) for key in ("dp", "tp", "pp", "zero"))
     micro_batch, grad_acc, gpus = int(values["mbs"]), int(values["grad_acc"]), int(values["gpus"])
-    model = _model(values)
+    sizes = tuple(int(values[key]) for key in ("hidden", "layers", "heads", "heads", "ffn", "vocab"))
+    name, source = f"{sizes[0]}x{sizes[1]}", "nanotron's scripts/scaling_benchmarks.py"
+    model = published_model(name, "llama", sizes, values["tied"] == "1", int(values["seq"]), source)
     strategy = StrategyConfig(
         "nanotron",
         data_parallel="ddp" if dp > 1 else "none",
@@ -55,6 +57,12 @@ def _row(number: int, values: Values) -> PublishedRow:
         layers_per_stage=layers_per_stage(model, pp) if pp > 1 else None,
     )
     train = train_config(dp * micro_batch * grad_acc, micro_batch, int(values["seq"]))
+    measured = {}  # a few failed rows have some figures
+    if values["tok_s"]:
+        tokens = train.global_batch * train.seq_len
+        measured |= {"step_seconds": tokens / float(values["tok_s"]), "mfu": float(values["mfu_pct"]) / 100}
+    if values["mem_gb"]:
+        measured["peak_bytes"] = float(values["mem_gb"]) * 2**30
     return published_row(
         FILE,
         number,
@@ -65,21 +73,10 @@ def _row(number: int, values: Values) -> PublishedRow:
         stack="nanotron",
         world_size=gpus,
         gpus_per_node=GPUS_PER_NODE,
-        measured=_measured(values, train),
+        measured=measured,
         group=f"{values['model_b']}B on {gpus} GPUs",
         status=values["status"],
     )
-
-
-def _measured(values: Values, train: TrainConfig) -> dict[str, float]:
-    """Return the figures of a row; a few failed rows have some."""
-    measured = {}
-    if values["tok_s"]:
-        tokens = train.global_batch * train.seq_len
-        measured |= {"step_seconds": tokens / float(values["tok_s"]), "mfu": float(values["mfu_pct"]) / 100}
-    if values["mem_gb"]:
-        measured["peak_bytes"] = float(values["mem_gb"]) * 2**30
-    return measured
 
 
 @lru_cache(maxsize=16)
@@ -101,14 +98,3 @@ def layers_per_stage(model: ModelConfig, pp: int) -> tuple[int, ...]:
         layers[layers.index(0)] = 1
         layers[layers.index(max(layers))] -= 1
     return tuple(layers)
-
-
-@lru_cache(maxsize=16)
-def _model_of(sizes: tuple[int, ...], tied: bool, context: int) -> ModelConfig:
-    name = f"{sizes[0]}x{sizes[1]}"
-    return published_model(name, "llama", sizes, tied, context, "nanotron's scripts/scaling_benchmarks.py")
-
-
-def _model(values: Values) -> ModelConfig:
-    sizes = tuple(int(values[key]) for key in ("hidden", "layers", "heads", "heads", "ffn", "vocab"))
-    return _model_of(sizes, values["tied"] == "1", int(values["seq"]))

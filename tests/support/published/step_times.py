@@ -1,8 +1,14 @@
-"""The step times that the planner predicts for published rows, also with other parameters of clusters and stacks."""
+"""The step times that the planner predicts for published rows, also with other parameters of clusters and stacks.
+
+How far they are from the published ones: errors, order within groups, and regret of the choice.
+"""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from itertools import combinations
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import yaml
@@ -13,6 +19,13 @@ from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from tests.support.published import PublishedRow
+
+CLEARLY_APART = 1.03  # the ratio of two measured step times from which on their order counts
+
+DOMINATED = 0.1  # MFU below which nanotron's own transfers take most of a step, and times are not scored
+
+ERROR, MEAN_ERROR = "median error of the step time", "mean error of the step time"
+ORDER, REGRET = "pairs in the right order", "slowdown of the chosen layout"
 
 
 class Parameter(NamedTuple):
@@ -33,12 +46,6 @@ def cluster_hardware(name: str) -> HardwareConfig:
     return hardware
 
 
-@cache
-def stack_timing(name: str) -> StackTiming:
-    """Return the timing in a file of conf/stack."""
-    return load_stack(name).timing
-
-
 def of_owner(parameters: Parameters, owner: str) -> dict[str, Any]:
     """Return the values that a cluster or a stack has among parameters, by name."""
     return {parameter.name: value for parameter, value in parameters.items() if owner in parameter.owners}
@@ -57,7 +64,7 @@ def row_timing(row: PublishedRow, parameters: Parameters | None = None) -> Stack
     values = of_owner(parameters or {}, row.stack)
     if "kernels_per_layer" in values:
         values["kernels_per_layer"] = round(values["kernels_per_layer"])
-    return dataclasses.replace(stack_timing(row.stack), **values)
+    return dataclasses.replace(load_stack(row.stack).timing, **values)
 
 
 def step_time(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) -> StepTime:
@@ -68,3 +75,50 @@ def step_time(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) 
 def step_seconds(rows: Sequence[PublishedRow], parameters: Parameters | None = None) -> list[float]:
     """Return the predicted step times of rows."""
     return [step_time(row, row_hardware(row, parameters), row_timing(row, parameters)).step_seconds for row in rows]
+
+
+def is_scored(row: PublishedRow) -> bool:
+    """Return whether a row's step time is scored; its order always is."""
+    return row.measured.get("mfu", 1.0) >= DOMINATED
+
+
+def choices(rows: Sequence[PublishedRow]) -> dict[tuple[str, int, int], list[int]]:
+    """Return the positions of rows by what they do: layouts compete that train a group's model on the same batch."""
+    groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        groups[row.group, row.config.train.global_batch, row.config.train.seq_len].append(index)
+    return groups
+
+
+def time_scores(rows: Sequence[PublishedRow], predicted: Sequence[float]) -> Iterator[tuple[str, float]]:
+    """Yield the errors of step times, the share of pairs in the right order, and the regret of the choice.
+
+    Groups without two layouts for the same batch have neither order nor regret.
+    """
+    measured = [row.measured["step_seconds"] for row in rows]
+    errors = [abs(p / m - 1) for row, p, m in zip(rows, predicted, measured, strict=True) if is_scored(row)]
+    yield ERROR, median(errors)
+    yield MEAN_ERROR, mean(errors)
+    groups = [group for group in choices(rows).values() if len(group) > 1]
+    apart = [
+        0.5
+        if predicted[first] == predicted[second]
+        else float((predicted[first] < predicted[second]) == (measured[first] < measured[second]))
+        for group in groups
+        for first, second in combinations(group, 2)
+        if max(measured[first], measured[second]) > CLEARLY_APART * min(measured[first], measured[second])
+    ]
+    if apart:
+        yield ORDER, mean(apart)
+    if groups:
+        yield REGRET, mean(regret(group, predicted, measured) for group in groups)
+
+
+def regret(group: Sequence[int], predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Return how much slower than the best of a group its layout is that is predicted to be the fastest.
+
+    Of several that are predicted to be equally fast any may be chosen.
+    """
+    lowest = min(predicted[index] for index in group)
+    chosen = mean(measured[index] for index in group if predicted[index] == lowest)
+    return chosen / min(measured[index] for index in group) - 1

@@ -10,8 +10,15 @@ from functools import cache
 
 from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.strategy import StrategyConfig
-from tests.support.published import DATA, PublishedRow
-from tests.support.published.mapping import Values, numbered_rows, published_model, published_row, train_config
+from tests.support.published import (
+    DATA,
+    PublishedRow,
+    Values,
+    numbered_rows,
+    published_model,
+    published_row,
+    train_config,
+)
 
 SINGLE, MULTI = "vtrain_single.csv", "vtrain_multi.csv"
 GPUS_PER_NODE = 8
