@@ -35,11 +35,11 @@ class Run:
 class Server(ThreadingHTTPServer):
     """A server that misbehaves on request.
 
-    `misbehaves` is the part (graphql, file_stream) and how: an HTTP status, or 0 to hang.
+    `misbehaves` is the part (graphql, file_stream), if any, and how: an HTTP status, or 0 to hang.
     """
 
     daemon_threads = True
-    misbehaves: tuple[str, int] | None = None
+    misbehaves: tuple[str, int] = ("", 0)
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -79,32 +79,26 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_POST(self) -> None:
-        body = self.body()
-        part = "graphql" if self.path == "/graphql" else "file_stream"
-        if self.server.misbehaves and self.server.misbehaves[0] == part:
-            status = self.server.misbehaves[1]
-            if status == 0:
-                self.server.over.wait(HANG_SECONDS)
-                self.close_connection = True
-                return
+        body, (*_, run_id, part) = json.loads(self.body()), self.path.split("/")
+        misbehaves, status = self.server.misbehaves
+        if part != misbehaves:
+            self.answer({"data": self.graphql(body)} if part == "graphql" else self.stream(run_id, body))
+        elif status:
             self.answer({"errors": [{"message": "not today"}]}, status)
-        elif part == "graphql":
-            self.answer({"data": self.graphql(json.loads(body))})
         else:
-            self.stream(self.path.split("/")[-2], json.loads(body))
-            self.answer({"exitcode": None, "limits": {}})
+            self.server.over.wait(HANG_SECONDS)
+            self.close_connection = True
 
     def graphql(self, query: dict[str, Any]) -> Any:
-        match = re.search(r"(?:query|mutation)\s+(\w+)", query["query"])
-        operation, variables = match[1] if match else "", query.get("variables") or {}
+        (operation,) = re.findall(r"^\s*(?:query|mutation)\s+(\w+)", query["query"])
+        variables = query.get("variables") or {}
         if operation == "UpsertBucket":
             run = self.server.runs.setdefault(variables["name"], Run())
             run.settings |= {key: value for key, value in variables.items() if value is not None}
             run.config |= {key: entry["value"] for key, entry in json.loads(variables.get("config") or "{}").items()}
             project = {"id": "p", "name": run.settings["project"], "entity": {"id": "e", "name": "me"}}
             own = {"id": variables["name"], "name": variables["name"], "displayName": variables["displayName"]}
-            further = {"config": "{}", "description": "", "sweepName": "", "historyLineCount": 0, "project": project}
-            return {"upsertBucket": {"bucket": own | further, "inserted": True}}
+            return {"upsertBucket": {"bucket": own | {"config": "{}", "project": project}, "inserted": True}}
         if operation == "CreateRunFiles":
             files = [
                 {"name": n, "uploadUrl": f"{self.server.url}/put/{variables['run']}/{n}"} for n in variables["files"]
@@ -112,22 +106,16 @@ class Handler(BaseHTTPRequestHandler):
             return {"createRunFiles": {"runID": variables["run"], "uploadHeaders": [], "files": files}}
         return ANSWERS[operation]
 
-    def stream(self, run_id: str, update: dict[str, Any]) -> None:
+    def stream(self, run_id: str, update: dict[str, Any]) -> Any:
         run = self.server.runs[run_id]
         files = {name: map(json.loads, file.get("content", [])) for name, file in (update.get("files") or {}).items()}
         run.history += files.get("wandb-history.jsonl", [])
         run.summary = [run.summary, *files.get("wandb-summary.json", [])][-1]
-        run.complete = run.complete or bool(update.get("complete"))
+        run.complete |= bool(update.get("complete"))
+        return {"exitcode": None, "limits": {}}
 
     def body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding") == "chunked":
-            body = b""
-            while size := int(self.rfile.readline(), 16):
-                body += self.rfile.read(size)
-                self.rfile.readline()
-            self.rfile.readline()
-        else:
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = self.rfile.read(int(self.headers["Content-Length"]))
         self.server.bytes_received += body
         return body
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
@@ -71,13 +71,9 @@ def wait_until_logged(folder: Path, name: str, value: Any) -> None:
     inspect.cache_clear()
 
 
-def send(folder: Path, *options: str) -> int:
-    return main(["sync", str(folder), *options])
-
-
 def sent(capsys: pytest.CaptureFixture[str], folder: Path, *options: str) -> str:
     """Return what a sync that succeeds prints."""
-    assert send(folder, *options) == 0
+    assert main(["sync", str(folder), *options]) == 0
     return capsys.readouterr().out
 
 
@@ -96,9 +92,7 @@ def known(run_dir: Path) -> dict[str, Any]:
 
 def synced(run_dir: Path) -> payload.SyncState:
     """Return what is on file of a folder at the tracker."""
-    state = payload.read_sync_state(run_dir, "wandb")
-    assert state is not None
-    return state
+    return payload.read_sync_state(run_dir, "wandb") or payload.SyncState("nothing is on file")
 
 
 def run_dirs(comparison: Path) -> list[Path]:
@@ -195,12 +189,7 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     assert len(server.runs) == 4
 
 
-class Outcome(NamedTuple):
-    """How a feed with a bad server ended."""
-
-    seconds: float
-    messages: list[str]
-    folder: Path
+Outcome = tuple[float, list[str], Path]  # how a feed with a bad server ended: seconds, messages, and its folder
 
 
 FAULTS: dict[str, tuple[str, int | None]] = {
@@ -232,7 +221,7 @@ def send_with_fault(fault: str, folder: Path, server: Server, feed: TrackingClie
     feed.hand_over("log_table", ONLINE, folder)
     assert time.monotonic() - started < HANG_SECONDS / 4  # whatever the server does, a run does not wait for it
     feed.close(3 * CLOSE_SECONDS)  # a busy machine needs longer to keep everything
-    return Outcome(time.monotonic() - started, messages, folder)
+    return time.monotonic() - started, messages, folder
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +259,7 @@ def test_a_bad_server_costs_seconds_and_one_line(fault: str, outcomes: dict[str,
 def test_a_sync_sends_the_runs_that_were_not_sent(
     fault: str, outcomes: dict[str, Outcome], server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    comparison = outcomes[fault].folder
+    *_, comparison = outcomes[fault]
     states = {run_dir: payload.read_sync_state(run_dir, "wandb") for run_dir in run_dirs(comparison)}
     assert sent(capsys, comparison) == "sent 2 runs and the table; the tracker had 0 before\n"
     assert len(server.runs) == 3
@@ -279,33 +268,39 @@ def test_a_sync_sends_the_runs_that_were_not_sent(
         check_sent(server.runs[synced(run_dir).id], run_dir)
 
 
-@pytest.mark.parametrize("misbehaves", [("graphql", 0), ("file_stream", 401)])
+@pytest.mark.parametrize(
+    ("misbehaves", "key", "words"),
+    [
+        (("graphql", 0), KEY, "W&B"),
+        (("file_stream", 401), KEY, "W&B"),
+        (("", 0), "", "run `wandb login`, or set WANDB_API_KEY"),
+    ],
+)
 def test_a_sync_that_fails_prints_one_line(
-    misbehaves: tuple[str, int], tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
+    misbehaves: tuple[str, int],
+    key: str,
+    words: str,
+    tmp_path: Path,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    server.fail(*misbehaves)
-    write_example_record(tmp_path / "mine")
-    started = time.monotonic()
-    assert send(tmp_path / "mine", "--timeout", "3") == 1 and time.monotonic() - started < HANG_SECONDS / 2
-    out, error = capsys.readouterr()
-    assert out == "sent 0 runs; the tracker had 0 before\n"
-    assert error.startswith("the rest was not sent: W&B") and error.count("\n") == 1 and KEY not in error
-
-
-def test_a_sync_without_a_key_sends_nothing(
-    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("WANDB_API_KEY")
+    """Without a key nothing is sent at all."""
+    server.misbehaves = misbehaves
+    monkeypatch.setenv("WANDB_API_KEY", key)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     write_example_record(tmp_path / "mine")
     started = time.monotonic()
-    assert send(tmp_path / "mine") == 1 and time.monotonic() - started < HANG_SECONDS / 2
-    assert "run `wandb login`, or set WANDB_API_KEY" in capsys.readouterr().err
-    assert server.bytes_received == b""
+    assert main(["sync", str(tmp_path / "mine"), "--timeout", "3"]) == 1
+    assert time.monotonic() - started < HANG_SECONDS / 2
+    out, error = capsys.readouterr()
+    assert out == "sent 0 runs; the tracker had 0 before\n" and bool(key) == bool(server.bytes_received)
+    assert error.startswith("the rest was not sent: ") and error.count("\n") == 1
+    assert words in error and KEY not in error
 
 
 def test_a_sync_of_a_folder_without_runs_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert send(tmp_path / "none") == 2 and send(tmp_path) == 2
+    assert [main(["sync", str(folder)]) for folder in (tmp_path / "none", tmp_path)] == [2, 2]
     assert capsys.readouterr().err.count("\n") == 2
 
 
