@@ -1,10 +1,14 @@
 """Records as a sweep leaves them, with figures that can be checked by hand."""
 
+import dataclasses
 from itertools import product
 from typing import Any
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.provenance import versions
+from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
+from harness.report.labels import STEP_TITLES
 
 PARAMETERS = 2**20
 
@@ -142,3 +146,46 @@ def mixed() -> list[Record]:
             )
         entries.append(entry)
     return entries
+
+
+GIB = 2**30
+
+PARTS = {role: PEAK_TITLES[role] for role in MEMORY_ROLES}
+
+TIMES = dict(list(STEP_TITLES.items())[:5])
+
+
+def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **changes: Any) -> Record:
+    """Return a run of torch on 2 ranks with this peak in GiB, whose parts and times all have different sizes."""
+    share = dict(zip(PARTS, (1 / 8, 1 / 4, 1 / 16, 1 / 32, 7 / 16, 1 / 64, 5 / 64), strict=True))
+    seconds = 1024 / tokens_per_second
+    measured: dict[str, Any] = {
+        "tokens_per_second": tokens_per_second,
+        "step_seconds": seconds,
+        "step_seconds_iqr_ratio": 0.2,
+        "peak_allocated_bytes": int(gibs * GIB),
+        "activation_bytes": int(gibs * GIB / 2),
+        "communication_bytes": None,
+        "predicted_peak_bytes": int(gibs * GIB * (1 + number / 100)),
+        "predicted_activation_bytes": int(gibs * GIB / 2.1),
+        **{f"at_peak_{part}_bytes": int(gibs * GIB * fraction) for part, fraction in share.items()},
+        **dict(zip(TIMES, (seconds * fraction for fraction in (0.02, 0.28, 0.4, 0.1, 0.2)), strict=True)),
+    }
+    if changes.get("status", "ok") != "ok":
+        measured = FAILED | {"last_seen_allocated_bytes": 7 * GIB}
+    sent = {"dp_shard": (number * 100.0 * MIB, 250.0 * MIB), "tp": (50.0 * MIB * number, None)}
+    traffic = [{"axis": axis, "bytes": size, "formula_bytes": due, "outside": {}} for axis, (size, due) in sent.items()]
+    parts = {"config": {}, "layout": {}, "versions": dict(versions()), "traffic": traffic[: 1 + number % 2]}
+    own = row(number, strategy, "torch", 0, **{"measured_on": "cuda"} | measured | changes)
+    return Record.from_json({"row": own, **parts})
+
+
+def thrice(entries: list[Record], away: float = 0.1) -> list[Record]:
+    """Return three repeats of every run; the others are slower and faster by a part of the first one's speed."""
+    repeated = []
+    for entry, (repeat, share) in product(entries, enumerate((1.0, 1 - away, 1 + away))):
+        factors = {"tokens_per_second": share} | dict.fromkeys(("step_seconds", *TIMES), 1 / share)
+        again = entry.row | {name: entry.row[name] * by for name, by in factors.items() if entry.row.get(name)}
+        again |= {"repeat": repeat, "run_id": f"{entry.run_id}{repeat or ''}"}
+        repeated.append(dataclasses.replace(entry, row=again, config={"repeat": repeat}))
+    return repeated

@@ -10,12 +10,11 @@ import pytest
 import vl_convert
 from playwright.sync_api import Browser, sync_playwright
 
-from harness.records.provenance import versions
-from harness.records.schema import Record
 from harness.report.document import Best, BulletList, Chart, Paragraph, Section, Table
 from harness.report.overview import ExplorerData
 from harness.report.view import View
 from tests.support import packages
+from tests.support.example_records import record, thrice
 
 # Chromium's own network requests are switched off, so that every request that a test sees is the page's.
 ARGUMENTS = (
@@ -39,14 +38,23 @@ HOSTILE = (
     LONG,
 )
 
-# Cells as the report writes them, and their ascending order; equal numbers keep the table's order.
-NUMBERS = ("1,234.5", "<0.01", "", "0.83~", "12 (3)", "1.2e-7", "12 %", "0", "-3", "0.01", "0.83", "n/a", "99", "100")
+# Cells as the report writes them, with the numbers by which they are in order.
+NUMBERS = {
+    "1,234.5": 1234.5,
+    "<0.01": 0.0099,
+    "0.83~": 0.83,
+    "12 (3)": 12.0,
+    "1.2e-7": 1.2e-7,
+    "12 %": 12.0,
+    "0": 0.0,
+    "-3": -3.0,
+    "0.01": 0.01,
+    "0.83": 0.83,
+    "99": 99.0,
+    "100": 100.0,
+}
 
-ASCENDING = ("-3", "0", "1.2e-7", "<0.01", "0.01", "0.83~", "0.83", "12 (3)", "12 %", "99", "100", "1,234.5", "n/a", "")
-
-DESCENDING = (
-    *("1,234.5", "100", "99", "12 (3)", "12 %", "0.83~", "0.83", "0.01", "<0.01", "1.2e-7", "0", "-3", "n/a", ""),
-)
+NO_NUMBERS = ("", "n/a")
 
 
 @cache
@@ -97,13 +105,16 @@ def every_kind(pictures: bool = True) -> list[Section]:
     rows = measured()
     points = Chart("frontier", "Speed against memory", "14 runs between 77 and 90 MiB.", chart(rows), values(rows))
     bars = Chart("bars", "Peak memory", "14 bars up to 90 MiB.", chart(rows, "bar"), values(rows))
-    mixed = Table(["cell", "value"], [[f"row {i}", text] for i, text in enumerate(NUMBERS)], caption="Every form")
+    cells = [[f"row {i}", text] for i, text in enumerate((*NO_NUMBERS, *NUMBERS))]
     return [
         Section("Comparison", [values(rows), Paragraph("× is the value over that of ddp.")]),
         Section(
             "Charts",
             [points, bars] if pictures else [],
-            [Section("Numbers", [mixed]), Section("Numbers", [Paragraph("Twice one title.")])],
+            [
+                Section("Numbers", [Table(["cell", "value"], cells, caption="Every form")]),
+                Section("Numbers", [Paragraph("Twice one title.")]),
+            ],
         ),
         Section(
             "Failures",
@@ -142,42 +153,17 @@ def large() -> tuple[list[Section], ExplorerData]:
 
 def compared() -> View:
     """Return nine configurations of three repeats each, as a CPU records them; those of one were disturbed."""
-    shares = {"parameter": 0.1, "optimizer": 0.2, "gradient": 0.1, "activation": 0.6}
-    parts = {"forward": 0.3, "backward": 0.4, "optimizer": 0.1, "exposed_communication": 0.2}
-    records = []
-    for place, (strategy, ranks, peak, speed) in enumerate(COMPARED):
-        for repeat, share in enumerate((1.0, 0.98, 1.02)):
-            tokens = speed * share
-            row = {
-                "run_id": f"{strategy}-{repeat}",
-                "status": "ok",
-                "strategy": strategy,
-                "world_size": ranks,
-                "model": "tiny",
-                "parameters": 455520,
-                "precision": "fp32",
-                "checkpointing": "none",
-                "repeat": repeat,
-                "global_batch": 8,
-                "micro_batch": 4,
-                "seq_len": 128,
-                "measured_on": "cpu",
-                "launch": "processes",
-                "tokens_per_second": tokens,
-                "step_seconds": 1024 / tokens,
-                "step_seconds_iqr_ratio": 0.05,
-                "peak_rank": 0,
-                "peak_allocated_bytes": int(peak * 2**20),
-                "communication_bytes": place * 2**20,
-                "started_at": "2026-01-02T03:04:05Z",
-                "noise_warning": "busy" if strategy == "zero2" else None,
-                **{f"at_peak_{part}_bytes": int(peak * 2**20 * part_share) for part, part_share in shares.items()},
-                **{f"{part}_seconds": part_share * 1024 / tokens for part, part_share in parts.items()},
-            }
-            environment = {"cores": 2, "processor": "Example"}
-            content = {"row": row, "config": {"repeat": repeat}, "layout": {}, "environment": environment}
-            records.append(Record.from_json(content | {"versions": dict(versions()), "traffic": []}))
-    return View("compared", records)
+    runs = [
+        record(
+            *(number, strategy, mebibytes / 1024, speed),
+            world_size=ranks,
+            measured_on="cpu",
+            communication_bytes=number * 2**20,
+            noise_warning="busy" if strategy == "zero2" else None,
+        )
+        for number, (strategy, ranks, mebibytes, speed) in enumerate(COMPARED)
+    ]
+    return View("compared", thrice(runs, 0.02))
 
 
 # Strategy, ranks, peak in MiB and tokens per second: ddp leads, zero3 is on no front, and zero2 is disturbed.

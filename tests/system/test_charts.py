@@ -16,9 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.cost_model.parts import PEAK_TITLES
-from harness.records.provenance import versions
-from harness.records.rank_report import MEMORY_ROLES
 from harness.records.schema import Record
 from harness.report.charts import expected, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
@@ -26,41 +23,15 @@ from harness.report.charts.curves import Points, by_world, select
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
 from harness.report.document import Chart
-from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item
 from harness.report.view import View, truncate
-
-GIB, MIB = 2**30, 2**20
+from tests.support.example_records import GIB, MIB, PARTS, TIMES, record, thrice
 
 HOSTILE = "\"]}' {datum.x} </svg><script>alert(1)</script> \x00\x1b[31m \u202e Übermaß && %s ${y}"
 
 Charts = dict[str, Chart]
 
 Trees = dict[str, ElementTree.Element]
-
-PARTS = {role: PEAK_TITLES[role] for role in MEMORY_ROLES}
-
-TIMES = dict(list(STEP_TITLES.items())[:5])
-
-ROW: dict[str, Any] = {
-    "name": "demo",
-    "status": "ok",
-    "reason": None,
-    "model": "tiny",
-    "parameters": MIB,
-    "engine": "torch",
-    "checkpointing": "none",
-    "precision": "fp32",
-    "world_size": 2,
-    "zero_stage": 0,
-    "micro_batch": 4,
-    "repeat": 0,
-    "grad_accumulation": 1,
-    "global_batch": 8,
-    "seq_len": 128,
-    "measured_on": "cuda",
-    "launch": "processes",
-}
 
 PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "first": tradeoffs.first_picture,
@@ -78,30 +49,6 @@ PICTURES: dict[str, Callable[[View], Chart | None]] = {
     "wall": memory.memory_wall,
     "largest": memory.largest_model,
 }
-
-
-def record(number: int, strategy: str, gibs: float, tokens_per_second: float, **changes: Any) -> Record:
-    """Return a run on 2 ranks with this peak in GiB, whose parts and times all have different sizes."""
-    share = dict(zip(PARTS, (1 / 8, 1 / 4, 1 / 16, 1 / 32, 7 / 16, 1 / 64, 5 / 64), strict=True))
-    seconds = 1024 / tokens_per_second
-    measured: dict[str, Any] = {
-        "tokens_per_second": tokens_per_second,
-        "step_seconds": seconds,
-        "step_seconds_iqr_ratio": 0.2,
-        "peak_allocated_bytes": int(gibs * GIB),
-        "activation_bytes": int(gibs * GIB / 2),
-        "predicted_peak_bytes": int(gibs * GIB * (1 + number / 100)),
-        "predicted_activation_bytes": int(gibs * GIB / 2.1),
-        **{f"at_peak_{part}_bytes": int(gibs * GIB * fraction) for part, fraction in share.items()},
-        **dict(zip(TIMES, (seconds * fraction for fraction in (0.02, 0.28, 0.4, 0.1, 0.2)), strict=True)),
-    }
-    if changes.get("status", "ok") != "ok":
-        measured = {"last_seen_allocated_bytes": 7 * GIB}
-    own = {"run_id": f"{number:010x}", "strategy": strategy, "started_at": f"2026-01-02T03:{number:02d}:00Z"}
-    sent = {"dp_shard": (number * 100.0 * MIB, 250.0 * MIB), "tp": (50.0 * MIB * number, None)}
-    traffic = [{"axis": axis, "bytes": size, "formula_bytes": due, "outside": {}} for axis, (size, due) in sent.items()]
-    parts = {"config": {}, "layout": {}, "versions": dict(versions()), "traffic": traffic[: 1 + number % 2]}
-    return Record.from_json({"row": ROW | own | measured | changes, **parts})
 
 
 LIMIT = {"memory_limit_bytes": 12 * GIB}
@@ -142,17 +89,6 @@ ENLARGED = [
     for at, (strategy, each) in enumerate((("ddp", 3.0), ("zero3", 1.5)))
     for size, status in ((1, "ok"), (2, "ok"), (4, "oom" if each == 3 else "ok"))
 ]
-
-
-def thrice(records: list[Record], away: float = 0.1) -> list[Record]:
-    """Return three repeats of every run; the others are slower and faster by a part of the first one's speed."""
-    repeated = []
-    for entry, (repeat, share) in itertools.product(records, enumerate((1.0, 1 - away, 1 + away))):
-        factors = {"tokens_per_second": share} | dict.fromkeys(("step_seconds", *TIMES), 1 / share)
-        row = entry.row | {name: entry.row[name] * by for name, by in factors.items() if entry.row.get(name)}
-        row |= {"repeat": repeat, "run_id": f"{entry.run_id}{repeat or ''}"}
-        repeated.append(dataclasses.replace(entry, row=row, config={"repeat": repeat}))
-    return repeated
 
 
 # Names that are neither markup nor expressions, and axes that are not even text.

@@ -29,7 +29,7 @@ from tests.support.commands import ROOT, compose_config
 from tests.support.processes import run_python
 from tests.support.tracking import write_example_record
 
-HEAVY = ("torch", "hydra", "omegaconf", "pandas", "deepspeed", "transformers")
+HEAVY = ("torch", "hydra", "omegaconf", "pandas", "deepspeed", "transformers", "wandb")
 
 
 def imported(*arguments: str) -> tuple[set[str], str, float]:
