@@ -34,6 +34,8 @@ from harness.worker import main as worker_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
+SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
+
 Done = CompletedProcess[str]
 
 Harness = Callable[..., Done]

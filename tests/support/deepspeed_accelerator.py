@@ -5,10 +5,8 @@ synchronized, and whether data dependencies between streams resolve by themselve
 own for a CPU, which answers these questions as the one for CUDA does (deepspeed/accelerator/cuda_accelerator.py).
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import torch
@@ -59,27 +57,17 @@ class CountingAccelerator(CPU_Accelerator):  # type: ignore[misc]
     default_stream = current_stream
 
 
-@contextmanager
-def counting_accelerator() -> Iterator[CountingAccelerator]:
-    """Return a context in which DeepSpeed uses a new CountingAccelerator; yield it."""
-    original: Any = get_accelerator()
-    accelerator = CountingAccelerator()
-    set_accelerator(accelerator)
-    try:
-        with mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None):
-            yield accelerator
-    finally:
-        set_accelerator(original)
-
-
 def count_synchronizations(config: RunConfig, layout: Layout, mesh: DeviceMesh, steps: int) -> list[int]:
     """Return how often the host waits for all work of the device in each of the first steps of a DeepSpeed engine.
 
     The process group must be initialized, with `mesh` over its ranks on the CPU. DeepSpeed keeps groups for the life
     of a process, so that one process must use one process group for all its engines.
     """
-    device = torch.device("cpu")
-    with counting_accelerator() as accelerator:
+    device, accelerator = torch.device("cpu"), CountingAccelerator()
+    with ExitStack() as stack:
+        stack.callback(set_accelerator, get_accelerator())
+        set_accelerator(accelerator)
+        stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
         engine = load_engine(layout.engine).build(config, layout, mesh, device, Probe())
         batches = Batches(Corpus(None, "synthetic"), config, layout, dist.get_rank(), device)
         totals = [accelerator.synchronizations]

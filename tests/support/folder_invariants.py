@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_all, read_record
 from harness.util.text import UserError
@@ -103,9 +105,7 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
         before, after = stable(expected[run_id]), stable(actual[run_id])
         for column in sorted(before.keys() | after.keys()):
             value, other = before.get(column), after.get(column)
-            if value != other and not (
-                value and other and column in NEARLY and abs(value - other) <= NEARLY[column] * value
-            ):
+            if other != pytest.approx(value, rel=NEARLY.get(column, 0.0), abs=0.0):
                 problems.append(f"{run_id}: {column} is {other}, undisturbed {value}")
     listed = [row["run_id"] for row in read_table(folder / "sweep" / "runs.csv")]
     if sorted(listed) != sorted(expected):

@@ -69,24 +69,21 @@ def hangs_in_collective(run_dir: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def _forked() -> int:
-    """Return the exit status of a process that this rank forks, as a data loader does."""
+def describe(run_dir: str) -> None:
+    """Write what this rank inherited: imported modules, CUDA, the process group, and the forkserver's threads.
+
+    It forks a process, as a data loader does, and writes that one's exit status too.
+    """
     child = os.fork()
     if child == 0:
         os._exit(7)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
-
-
-def describe(run_dir: str) -> None:
-    """Write what this rank inherited: imported modules, CUDA, the process group, and the forkserver's threads."""
     modules = ("deepspeed", "torch.distributed.fsdp", "torch.distributed.pipelining")
     status = Path(f"/proc/{os.getppid()}/status")
     result = {
         "imported": [name for name in modules if name in sys.modules],
         "cuda_initialized": torch.cuda.is_initialized(),
         "process_group": dist.is_initialized(),
-        "forked": _forked(),
+        "forked": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),
         "forkserver_threads": int(status.read_text().split("Threads:")[1].split()[0]) if status.exists() else None,
     }
     (Path(run_dir) / f"seen_{os.environ['RANK']}.json").write_text(json.dumps(result))

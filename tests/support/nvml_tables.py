@@ -11,8 +11,6 @@ import torch
 
 GIB = 2**30
 
-Refusal = type[BaseException]
-
 
 @dataclass
 class Board:

@@ -72,6 +72,12 @@ def parts_of_step(row: Row) -> dict[str, float]:
     }
 
 
+def columns_of_step(row: Row) -> dict[str, float]:
+    """Return the seconds of a step by the heads of a table's columns."""
+    shorter = {"pipeline bubble": "bubble", "copies to and from the host": "copies", "rest of the step": "rest"}
+    return {shorter.get(part, part.removesuffix(" communication")): s for part, s in parts_of_step(row).items()}
+
+
 def longer(row: Row, first: Row) -> str:
     """Return how much longer a step takes than the first one's."""
     ratio = row["predicted_step_seconds"] / first["predicted_step_seconds"]

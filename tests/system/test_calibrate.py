@@ -1,6 +1,5 @@
 """A real calibration of this machine, a plan with its file, and a run that is predicted by it."""
 
-import csv
 import json
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import yaml
 
 from harness.config.from_dict import from_dict
 from harness.config.schema import ClusterConfig
+from tests.support.commands import read_rows
 from tests.support.processes import run_python
 
 LAYOUT = ("strategy=ddp", "world_size=2", "model=tiny", "data=synthetic", "precision=fp32")
@@ -37,7 +37,5 @@ def test_a_calibrated_machine_is_planned_for_and_its_runs_are_predicted(tmp_path
     (plan,) = json.loads(planned.stdout)
     run = run_python(tmp_path, "-m", "harness", *LAYOUT, "tracking=none", "proof.reference=false")
     assert run.returncode == 0, run.stderr
-    with (tmp_path / "results" / "runs" / "runs.csv").open(newline="") as file:
-        (row,) = csv.DictReader(file)
-    assert float(row["predicted_step_seconds"]) == plan["predicted_step_seconds"] > 0
-    assert float(row["step_seconds"]) > 0
+    (row,) = read_rows(tmp_path / "results", "runs").itertuples()
+    assert row.predicted_step_seconds == plan["predicted_step_seconds"] > 0 and row.step_seconds > 0

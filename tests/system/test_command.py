@@ -14,10 +14,8 @@ from torch.cuda._memory_viz import trace_plot
 
 from harness.cli.main import main
 from harness.records.run_folder import RunFolder
-from tests.support.commands import ROOT, Harness, read_rows
+from tests.support.commands import ROOT, SMALL, Harness, read_rows
 from tests.support.processes import run_python
-
-SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
 @pytest.mark.parametrize(
@@ -28,7 +26,6 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("+strategy.foo=1", "strategy.foo is not a key: choose one of name, engine,"),
         ("strategy.engine=foo", "strategy.engine=foo is not known: choose accelerate,"),
         ("train.steps=0", "train.steps=0 is not a positive whole number: choose 1 or more"),
-        ("train.steps=x", "train.steps=x is not a whole number"),
         ("train.lr=-1", "train.lr=-1.0 is not a finite number of 0 or more"),
         ("train.micro_batch=-1", "train.micro_batch=-1 is not a positive whole number"),
         ("world_size=0", "world_size=0 is not a positive number"),
@@ -41,12 +38,9 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("name=../x", "name=../x cannot name a folder of results"),
         ("data.path=/nope", "data.path=/nope does not exist: name a text file"),
         ("results_dir=/proc/x", "results_dir: /proc/x/runs cannot be written"),
-        ("strategy=dp", "strategy=dp needs two CUDA devices"),
         ("strategy=zero1 strategy.dp_replicate=2 world_size=4", "strategy.dp_replicate=2 is not supported by"),
-        ("strategy=fsdp_full_shard strategy.engine=accelerate", "Accelerate silently drops sharding on CPU"),
         ("strategy=fsdp_full_shard strategy.zero_stage=1", "strategy.zero_stage=1 is not a mode of fully_shard"),
         ("strategy=tp world_size=4", "strategy.tp=4 does not divide model.num_key_value_heads=2: choose 1 or 2"),
-        ("strategy=tp world_size=3", "strategy.tp=3 does not divide model.num_attention_heads=4: choose 1 or 2"),
         ("strategy=tp model.intermediate_size=255", "strategy.tp=2 does not divide model.intermediate_size=255"),
         (
             "strategy=tp_sp train.seq_len=33",
@@ -63,9 +57,7 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
         ("strategy=pp_1f1b strategy.layers_per_stage=[4,x]", "strategy.layers_per_stage=x is not a whole number"),
         ("strategy=ddp strategy.layers_per_stage=[2,2]", "strategy.layers_per_stage=[2, 2] needs strategy.pp"),
         ("strategy=pp_1f1b model.tie_word_embeddings=true", "model.tie_word_embeddings=true ties the first stage"),
-        ("strategy=pp_1f1b strategy.schedule=zbv", "strategy.schedule=zbv is not known: choose gpipe, 1f1b,"),
         ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
-        ("strategy=ddp strategy.tp=2", "strategy.data_parallel=ddp cannot wrap a model that strategy.tp=2 shards"),
         (
             "strategy=ddp_pp strategy.schedule=zero_bubble world_size=4",
             "strategy.data_parallel=ddp all-reduces gradients",

@@ -43,11 +43,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 def fill(disk: Path) -> None:
     """Fill the disk to its last byte."""
-    with (disk / "filler").open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        for size in (2**16, 2**10, 1):
-            with contextlib.suppress(OSError):
-                while file.write(bytes(size)) == size:
-                    pass
+    with contextlib.suppress(OSError):
+        (disk / "filler").write_bytes(bytes(DISK_BYTES))
 
 
 def call_while_running(results: Path, action: Callable[[], None]) -> threading.Thread:

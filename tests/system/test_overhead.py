@@ -11,8 +11,6 @@ import pytest
 from tests.benchmarks.overhead import TURN_SECONDS, check_same_losses, summarize
 from tests.support.commands import ROOT
 
-sys.path.insert(0, str(ROOT))
-
 
 @pytest.mark.long
 def test_one_pair_of_each_kind_is_measured_and_written(tmp_path: Path) -> None:

@@ -40,10 +40,8 @@ from harness.sweep.queued_run import (
 from harness.sweep.scheduler import Scheduler, SequentialExecutor
 from harness.util.text import UserError, format_duration
 from tests.support import faults
-from tests.support.commands import ROOT, Harness, compose, compose_config, execute_run, read_rows
+from tests.support.commands import ROOT, SMALL, Harness, compose, compose_config, execute_run, read_rows
 from tests.support.slurm_cluster import wait_for_step
-
-SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
 
 def queued(name: str, repeat: int, *overrides: str) -> QueuedRun:
