@@ -197,18 +197,14 @@ LONG = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "
 PREPARED = [model_named(name) for name in ("tiny", "125m", "350m", "1b", "7b")]
 
 
-class Recomputing(Listener):
-    """A listener that tells the meter of second forwards."""
+class Hearing(Listener):
+    """A listener that tells the meter of second forwards, and of tensors saved outside autograd."""
 
     def __init__(self, meter: ActivationMeter) -> None:
         self.meter = meter
 
     def recompute(self) -> AbstractContextManager[None]:
         return self.meter.recompute()
-
-
-class Hearing(Recomputing):
-    """A listener that also tells the meter of tensors saved outside autograd."""
 
     def saved_for_recompute(self, tensor: Tensor) -> None:
         self.meter.watch(tensor)

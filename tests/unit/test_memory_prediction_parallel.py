@@ -40,7 +40,7 @@ from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
 from tests.support.capacity import capacity_problem
-from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Live, Recomputing, model_named, run, shaped
+from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Hearing, Live, model_named, run, shaped
 from tests.support.pairwise import pairwise
 from tests.support.rank_memory import estimate_rank_memory
 from tests.support.schedules import laid_out
@@ -258,7 +258,7 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
     waiting: list[tuple[Tensor, Tensor]] = []
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
-    with ActivationMeter(module) as meter, probe.listen(Recomputing(meter)), Live() as live:
+    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)), Live() as live:
         for kind, _ in schedule_order(layout.schedule, layout.pp, layout.virtual_stages, count, pp_rank):
             if kind == "forward":
                 stage_input = arriving.pop(0)
