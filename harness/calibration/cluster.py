@@ -47,7 +47,12 @@ def cluster_path(folder: Path, name: str, overwrites: bool) -> Path:
 def calibrated_hardware(
     machine: Machine, measured: Measurements, rates: FittedRates, datasheet: HardwareConfig | None
 ) -> HardwareConfig:
-    """Return the hardware of the measured machine; `datasheet` is that of a file with this device, if there is one."""
+    """Return the hardware of the measured machine; `datasheet` is that of a file with this device, if there is one.
+
+    Its first source is when and on what the figures were measured.
+    """
+    import torch
+
     is_cpu = machine.device == "cpu"
     shared = measured.ranks if is_cpu else 1  # a CPU's figures are those of all ranks together
     known_peak = None if is_cpu else peak_flops(machine.device_name, measured.dtype)
@@ -70,13 +75,15 @@ def calibrated_hardware(
         node_contention=datasheet.fitted.node_contention if datasheet else 0.0,
         overlap_slowdown=1.0 if rates.overlap_slowdown is None else rates.overlap_slowdown,
     )
+    source = f"measured by harness calibrate on {datetime.now(UTC).date().isoformat()}: torch {torch.__version__}"
+    device = f"{processor_name() or 'a CPU'}, {machine.cores} cores" if is_cpu else machine.device_name
     return HardwareConfig(
         device_name=machine.device_name,
         memory=machine.device_bytes or psutil.virtual_memory().total,
         memory_bandwidth=_rounded(memory_bandwidth * shared),
         intra_node_bandwidth=_rounded(link),
         inter_node_bandwidth=datasheet.inter_node_bandwidth if datasheet else ASSUMED_NETWORK,
-        sources=(_measured_on(machine, measured), *(datasheet.sources if datasheet else ())),
+        sources=(f"{source}, {device}, {measured.ranks} ranks", *(datasheet.sources if datasheet else ())),
         fitted=FittedHardware(**{name: _rounded(value) for name, value in dataclasses.asdict(fitted).items()}),
         fitted_to="",
         datasheet_only=False,
@@ -92,15 +99,6 @@ def calibrated_hardware(
 
 def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
-
-
-def _measured_on(machine: Machine, measured: Measurements) -> str:
-    """Return when and on what the figures were measured."""
-    import torch
-
-    is_cpu, date = machine.device == "cpu", datetime.now(UTC).date().isoformat()
-    device = f"{processor_name() or 'a CPU'}, {machine.cores} cores" if is_cpu else machine.device_name
-    return f"measured by harness calibrate on {date}: torch {torch.__version__}, {device}, {measured.ranks} ranks"
 
 
 def assumptions(rates: FittedRates, datasheet: HardwareConfig | None) -> str:

@@ -190,7 +190,7 @@ def predicted_seconds(point: Point, measured: Measurements, hardware: HardwareCo
             rate = rates.attention_flops if curve == "forward" else rates.attention_backward_flops
             return point.work / rate + ATTENTION_KERNELS[curve] * rates.kernel_seconds
         case "memory" | "memory in caches":
-            return rates.elementwise_seconds(point.work)
+            return point.work / rates.memory_bytes
         case "send":
             return send_seconds(point.work, 1, point.sizes[0], hardware)
     seconds = all_reduce_seconds if point.curve == "all_reduce" else gather_seconds

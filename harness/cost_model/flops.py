@@ -140,7 +140,10 @@ def recomputed_flops(
     follows it, as the mask is drawn behind it. Where an engine's own projection saves its input only after it has run
     (DeepSpeed's stage 3, unless strategy.options.memory_efficient_linear=false), that projection runs too, and
     `recomputes_last_projection` is true. Selective checkpointing takes the products that it has saved from the first
-    forward. `fused` is whether one kernel computes attention, by default as expected on a CPU.
+    forward. `fused` is whether one kernel computes attention, by default as expected on a CPU: it is one operator. With
+    plain operators torch stops before the last product of attention's core, which nothing needs: with context
+    parallelism that is a product of a rank's second chunk, and the first chunk sees (c + 1) / (4 c + 2) of what both
+    see.
     """
     model, train, checkpointing = config.model, config.train, config.checkpointing
     calls = sum(recomputed_layers(config, layout, stage) for stage in split_into_stages(model, layout))
@@ -148,8 +151,10 @@ def recomputed_flops(
     if checkpointing.name == "selective":
         return calls * recomputed_product_flops(model, checkpointing, train.global_batch * train.seq_len, runs_to_end)
     if checkpointing.name == "attention":
+        product, c = attention_product_flops(config) - causal_skipped_flops(config, layout), layout.cp
+        of_first_chunk = product * (c + 1) // (4 * c + 2) if c > 1 else 0
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
-        return calls * attention_recompute_flops(config, layout, is_fused)
+        return calls * (2 * product if is_fused else product + of_first_chunk)
     of_all = operations(config).recomputed_to_end if runs_to_end else operations(config).recomputed
     return calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout)
 
@@ -177,17 +182,3 @@ def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int:
         return stage.layers
     forwards = 2 if layout.splits_backward and not stage.holds_embedding else 1
     return sum(map(config.checkpointing.recomputes_layer, stage.layer_indices)) * forwards
-
-
-def attention_recompute_flops(config: RunConfig, layout: Layout, fused: bool) -> int:
-    """Return the operations per step of one layer's second forward of attention's core.
-
-    A fused kernel is one operator. With plain operators torch stops before the last product, which nothing needs: with
-    context parallelism that is a product of a rank's second chunk, and the first chunk sees (c + 1) / (4 c + 2) of what
-    both see.
-    """
-    product = attention_product_flops(config) - causal_skipped_flops(config, layout)
-    if fused:
-        return 2 * product
-    c = layout.cp
-    return product + (product * (c + 1) // (4 * c + 2) if c > 1 else 0)

@@ -109,7 +109,9 @@ def layer_backward(
 def recompute_layer(backward: LayerBackward) -> None:
     """Run a layer's second forward: its attention's scores, and its end, where ranks may sum and drop out.
 
-    It keeps no saved result beyond its end: that of the last product is freed before backward takes its inputs.
+    It keeps no saved result beyond its end: that of the last product is freed before backward takes its inputs. Where
+    ranks sum and drop out, the pending gradient exists there, the summand and three copies of the tensor-parallel
+    ranks' sum, as DTensor passes it on; the dropout's mask does not exist yet.
     """
     shape, results = backward.shape, backward.recomputed
     before = {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
@@ -118,17 +120,8 @@ def recompute_layer(backward: LayerBackward) -> None:
     backward.recompute(before, {"copies": forward_copies_bytes(shape)})
     backward.saved = {name: size for name, size in backward.saved.items() if name not in backward.consumed}
     last = layer_matrices(shape.model)[-1].name
-    backward.run({"sum": max(0, recompute_allreduce_bytes(shape) - shape.hidden_bytes)}, ("sum", last))
-
-
-def recompute_allreduce_bytes(shape: MicroBatchShape) -> int:
-    """Return the bytes that exist beside the kept tensors at the end of a second forward, where ranks sum and drop out.
-
-    They are the pending gradient, the summand and three copies of the tensor-parallel ranks' sum, as DTensor passes it
-    on; the dropout's mask does not exist yet.
-    """
-    size = shape.whole_hidden_bytes + 4 * shape.hidden_bytes - shape.dropout_mask_bytes
-    return size * (shape.tp > 1 and shape.model.dropout > 0)
+    summed = shape.whole_hidden_bytes + 3 * shape.hidden_bytes - shape.dropout_mask_bytes  # beside the gradient
+    backward.run({"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last))
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:
@@ -169,8 +162,12 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         backward.deferred += shape.tensor_bytes(operator.output)
     elif kind == "function":
         backward.run(gradients, (gradient, *inputs))
-    elif kind == "rotary":
-        run_rotary(backward, gradient, shape.tensor_bytes(operator.output))
+    elif kind == "rotary":  # x * cos + rotate(x) * sin: the products' gradients and their sum
+        size = shape.tensor_bytes(operator.output)
+        backward.run({"times_sin.grad": size, "halves.grad": size // 2}, ("times_sin.grad",))
+        backward.run({"rotated.grad": size}, ("halves.grad",))
+        backward.run({"times_cos.grad": size}, (gradient,))
+        backward.run({gradient: size}, ("rotated.grad", "times_cos.grad"))
     else:
         for results, frees in attention_backward_operators(shape):
             backward.run(results, frees)
@@ -189,14 +186,6 @@ def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str
     if not is_first:
         backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=elements)  # in the input's place
     backward.run({}, weight=elements, is_accumulation=True, is_followed_by_matrix=not norm_output)
-
-
-def run_rotary(backward: LayerBackward, gradient: str, size: int) -> None:
-    """Run the backward of x * cos + rotate(x) * sin: the products' gradients and their sum, of `size` bytes each."""
-    backward.run({"times_sin.grad": size, "halves.grad": size // 2}, ("times_sin.grad",))
-    backward.run({"rotated.grad": size}, ("halves.grad",))
-    backward.run({"times_cos.grad": size}, (gradient,))
-    backward.run({gradient: size}, ("rotated.grad", "times_cos.grad"))
 
 
 def run_norm(backward: LayerBackward, norm: str) -> None:

@@ -81,7 +81,7 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int)
     groups = defaultdict[str, list[tuple[int, ...]]](list)
     for parameter in parameters_of_stage(model, stage):
         if parameter.layer in (None, stage.first_layer):
-            groups[parameter.group].append(parameter.largest_part(layout.tp, layout.vocabulary_tp))
+            groups[parameter.group].append(parameter.local_shape(layout.tp, layout.vocabulary_tp))
     ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[str(stage.first_layer)], shards)
     if all(ends):
         embedding, head = (_shard_group(shapes, shards) for shapes in ends)
@@ -107,7 +107,7 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
     """
     vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
     parameters = parameters_of_stage(model, stage)
-    return sum(math.prod(parameter.largest_part(tp, vocabulary_parts)) for parameter in parameters)
+    return sum(math.prod(parameter.local_shape(tp, vocabulary_parts)) for parameter in parameters)
 
 
 def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:

@@ -32,9 +32,7 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     }
     yield from refusals(rules, config, layout, tokens=tokens)
     if config.model.hf_info is None:
-        yield from decoder_incompatibilities(config, layout)
-        if pp_enabled:
-            yield from pipeline_incompatibilities(config, layout, micro_batches)
+        yield from decoder_incompatibilities(config, layout, micro_batches)
     else:
         yield from library_incompatibilities(config, layout, config.model.hf_info)
     is_whole = layout.axes_size(layout.sharding_axes) == 1
@@ -47,8 +45,11 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     yield from refusals(rules, config, layout, layers=list(layout.layers_per_stage or ()), cp_chunks=2 * layout.cp)
 
 
-def decoder_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
-    """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide."""
+def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
+    """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide.
+
+    In a pipeline, yield also why the model cannot be cut into stages, or a schedule cannot take so many micro-batches.
+    """
     model, tp, seq_len = config.model, layout.tp, config.train.seq_len
     sequence_multiple, cuts_sequence = tp * layout.cp, layout.sequence_parallel
     largest_part = math.ceil(model.vocab_size / tp)  # of the vocabulary; the last rank has what is left
@@ -68,13 +69,11 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
         "sequence_multiple": sequence_multiple,
     }
     yield from refusals(rules, config, layout, **values)
-
-
-def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
-    """Yield why the model cannot be cut into stages, or the schedule cannot take so many micro-batches."""
+    if not layout.pp_enabled:
+        return
     p, schedule, round_size = layout.pp, layout.schedule, micro_batches_per_round(layout.pp, micro_batches)
     try:
-        split_into_stages(config.model, layout)
+        split_into_stages(model, layout)
     except UserError as error:
         yield str(error)
     takes_rounds = schedule in ("interleaved_1f1b", "zero_bubble")
@@ -90,27 +89,21 @@ def pipeline_incompatibilities(config: RunConfig, layout: Layout, micro_batches:
 
 
 def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelInfo) -> Iterator[str]:
-    """Yield a line for every setting that needs this project's code in the place of the library's."""
+    """Yield which settings need this project's code, and what ranks cannot divide by the library's own plan."""
+    model, is_cut = config.model, layout.tp_enabled
     rules = {
         "hf_offload": config.checkpointing.offload_activations,
-        "hf_context": config.train.seq_len > config.model.context_length,
+        "hf_context": config.train.seq_len > model.context_length,
         "hf_checkpointing": config.checkpointing.name in ("selective", "attention"),
         "hf_loss_chunks": config.train.loss_chunks > 1,
         "hf_compile": config.train.compile,
         "hf_cp": layout.cp_enabled,
         "hf_pp": layout.pp_enabled,
         "hf_sequence_parallel": layout.sequence_parallel,
-        "hf_no_plan": layout.tp_enabled and not info.tensor_plan,
+        "hf_no_plan": is_cut and not info.tensor_plan,
     }
     yield from refusals(rules, config, layout, model_type=info.config["model_type"])
-    if layout.tp_enabled:
-        yield from library_plan_incompatibilities(config, layout, info)
-
-
-def library_plan_incompatibilities(config: RunConfig, layout: Layout, info: HFModelInfo) -> Iterator[str]:
-    """Yield why so many tensor-parallel ranks cannot divide the model by the library's own plan."""
-    model = config.model
-    for path, style in info.tensor_plan.items():
+    for path, style in info.tensor_plan.items() if is_cut else ():
         dimension, shape = SHARD_DIM.get(style), info.shapes.get(f"{path}.weight")
         size = 0 if dimension is None or shape is None else shape[dimension]
         rules = {"hf_style": dimension is None, "hf_dimension": size % layout.tp != 0}
@@ -121,4 +114,5 @@ def library_plan_incompatibilities(config: RunConfig, layout: Layout, info: HFMo
         size = getattr(model, key)
         rules = {"hf_heads": size % layout.tp != 0}
         yield from refusals(rules, config, layout, key=key, size=size, divisors=divisors_text(size))
-    yield from refusals({"hf_tied": model.tie_word_embeddings, "hf_dropout": model.dropout > 0}, config, layout)
+    rules = {"hf_tied": is_cut and model.tie_word_embeddings, "hf_dropout": is_cut and model.dropout > 0}
+    yield from refusals(rules, config, layout)

@@ -65,18 +65,6 @@ def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     )
 
 
-def layer_shapes(model: ModelConfig) -> Shapes:
-    """Return the shapes of one layer's parameters by their names in the layer."""
-    shapes: Shapes = {}
-    for branch in model.architecture.branches:
-        shapes |= norm_shapes(branch.norm, model)
-    for matrix in layer_matrices(model):
-        shapes[f"{matrix.path}.weight"] = (matrix.outputs, matrix.inputs)
-        if model.architecture.biases:
-            shapes[f"{matrix.path}.bias"] = (matrix.outputs,)
-    return shapes
-
-
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters of a norm with this name."""
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes, layer_matrices, layer_shapes, norm_shapes, numel
+from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes, layer_matrices, norm_shapes, numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,15 +82,20 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
 
     A tied head is the embedding. A second forward runs all modules of a layer to their end but for the last matrix.
     """
-    layers = tuple(f"layers.{i}" for i in range(model.num_hidden_layers))
-    shapes: Shapes = {"embed_tokens.weight": (model.vocab_size, model.hidden_size)}
+    layers, matrices = tuple(f"layers.{i}" for i in range(model.num_hidden_layers)), layer_matrices(model)
+    table = (model.vocab_size, model.hidden_size)
+    of_layer: Shapes = {}
+    for branch in model.architecture.branches:
+        of_layer |= norm_shapes(branch.norm, model)
+    for matrix in matrices:
+        of_layer[f"{matrix.path}.weight"] = (matrix.outputs, matrix.inputs)
+        if model.architecture.biases:
+            of_layer[f"{matrix.path}.bias"] = (matrix.outputs,)
+    shapes: Shapes = {"embed_tokens.weight": table}
     if model.architecture.learned_positions:
         shapes["embed_positions.weight"] = (model.context_length, model.hidden_size)
-    shapes |= {f"{path}.{name}": shape for path in layers for name, shape in layer_shapes(model).items()}
-    shapes |= norm_shapes("norm", model)
-    if not model.tie_word_embeddings:
-        shapes["lm_head.weight"] = (model.vocab_size, model.hidden_size)
-    matrices = layer_matrices(model)
+    shapes |= {f"{path}.{name}": shape for path in layers for name, shape in of_layer.items()}
+    shapes |= norm_shapes("norm", model) | ({} if model.tie_word_embeddings else {"lm_head.weight": table})
     plan = {f"{path}.{matrix.path}": str(matrix.style) for path in layers for matrix in matrices}
     plan |= {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
     return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, (matrices[-1].path,))

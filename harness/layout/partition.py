@@ -128,10 +128,16 @@ class ShardedParameter:
             return 1
         return vocabulary_tp if self.is_vocabulary else tp
 
-    def largest_part(self, tp: int, vocabulary_tp: int) -> tuple[int, ...]:
-        """Return the shape on the tensor-parallel rank that has most of it."""
-        parts = self.parts(tp, vocabulary_tp)
-        return tuple(math.ceil(size / parts) if axis == self.dim else size for axis, size in enumerate(self.shape))
+    def local_shape(self, tp: int, vocabulary_tp: int, place: int = 0) -> tuple[int, ...]:
+        """Return the shape on the tensor-parallel rank of this place; the first one has most of it.
+
+        A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it.
+        """
+        parts, sizes = self.parts(tp, vocabulary_tp), list(self.shape)
+        if self.dim is not None and parts > 1:
+            part = math.ceil(sizes[self.dim] / parts)
+            sizes[self.dim] = max(0, min(part, sizes[self.dim] - place * part))
+        return tuple(sizes)
 
     def is_in(self, stage: Stage) -> bool:
         """Return whether the parameter is in this stage."""
@@ -172,19 +178,9 @@ def representative_stage(stage: Stage, period: int) -> Stage:
 
 @lru_cache(maxsize=128)
 def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) -> Mapping[str, tuple[int, ...]]:
-    """Return the shapes of a stage's parameters on this rank, before data-parallel sharding.
-
-    A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it.
-    """
-    coordinate = layout.coordinates(rank)["tp"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for parameter in parameters_of_stage(model, stage):
-        parts, cut, sizes = parameter.parts(layout.tp, layout.vocabulary_tp), parameter.dim, list(parameter.shape)
-        if cut is not None and parts > 1:
-            part = math.ceil(sizes[cut] / parts)
-            sizes[cut] = max(0, min(part, sizes[cut] - coordinate * part))
-        shapes[parameter.name] = tuple(sizes)
-    return MappingProxyType(shapes)
+    """Return the shapes of a stage's parameters on this rank, before data-parallel sharding."""
+    cut = (layout.tp, layout.vocabulary_tp, layout.coordinates(rank)["tp"])
+    return MappingProxyType({each.name: each.local_shape(*cut) for each in parameters_of_stage(model, stage)})
 
 
 @lru_cache(maxsize=128)

@@ -5,7 +5,6 @@ This process imports no torch. Nothing is downloaded.
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import GroupValues
+from harness.records.provenance import versions
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, one_line
 
@@ -82,7 +82,9 @@ def config_path(model: GroupValues) -> Path:
         raise UserError("model.path=null: name the config.json of model=hf, the folder that has it, or a cached model")
     text = str(model["path"])
     path = Path(text).expanduser()
-    cached = hub_folder() / f"models--{text.replace('/', '--')}"
+    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()  # of the library huggingface_hub
+    cached = hub / f"models--{text.replace('/', '--')}"
     main = cached / "refs" / "main"
     names = [main.read_text().strip()] if main.is_file() else []
     snapshots = [cached / "snapshots" / name for name in names] + sorted((cached / "snapshots").glob("*"))
@@ -96,19 +98,20 @@ def config_path(model: GroupValues) -> Path:
     return file
 
 
-def hub_folder() -> Path:
-    """Return the folder in which the library huggingface_hub keeps what it has downloaded."""
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-
-
 def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
-    """Return a model as the project's own decoder; None where its architecture is another one."""
+    """Return a model as the project's own decoder; None where its architecture is another one.
+
+    Layers of the type llama may have biases, heads or an activation that the family's have not.
+    """
     family = _FAMILIES.get(str(config.get("model_type")))
-    if family is None or (family == "llama" and has_other_layers(config)):
+    if family is None:
         return None
     values: GroupValues = {value: config[key] for value, key in _KEYS[family].items()}
     width, heads, is_gpt = values["hidden_size"], values["num_attention_heads"], family == "gpt"
+    has_biases = config.get("attention_bias") or config.get("mlp_bias")
+    is_other_head = (config.get("head_dim") or width // heads) * heads != width
+    if not is_gpt and (has_biases or is_other_head or config.get("hidden_act", "silu") != "silu"):
+        return None
     values |= {
         "intermediate_size": values.get("intermediate_size") or config.get("n_inner") or 4 * width,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
@@ -123,18 +126,11 @@ def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> Gro
     return values | {key: model[key] for key in _CHANGED if model.get(key) is not None}
 
 
-def has_other_layers(config: dict[str, Any]) -> bool:
-    """Return whether layers of the type llama have biases, heads or an activation that the family's have not."""
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    has_biases = config.get("attention_bias") or config.get("mlp_bias")
-    is_other_head = (config.get("head_dim") or width // heads) * heads != width
-    return bool(has_biases or is_other_head or config.get("hidden_act", "silu") != "silu")
-
-
 def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
     """Return the values of a model that another process traces, or that one has traced before."""
     settings = {key: value for key, value in model.items() if key != "path"}
-    depends_on = json.dumps([config, settings, seq_len, versions()], sort_keys=True)
+    of_packages = {package: versions()[package] for package in ("harness", "transformers", "torch")}
+    depends_on = json.dumps([config, settings, seq_len, of_packages], sort_keys=True)
     file = cache / "traces" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(FileNotFoundError, ValueError):  # a ValueError: half a file, of a machine that stopped
         values: GroupValues = json.loads(file.read_text())
@@ -161,10 +157,3 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
     file.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_text(file, json.dumps(values))
     return values
-
-
-def versions() -> list[str]:
-    """Return the versions of what a trace depends on; none for a package that is not installed."""
-    packages = ("training-harness", "transformers", "torch")
-    distributions = (next(iter(importlib.metadata.distributions(name=package)), None) for package in packages)
-    return [distribution.version if distribution else "none" for distribution in distributions]

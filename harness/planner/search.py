@@ -90,7 +90,10 @@ def lower_bound(of_rank: Callable[[RankStep], int], prediction: Prediction) -> i
 
 
 # The quickest first.
-LOWER_BOUNDS = (partial(lower_bound, optimizer_step_bytes), partial(lower_bound, backward_start_bytes))
+LOWER_BOUNDS: tuple[LowerBound, ...] = (
+    partial(lower_bound, optimizer_step_bytes),
+    partial(lower_bound, backward_start_bytes),
+)
 
 
 def search(space: SearchedSpace, best: int = BEST, bounds: Sequence[LowerBound] = LOWER_BOUNDS) -> SearchResult:

@@ -65,8 +65,8 @@ class SearchedSpace:
     @property
     def offloads(self) -> bool:
         """Whether the host is searched, too: if devices have one whose link is known."""
-        cluster = self.cluster
-        return self.wants_host and cluster.device == "cuda" and cluster.hardware.host_bandwidth is not None
+        has_link = self.cluster.hardware.host_bandwidth is not None
+        return self.wants_host and self.cluster.device == "cuda" and has_link
 
     @property
     def fixes_offload(self) -> bool:
@@ -129,7 +129,7 @@ def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
 
 
 def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
-    """Yield degrees of tensor, context and pipeline parallelism, whether or not they divide the world together.
+    """Return degrees of tensor, context and pipeline parallelism, whether or not they divide the world together.
 
     A context-parallel rank has enough tokens, unless the degree is fixed.
     """
@@ -137,8 +137,8 @@ def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
     tps = [tp for tp in world if tp <= MOST_TP and not (model.num_key_value_heads % tp or model.intermediate_size % tp)]
     cps = [cp for cp in world if cp == 1 or (cp <= MOST_CP and tokens % (2 * cp) == 0 and LEAST_TOKENS * cp <= tokens)]
     fixed = space.fixed_values("strategy").get("cp", -1)
-    for degrees in itertools.product(tps, cps if fixed == -1 else [fixed], world):
-        yield dict(zip(MODEL_AXES, degrees, strict=True))
+    degrees = itertools.product(tps, cps if fixed == -1 else [fixed], world)
+    return (dict(zip(MODEL_AXES, sizes, strict=True)) for sizes in degrees)
 
 
 def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:

@@ -52,7 +52,7 @@ class KernelRates:
     matmul_flops: float
     attention_flops: float
     attention_backward_flops: float
-    memory_bytes: float
+    memory_bytes: float  # of kernels that do little more than read and write
     kernel_seconds: float
 
     def product_seconds(self, m: float, n: float, k: float, width: int) -> float:
@@ -62,10 +62,6 @@ class KernelRates:
             + width * (m * k + k * n + m * n) / self.memory_bytes
             + self.kernel_seconds
         )
-
-    def elementwise_seconds(self, bytes_moved: float) -> float:
-        """Return the seconds of kernels that do little more than read and write so many bytes."""
-        return bytes_moved / self.memory_bytes
 
 
 def fused_attention_flops(tokens: float, seq_len: float, heads: float, head_dim: int, computed_share: float) -> float:
@@ -148,12 +144,18 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
 
     A product takes as long as the one that computes the gradient of its input, or of its weight.
     """
-    rates, tokens = kernel_rates(hardware, shape.compute_dtype), shape.tokens
-    matrices = [matrix.cut(shape.tp) for matrix in model_profile(shape.model).layer_matrices]
+    rates, tokens, model = kernel_rates(hardware, shape.compute_dtype), shape.tokens, shape.model
+    matrices = [matrix.cut(shape.tp) for matrix in model_profile(model).layer_matrices]
     products = [rates.product_seconds(tokens, rows, columns, shape.width) for rows, columns in matrices]
     weight_gradient = sum(products) + _accumulation_seconds(shape, rates, sum(map(math.prod, matrices)))
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
-    elementwise = rates.elementwise_seconds(_elementwise_bytes(shape)) * timing.elementwise_traffic
+    # What norms, rotations, sums and activation functions move in forward.
+    residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
+    is_library, residual_parts = model.hf_info is not None, shape.tp if shape.sequence_parallel else 1
+    head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
+    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
+    moved = tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
+    elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
     return LayerSeconds(
         forward=sum(products) + forward_attention + elementwise,
         backward=sum(products) + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
@@ -165,7 +167,7 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
 
 def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: float) -> float:
     """Return the seconds in which so many elements of a gradient are added to those of earlier micro-batches."""
-    return rates.elementwise_seconds(elements * (shape.width + 2 * shape.accumulate_bytes))
+    return elements * (shape.width + 2 * shape.accumulate_bytes) / rates.memory_bytes
 
 
 def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
@@ -182,19 +184,8 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
         return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
     products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
-    forward = products + rates.elementwise_seconds(scores * SCORE_BYTES_FORWARD)
-    return forward, 2 * products + rates.elementwise_seconds(scores * SCORE_BYTES_BACKWARD)
-
-
-def _elementwise_bytes(shape: MicroBatchShape) -> float:
-    """Return the bytes that a layer's norms, rotations, sums and activation functions move in forward."""
-    model = shape.model
-    residual_parts = shape.tp if shape.sequence_parallel else 1
-    residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
-    is_library = model.hf_info is not None
-    head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
-    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
-    return shape.tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
+    forward = products + scores * SCORE_BYTES_FORWARD / rates.memory_bytes
+    return forward, 2 * products + scores * SCORE_BYTES_BACKWARD / rates.memory_bytes
 
 
 @lru_cache(maxsize=8192)
@@ -202,7 +193,7 @@ def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stack
     """Return the seconds of final norm, head and loss in forward and in backward."""
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
     vocabulary = shape.model.vocab_size / shape.vocabulary_tp
-    loss = rates.elementwise_seconds(shape.tokens * vocabulary * timing.logit_bytes)
+    loss = shape.tokens * vocabulary * timing.logit_bytes / rates.memory_bytes
     product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
     return product + loss / 2, 2 * product + _accumulation_seconds(shape, rates, vocabulary * width) + loss / 2
 
@@ -211,7 +202,7 @@ def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stack
 def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple[float, float]:
     """Return the seconds of the embedding in forward and in backward; its gradient is as large as the table."""
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
-    rows = rates.elementwise_seconds(EMBEDDING_TENSORS * shape.tokens * width * shape.width)
+    rows = EMBEDDING_TENSORS * shape.tokens * width * shape.width / rates.memory_bytes
     table = shape.model.vocab_size / shape.vocabulary_tp * width
     return rows, rows + _accumulation_seconds(shape, rates, table)
 
@@ -237,31 +228,24 @@ def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankG
 
 
 @lru_cache(maxsize=4096)
-def ring_bandwidth(group: RankGroup, hardware: HardwareConfig) -> float:
-    """Return the bytes per second that each rank of a ring sends."""
+def ring(group: RankGroup, hardware: HardwareConfig) -> tuple[float, float]:
+    """Return the seconds in which one element goes around the ring, and the bytes per second that each rank sends."""
     fitted = hardware.fitted
     in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
     if group.nodes == 1:
-        return in_node
+        return (group.ranks - 1) * fitted.intra_node_latency, in_node
+    latency = group.nodes * fitted.inter_node_latency + (group.ranks - group.nodes) * fitted.intra_node_latency
     between = group.ranks / group.nodes * hardware.inter_node_bandwidth * fitted.inter_node_efficiency  # by all cards
     contention: float = (2 / group.nodes) ** fitted.node_contention
-    return min(in_node, between * contention)
-
-
-@lru_cache(maxsize=4096)
-def ring_latency(group: RankGroup, hardware: HardwareConfig) -> float:
-    """Return the seconds in which one element goes around the ring."""
-    fitted = hardware.fitted
-    between = group.nodes if group.nodes > 1 else 0
-    return between * fitted.inter_node_latency + (group.ranks - max(1, between)) * fitted.intra_node_latency
+    return latency, min(in_node, between * contention)
 
 
 def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
     if group.ranks == 1:
         return 0.0
-    share = (group.ranks - 1) / group.ranks
-    return ring_latency(group, hardware) + share * total_bytes / ring_bandwidth(group, hardware)
+    latency, bandwidth = ring(group, hardware)
+    return latency + (group.ranks - 1) / group.ranks * total_bytes / bandwidth
 
 
 def all_reduce_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:

@@ -19,7 +19,7 @@ from harness.cost_model.timing.kernels import (
     group_of,
     head_seconds,
     layer_seconds,
-    ring_latency,
+    ring,
 )
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
@@ -60,11 +60,6 @@ class MicroBatchTime:
     backward: float  # with the second forward of checkpointing
     tp: float  # exposed communication of both passes
     cp: float
-
-    @property
-    def seconds(self) -> float:
-        """All of them."""
-        return self.forward + self.backward + self.tp + self.cp
 
 
 @dataclass(frozen=True)
@@ -131,9 +126,10 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         in_step = [(seconds - hidden) * (micro_batches if is_often else 1) for seconds, hidden, is_often in sent]
     exposed_often, hidden_often = _sums(sent, in_every_micro_batch=True)
     exposed_once, hidden_once = _sums(sent, in_every_micro_batch=False)
+    all_passes = passes.forward + passes.backward + passes.tp + passes.cp
     return RankTime(
         passes,
-        per_micro_batch=passes.seconds + exposed_often + step.hardware.fitted.overlap_slowdown * hidden_often,
+        per_micro_batch=all_passes + exposed_often + step.hardware.fitted.overlap_slowdown * hidden_often,
         data_per_micro_batch=exposed_often,
         data_per_step=exposed_once + slices,
         hidden_per_micro_batch=hidden_often,
@@ -171,7 +167,7 @@ def _unit_seconds(step: StepSetting, parameters: float, tensors: int) -> tuple[f
     """
     hardware, widths, zero_stage = step.hardware, step.widths, step.layout.zero_stage
     shards, replicas = step.group(*step.layout.sharding_axes), step.group(*step.layout.replica_axes)
-    reduced, latency = parameters * step.config.precision.reduce_bytes, ring_latency(shards, hardware)
+    reduced, (latency, _) = parameters * step.config.precision.reduce_bytes, ring(shards, hardware)
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
     reductions = min(tensors, math.ceil(parameters / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1

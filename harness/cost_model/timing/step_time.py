@@ -175,7 +175,7 @@ def _optimizer_seconds(step: StepSetting, parameters: float) -> float:
     hardware, layout = step.hardware, step.layout
     norm = GRADIENT_NORM_BYTES * parameters / layout.shard_count("gradients")
     update = step.timing.optimizer_bytes * parameters / layout.shard_count("optimizer")
-    seconds = kernel_rates(hardware, step.config.precision.compute).elementwise_seconds(norm + update)
+    seconds = (norm + update) / kernel_rates(hardware, step.config.precision.compute).memory_bytes
     if layout.offload == "none" or hardware.is_cpu or hardware.host_bandwidth is None:
         return seconds
     return host_update_seconds(seconds, hardware.memory_bandwidth, hardware.host_bandwidth)
