@@ -134,7 +134,6 @@ class Pair:
 
     def run_in_turns(self, index: int) -> dict[str, Result]:
         script = self.start_script()
-        assert script.command.stdout
         script.command.stdout.readline()  # it is warm
         with taking_turns(script.command.pid, self.phase):
             row = self.run_row()

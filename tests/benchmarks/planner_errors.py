@@ -7,23 +7,24 @@ fms-acceleration's: its errors on groups that were left out are printed by tests
 MFU is the best one for a source in hindsight. Without --llm-analysis its lines of the last run are kept.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from tests.benchmarks.other_estimators import (
-    accelerate_estimate,
-    best_constant_mfu,
-    deepspeed_estimate,
-    ideal_seconds,
-    llm_analysis_estimates,
-    sixteen_bytes,
-)
-from tests.benchmarks.planner_pictures import write_pictures
+import altair as alt
+
+from harness.cost_model.flops import model_flops
+from harness.hardware.machine import peak_flops
+from harness.layout.model_profile import parameter_count
+from harness.report.charts.style import FONT, FONT_SIZE, PALETTE, SHAPES
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
-from tests.support.published.step_times import step_seconds, time_scores
+from tests.support.published.step_times import row_hardware, step_seconds, time_scores
 
 NANOTRON, MEGATRON, FMS = "nanotron grid, H100", "Megatron-LM golden values", "fms-acceleration, A100"
 
@@ -110,6 +111,174 @@ def main() -> None:
         print(f"{entry['source']:32} {entry['estimator']:26} {entry['figure']:32} {entry['value']}")
     seconds = {source: (rows, step_seconds(rows)) for source, rows in timed_rows().items()}
     write_pictures(arguments.out, seconds, memory_rows())
+
+
+# --- pictures, a file for each source
+
+
+Predicted = Mapping[str, tuple[Sequence[PublishedRow], Sequence[float]]]
+
+SIDE = 380  # pixels of a picture's width and height
+
+GIB = 2**30
+
+
+def write_pictures(folder: Path, seconds: Predicted, peaks: Predicted) -> None:
+    """Write an SVG file for each source of step times and of peaks."""
+    for source, (rows, predicted) in seconds.items():
+        measured = [row.measured["step_seconds"] for row in rows]
+        _picture(source, "step time (s)", rows, measured, predicted).save(folder / f"{slug(source)}_step_time.svg")
+    for source, (rows, predicted) in peaks.items():
+        measured = [row.measured["peak_bytes"] / GIB for row in rows]
+        sizes = [size / GIB for size in predicted]
+        _picture(source, "peak memory (GiB)", rows, measured, sizes).save(folder / f"{slug(source)}_peak.svg")
+
+
+def slug(source: str) -> str:
+    """Return the name of a source's files."""
+    return "_".join("".join(letter if letter.isalnum() else " " for letter in source.lower()).split())
+
+
+def _picture(
+    source: str, quantity: str, rows: Sequence[PublishedRow], measured: Sequence[float], predicted: Sequence[float]
+) -> Any:
+    """Return a chart of a point for each row, by the number of GPUs, with lines of equal values and a tenth apart."""
+    points: list[dict[str, Any]] = [
+        {"measured": m, "predicted": p, "gpus": f"{row.layout.world_size}"}
+        for row, m, p in zip(rows, measured, predicted, strict=True)
+    ]
+    order = sorted({point["gpus"] for point in points}, key=int)
+    low, high = min([*measured, *predicted]) * 0.8, max([*measured, *predicted]) * 1.25
+    scale = alt.Scale(type="log", domain=[low, high], nice=False)
+    dots = (
+        alt.Chart(alt.InlineData(values=points))
+        .mark_point(size=22, opacity=0.75)
+        .encode(
+            alt.X("measured:Q", title=f"measured {quantity}", scale=scale),
+            alt.Y("predicted:Q", title=f"predicted {quantity}", scale=scale),
+            alt.Color("gpus:N", title="GPUs", sort=order, scale=alt.Scale(domain=order, range=list(PALETTE))),
+            alt.Shape("gpus:N", title="GPUs", sort=order, scale=alt.Scale(domain=order, range=list(SHAPES))),
+        )
+    )
+    lines = [
+        {"measured": end, "predicted": end * factor, "apart": name}
+        for name, factor in (("equal", 1.0), ("10 % more", 1.1), ("10 % less", 1 / 1.1))
+        for end in (low, high)
+    ]
+    guides = (
+        alt.Chart(alt.InlineData(values=lines))
+        .mark_line(color="#777777", strokeWidth=1, clip=True)
+        .encode(
+            alt.X("measured:Q"),
+            alt.Y("predicted:Q"),
+            alt.StrokeDash(
+                "apart:N",
+                legend=None,
+                scale=alt.Scale(domain=["equal", "10 % more", "10 % less"], range=[[1, 0], [4, 3], [4, 3]]),
+            ),
+            alt.Detail("apart:N"),
+        )
+    )
+    chart = (guides + dots).properties(title=f"{source}: {len(rows)} rows", width=SIDE, height=SIDE)
+    return chart.configure(font=FONT, background="white").configure_axis(
+        labelFontSize=FONT_SIZE, titleFontSize=FONT_SIZE
+    )
+
+
+# --- other estimators of the same measurements
+
+
+FLOPS_EFFICIENCY = 0.5  # what llm-analysis' documentation advises for Megatron-LM
+
+# llm-analysis' own descriptions of devices; of A100 with 64 GB it has none.
+LLM_ANALYSIS_GPUS = {
+    "8xh100": "h100-sxm-80gb",
+    "8xa100_80": "a100-sxm-80gb",
+    "8xa100_40": "a100-sxm-40gb",
+    "4xa100_64": "a100-sxm-80gb",
+}
+
+
+def ideal_seconds(row: PublishedRow) -> float:
+    """Return the step time at the peak of all devices with the pipeline's bubble, which a constant MFU divides."""
+    hardware = row_hardware(row)
+    peak = hardware.peak_flops or peak_flops(hardware.device_name, row.config.precision.compute)
+    layout = row.layout
+    bubble = 1 + (layout.pp - 1) / layout.grad_accumulation_steps(row.config.train)
+    return model_flops(row.config) / (layout.world_size * peak) * bubble
+
+
+def sixteen_bytes(row: PublishedRow) -> float:
+    """Return 16 bytes for each parameter that a device has, of which 12 are sharded from ZeRO's stage 1 on."""
+    layout = row.layout
+    shares = 2 / layout.shard_count("parameters") + 2 / layout.shard_count("gradients")
+    return parameter_count(row.config.model) / layout.tp / layout.pp * (shares + 12 / layout.shard_count("optimizer"))
+
+
+def deepspeed_estimate(row: PublishedRow) -> float:
+    """Return what DeepSpeed's own functions estimate for stages 2 and 3, which is model state with a factor of 1.5."""
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs
+
+    layout = row.layout
+    parameters = parameter_count(row.config.model) // layout.tp // layout.pp
+    if layout.zero_stage == 3:
+        largest = row.config.model.hidden_size * row.config.model.vocab_size
+        _, device, _ = estimate_zero3_model_states_mem_needs(parameters, largest, layout.dp, 1, cpu_offload=False)
+    else:
+        _, device = estimate_zero2_model_states_mem_needs(parameters, layout.dp, 1, cpu_offload=False)
+    return float(device)
+
+
+def accelerate_estimate(row: PublishedRow) -> float:
+    """Return what `accelerate estimate-memory` prints for Adam in mixed precision; it knows no layouts."""
+    from accelerate.commands.estimate import estimate_training_usage
+
+    usage = estimate_training_usage(4 * parameter_count(row.config.model), "bfloat16")
+    return float(max(usage.values()))
+
+
+def llm_analysis_input(row: PublishedRow) -> dict[str, Any]:
+    """Return a row in the terms of llm-analysis."""
+    model, layout, train = row.config.model, row.layout, row.config.train
+    return {
+        "model": {
+            "name": model.name,
+            "num_layers": model.num_hidden_layers,
+            "n_head": model.num_attention_heads,
+            "hidden_dim": model.hidden_size,
+            "vocab_size": model.vocab_size,
+            "max_seq_len": train.seq_len,
+            "num_key_value_heads": model.num_key_value_heads,
+            "ffn_embed_dim": model.intermediate_size,
+            "expansion_ratio": model.intermediate_size / model.hidden_size,
+        },
+        "gpu": LLM_ANALYSIS_GPUS[row.cluster],
+        "parallelism": {"tp_size": layout.tp, "pp_size": layout.pp, "dp_size": layout.dp},
+        "flops_efficiency": FLOPS_EFFICIENCY,
+        "training": {
+            "batch_size_per_gpu": train.micro_batch,
+            "gradient_accumulation_steps": layout.grad_accumulation_steps(train),
+            "global_batch_size": train.global_batch,
+            "seq_len": train.seq_len,
+            "mlp_gated_linear_units": model.family == "llama",
+        },
+        "full_recomputation": row.config.checkpointing.name == "full",
+        "zero_stage": layout.zero_stage,
+    }
+
+
+def llm_analysis_estimates(python: Path, rows: Sequence[PublishedRow]) -> list[dict[str, float]]:
+    """Return the estimates of llm-analysis, which the given interpreter has installed."""
+    script = Path(__file__).with_name("llm_analysis_estimates.py")
+    given = json.dumps(list(map(llm_analysis_input, rows)))
+    done = subprocess.run([python, script], input=given, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+def best_constant_mfu(rows: Sequence[PublishedRow]) -> float:
+    """Return the constant MFU with the smallest error in the median of the logarithm."""
+    return math.exp(median(math.log(ideal_seconds(row) / row.measured["step_seconds"]) for row in rows))
 
 
 if __name__ == "__main__":

@@ -143,7 +143,6 @@ def published_case(source: str, row: PublishedRow) -> Case:
 def planned_seconds(config: RunConfig, layout: Layout, gpus_per_node: int) -> float:
     """Return the step that is planned with the engines of this project."""
     hardware, timing = config.cluster.hardware, load_stack("harness").timing
-    assert hardware is not None
     return estimate_step_time(config, layout, hardware, timing, None, gpus_per_node).step_seconds
 
 

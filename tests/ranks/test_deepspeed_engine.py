@@ -1,7 +1,8 @@
-"""DeepSpeed on real ranks over gloo in unusual layouts and with its tensor-parallel layers, and its options."""
+"""DeepSpeed and Accelerate on real ranks over gloo: unusual layouts, tensor-parallel layers, and options."""
 
 import dataclasses
 import itertools
+import json
 import math
 import os
 from collections.abc import Callable
@@ -14,18 +15,21 @@ import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from harness.config.schema import RunConfig
+from harness.engines import accelerate as accelerate_engine
 from harness.engines.base import load_engine
 from harness.engines.deepspeed import state
 from harness.engines.deepspeed.compatibility import FLAGS, SIZES
 from harness.engines.deepspeed.shards import ParamSlice
 from harness.engines.torch.compatibility import DDP_FLAGS, DDP_SIZES
 from harness.hardware.machine import Machine
+from harness.launcher.launch import launch
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import model_profile, parameter_count
 from harness.proof.layout import _overlap, box_numel
+from harness.records.schema import Record
 from harness.worker import main as worker_main
-from tests.support import faults, row_invariants
-from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with
+from tests.support import accelerate_entries, commands, row_invariants
+from tests.support.commands import compose_config, run_folder, run_with
 
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
 SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"
@@ -77,22 +81,6 @@ def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str
         assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.06)
     row_invariants.check_memory(row, folder.read_rank_reports(row["world_size"]))
     row_invariants.check_bytes(record)
-
-
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        (faults.autotp_rows_not_summed, "along tp all_reduce, which is 0.71 x the"),
-        (faults.autotp_not_marked, "first moments"),  # clipped by a norm that is too small
-        (faults.autotp_parts_swapped, "gradient deviates"),
-        (
-            faults.autotp_dropped,
-            "layers.0.self_attn.q_proj.weight: 2 of 2 ranks hold them, and the layout has 1 copies",
-        ),
-    ],
-)
-def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], problem: str) -> None:
-    assert_not_proven(run_with(results, fault, "strategy=zero1_tp"), problem)
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
@@ -184,3 +172,89 @@ def test_shards_of_a_gradient_are_cached_for_each_buffer() -> None:
     assert first is again and another is not first
     for (shard,), offset in ((first, 2), (another, 10)):
         assert (shard.box, shard.local.storage_offset(), shard.local.numel()) == (((6, 12),), offset, 6)
+
+
+@pytest.fixture
+def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let fully_shard through Accelerate start on a CPU."""
+    monkeypatch.setattr(accelerate_engine, "fsdp_unsupported", lambda *arguments: iter(()))
+
+
+def run_accelerate(results: Path, entry: Callable[[str], None], overrides: str) -> Record:
+    return commands.run_with(results, entry, "strategy.engine=accelerate", *overrides.split())
+
+
+@pytest.mark.parametrize(
+    ("entry", "overrides"),
+    [
+        (worker_main.main, "strategy=zero1"),
+        (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard"),
+        *(
+            pytest.param(entry, overrides, marks=pytest.mark.long)
+            for entry, overrides in (
+                (worker_main.main, "strategy=zero3"),
+                (worker_main.main, "strategy=zero2 checkpointing=full"),
+                (worker_main.main, "strategy=zero2 precision=bf16_mixed"),
+                (worker_main.main, "strategy=zero3 precision=bf16_mixed"),
+                (worker_main.main, "strategy=zero3_defaults"),
+                (accelerate_entries.sharded_on_cpu, "strategy=fsdp_shard_grad_op"),
+                (
+                    accelerate_entries.sharded_on_cpu,
+                    "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full",
+                ),
+                (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard model=gpt_tiny"),
+                (
+                    accelerate_entries.sharded_on_cpu,
+                    "world_size=4 strategy=fsdp_hybrid_shard strategy.dp_replicate=2",
+                ),
+            )
+        ),
+    ],
+)
+@pytest.mark.usefixtures("allowed")
+def test_sharding_through_accelerate_is_proven_on_a_cpu(
+    results: Path, entry: Callable[[str], None], overrides: str
+) -> None:
+    """DeepSpeed runs there, and Accelerate's own prepare shards over gloo; every proof applies to the row."""
+    record = run_accelerate(results, entry, overrides)
+    row = record.row
+    assert (row["status"], row["reason"], row["engine"]) == ("ok", "", "accelerate")
+    assert record.proof["layout"] == "proven"
+    bound = 1e-4 if row["precision"] == "fp32" else 0.05
+    assert row["loss_deviation"] < bound and row["grad_deviation"] < bound
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "reason"),
+    [
+        (
+            accelerate_entries.sharding_ignored,
+            "fsdp_full_shard",
+            "Accelerate dropped its plugin for FSDP2",
+        ),
+        pytest.param(
+            *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"),
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate does not reshard as"),
+            marks=pytest.mark.long,
+        ),
+        (accelerate_entries.other_stage, "zero2", "Accelerate built DeepSpeed with (stage, ranks,"),
+    ],
+)
+@pytest.mark.usefixtures("allowed")
+def test_another_layout_than_configured_is_an_error(
+    results: Path, fault: Callable[[str], None], strategy: str, reason: str
+) -> None:
+    row = run_accelerate(results, fault, f"strategy={strategy} proof.reference=false").row
+    assert row["status"] == "error" and reason in row["reason"]
+
+
+def test_accelerate_drops_sharding_on_a_cpu(tmp_path: Path) -> None:
+    """Accelerate on a CPU makes DistributedDataParallel with all of the model on every rank, so it is refused there."""
+    outcome = launch(accelerate_entries.prepare_linear, tmp_path, 2, device="cpu", timeout_seconds=180)
+    assert outcome.status == "ok", outcome.reason
+    for rank in range(2):
+        result = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert result == {"wrapper": "DistributedDataParallel", "elements": 4 * 4 + 4, "ranks": 2}

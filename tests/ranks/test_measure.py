@@ -251,12 +251,10 @@ class Block(nn.Module):
         if self.meter is None:
             return self.inner(x)
         contexts = (nullcontext(), self.meter.recompute())
-        result: Tensor = checkpoint(self.inner, x, use_reentrant=False, context_fn=lambda: contexts)
-        return result
+        return checkpoint(self.inner, x, use_reentrant=False, context_fn=lambda: contexts)
 
     def inner(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.b(gelu(self.a(x))) * self.scale
-        return result
+        return x + self.b(gelu(self.a(x))) * self.scale
 
 
 BATCH, HIDDEN, INNER, LAYERS = 8, 32, 96, 5

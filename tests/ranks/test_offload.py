@@ -29,10 +29,9 @@ from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.util.text import UserError
 from harness.worker import main as worker_main
-from tests.support import commands, faults, replayed_faults, row_invariants
+from tests.support import commands, row_invariants
 from tests.support.capacity import capacity_problem
-from tests.support.combinations import Combination
-from tests.support.commands import assert_not_proven, compose_config
+from tests.support.commands import compose_config
 
 CPU = torch.device("cpu")
 
@@ -106,32 +105,6 @@ def check(results: Path, case: str, world: int) -> None:
     ranks = commands.run_folder(results, record).read_rank_reports(world)
     row_invariants.check_memory(row, ranks)
     row_invariants.check_bytes(record)
-
-
-@pytest.mark.parametrize(
-    ("fault", "case", "problem"),
-    [
-        pytest.param(
-            *(faults.offload_dropped, "strategy=zero_offload", "was built to keep nothing on the host"),
-            marks=pytest.mark.long,  # replayed below
-        ),
-        (
-            faults.shards_not_offloaded,
-            "strategy=fsdp_full_shard strategy.offload=parameters",
-            "was built to keep nothing on the host",
-        ),
-        (faults.last_layer_not_offloaded, f"strategy=ddp {ACTIVATIONS}", "activations on the host, and"),
-        (faults.stale_copy, f"strategy=ddp {ACTIVATIONS}", "gradient deviates"),
-    ],
-)
-def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], case: str, problem: str) -> None:
-    record = run_with(results, fault, case)
-    assert_not_proven(record, problem)
-
-
-def test_an_offload_that_is_not_reported_is_an_error(results: Path) -> None:
-    problems = replayed_faults.problems_of(results, Combination("zero_offload"), replayed_faults.offload_dropped)
-    assert any("was built to keep nothing on the host" in problem for problem in problems), problems
 
 
 def rank_on_gpu(**placed: dict[str, int]) -> RankReport:

@@ -24,6 +24,24 @@ TP, TP_SP, PP_1F1B, PP_GPIPE, PP_ZERO_BUBBLE = (
 
 SMALL_TENSOR = " ".join(TENSOR_SIZE.options())
 
+DROPPED = "model=gpt_tiny model.dropout=0.1"
+
+DROPPING = Combination("tp", 2, (*DROPPED.split(), "checkpointing=full"))
+
+HEADS = "the heads of rank 0 drew the masks of tensor-parallel ranks [None], and [0] are expected"
+
+GPT_SP = "tp_sp model=gpt_tiny"
+
+COMPILED = "ddp train.compile=true model.num_hidden_layers=2"
+
+CHUNKED = "train.loss_chunks=4 train.global_batch=4 train.micro_batch=2 train.seq_len=160"
+
+PRODUCT = "train.micro_batch=1 train.seq_len=32"
+
+HYBRID = f"fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4 {PRODUCT}"
+
+OFFLOADED = "ddp checkpointing.offload_activations=true"
+
 
 @pytest.mark.parametrize(
     ("fault", "combination", "problem"),
@@ -62,6 +80,8 @@ SMALL_TENSOR = " ".join(TENSOR_SIZE.options())
         (replayed_faults.not_finite, DDP, "the loss is not finite from step 0 on, in warm-up"),
         (replayed_faults.loss_of_its_own, PP_1F1B, "the loss of the same data is not the same"),
         (replayed_faults.norms_drift, BF16["tp"], "master of norm.weight is not the same on all ranks"),
+        (replayed_faults.offload_dropped, Combination("zero_offload"), "was built to keep nothing on the host"),
+        pytest.param(replayed_faults.heads_drop_alike, DROPPING, HEADS, marks=pytest.mark.long),
     ],
 )
 def test_a_fault_in_the_reports_is_an_error(
@@ -92,6 +112,44 @@ def test_a_fault_in_the_reports_is_an_error(
             "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",
             "gradients: rank 0 held",
         ),
+        (faults.masks_alike, f"ddp {DROPPED}", "drew the same masks"),
+        (faults.bias_summed_twice, "tp model=gpt_tiny", ".bias's first gradients"),
+        (faults.products_not_kept, "ddp checkpointing=selective", "a step ran"),
+        (
+            faults.every_product_kept,
+            "ddp checkpointing=selective checkpointing.saved_products=every_second",
+            "a step ran",
+        ),
+        (
+            faults.every_layer_recomputed,
+            "ddp checkpointing=every_n",
+            "rank 0 ran 8 second forwards of a layer in a step, and 4 are expected",
+        ),
+        (faults.every_layer_recomputed, "ddp checkpointing=attention", "a step ran"),
+        (faults.never_recomputed, "ddp checkpointing=attention", "0 second forwards"),
+        (faults.never_compiled, COMPILED, "ran its layers operator by operator"),
+        (faults.autotp_rows_not_summed, "zero1_tp", "along tp all_reduce, which is 0.71 x the"),
+        (faults.autotp_not_marked, "zero1_tp", "first moments"),  # clipped by a norm that is too small
+        (faults.autotp_parts_swapped, "zero1_tp", "gradient deviates"),
+        (
+            faults.autotp_dropped,
+            "zero1_tp",
+            "layers.0.self_attn.q_proj.weight: 2 of 2 ranks hold them, and the layout has 1 copies",
+        ),
+        (
+            faults.shards_not_offloaded,
+            "fsdp_full_shard strategy.offload=parameters",
+            "was built to keep nothing on the host",
+        ),
+        (faults.last_layer_not_offloaded, OFFLOADED, "activations on the host, and"),
+        (faults.stale_copy, OFFLOADED, "gradient deviates"),
+        (faults.keys_in_other_order, f"cp {PRODUCT}", "loss deviates"),
+        (faults.replicas_apart, HYBRID, "dp_replicate reduce, which is 0.00 x"),
+        (faults.tensor_parallel_dropped, f"tp_pp world_size=4 {PRODUCT}", "2 of 4 ranks hold them"),
+        (faults.parts_of_the_loss_kept, f"ddp {CHUNKED}", "0 second forwards"),
+        (faults.parts_of_the_loss_mixed, f"tp_sp {CHUNKED}", "loss deviates"),
+        (faults.other_kernel_of_the_optimizer, "ddp train.fused_optimizer=false", "ran the optimizer as fused"),
+        (faults.eager_on_one_rank, "ddp", "attention ran as flash and math, and not as one kernel on all ranks"),
         *(
             pytest.param(fault, strategy, problem, marks=pytest.mark.long)
             for fault, strategy, problem in (
@@ -136,6 +194,15 @@ def test_a_fault_in_the_reports_is_an_error(
                 ),
                 (faults.whole_model_built, "pp_1f1b", "bytes while it was built"),
                 (faults.loss_of_its_own, "pp_1f1b", "the loss of the same data is not the same"),
+                (faults.masks_of_their_own, f"tp {DROPPED}", "the global gradient norm is not the same"),
+                (faults.heads_drop_alike, f"tp {DROPPED}", HEADS),
+                (faults.norms_not_summed, GPT_SP, "input_layernorm.bias is not the same"),
+                (faults.positions_not_summed, GPT_SP, "embed_positions.weight"),
+                (faults.compiled_again, COMPILED, "in the timed steps"),
+                (faults.offload_dropped, "zero_offload", "was built to keep nothing on the host"),
+                (faults.positions_from_the_start, f"cp {PRODUCT}", "gradient deviates"),
+                (faults.own_keys_alone, f"cp {PRODUCT}", "along cp gather, which is 0."),
+                (faults.sharding_over_all, HYBRID, "1 of 4 ranks hold them"),
             )
         ),
     ],

@@ -47,9 +47,7 @@ class Chain:
     def run(self, *overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
         config, command = self.compose(*overrides)
         plan = make_plan(config, detect_machine(config.cluster), command)
-        record = execute(plan, RunContext(entry, log=self.lines.append))
-        assert record is not None
-        return record
+        return execute(plan, RunContext(entry, log=self.lines.append))
 
     def references(self, pattern: str = "*") -> Iterator[Record]:
         """Yield the records of the references of this name."""

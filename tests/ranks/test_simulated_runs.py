@@ -1,11 +1,14 @@
-"""Runs of launch=simulated as rows, and faults in engines' code for CUDA that their proofs or the plan notice."""
+"""Runs of launch=simulated as rows: faults that their proofs or the plan notice, and times near the planner's."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.config.stack import load_stack
 from harness.cost_model.memory import WORKSPACE_BYTES, estimate_memory
+from harness.cost_model.timing.step_time import estimate_step_time
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.simulation import NO_REFERENCE, verify_simulation
@@ -16,10 +19,8 @@ from harness.report.view import view_of
 from harness.runner.plan import make_plan
 from harness.runner.resolve import machine_of_run
 from harness.simulator.process import StepRequest
-from tests.support.commands import Harness, compose_config
+from tests.support.commands import Harness, compose_config, read_rows, run_harness
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness")
 
 TWO_LAYERS = ("model=1b", "model.num_hidden_layers=2", "precision=bf16_mixed", "data=synthetic")
 
@@ -84,7 +85,7 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
     config = compose_config(*overrides, *FOUR_LAYERS)
     layout = resolve_layout(config.strategy, 4)
     module = ("tests.support.simulated_faults", fault) if fault else ("tests.support.simulated_steps",)
-    (report,) = simulate_steps([StepRequest(config, layout)], CACHE, module)
+    (report,) = simulate_steps([StepRequest(config, layout)], module=module)
     if report.status != "ok":
         return [report.reason]
     widths = load_engine(layout.engine).state_widths(config, layout)
@@ -116,14 +117,14 @@ def test_a_budget_is_what_tensors_may_take() -> None:
     config = compose_config(*config_lines)
     layout = resolve_layout(config.strategy, 1)
     free = [StepRequest(config, layout, device=device) for device in ("cuda", "cpu")]
-    cuda, cpu = simulate_steps(free, CACHE)
+    cuda, cpu = simulate_steps(free)
     needed = (cuda.peak_reserved_bytes or 0, cpu.peak_allocated_bytes or 0)
     limited = [
         dataclasses.replace(request, config=compose_config(*config_lines, f"cluster.memory_budget={budget}B"))
         for request, enough in zip(free, needed, strict=True)
         for budget in (enough, enough - 1)
     ]
-    reports = simulate_steps(limited, CACHE)
+    reports = simulate_steps(limited)
     assert [report.status for report in reports] == ["ok", "oom", "ok", "oom"], [report.reason for report in reports]
     assert reports[1].reason.endswith("that the process may reserve")
 
@@ -133,7 +134,7 @@ def test_a_share_that_is_not_there_is_a_problem() -> None:
     config = compose_config("strategy=fsdp_full_shard", *FOUR_LAYERS)
     layout = resolve_layout(config.strategy, 4)
     widths = load_engine(layout.engine).state_widths(config, layout)
-    (report,) = simulate_steps([StepRequest(config, layout)], CACHE)
+    (report,) = simulate_steps([StepRequest(config, layout)])
     lost = dataclasses.replace(report, parameter_shards=report.parameter_shards[1:])
     doubled = dataclasses.replace(report, parameter_shards=[*report.parameter_shards, *report.parameter_shards])
 
@@ -154,3 +155,85 @@ def test_a_simulation_has_an_identity_of_its_own() -> None:
     simulated = [dataclasses.replace(config, launch="simulated") for config in (real, other_rank)]
     ids = {make_plan(config, machine_of_run(config.to_dict())).run_id for config in simulated}
     assert len(ids | {plans[0].run_id}) == 3
+
+
+Times = dict[str, list[dict[str, Any]]]  # by fault, of every request, or of the first
+
+
+def request(world_size: int, rank: int, *overrides: str) -> StepRequest:
+    small = ("model=1b", "precision=bf16_mixed", "model.num_hidden_layers=2", "model.vocab_size=4096")
+    config = compose_config("cluster=8xh100", *small, *overrides)
+    return StepRequest(config, resolve_layout(config.strategy, world_size), rank)
+
+
+HYBRID = request(16, 0, "strategy=fsdp_hybrid_shard", "cluster.nodes=2", "strategy.dp_shard=8", "train.global_batch=16")
+
+PIPELINE = [
+    request(2, rank, "strategy=pp_1f1b", "train.global_batch=4", "model.tie_word_embeddings=false") for rank in (0, 1)
+]
+
+
+@pytest.fixture(scope="module")
+def times() -> Times:
+    """Return the simulated times of a sharded rank on two nodes, and of both stages of a pipeline, by fault."""
+    reports = {"none": simulate_steps((HYBRID, *PIPELINE))}
+    for fault in ("forgotten_wait", "wrong_group"):
+        reports[fault] = simulate_steps((HYBRID,), module=("tests.support.simulated_faults", fault))
+    return {fault: [report.to_json()["simulated_time"] for report in own] for fault, own in reports.items()}
+
+
+def planned_seconds(entry: StepRequest) -> float:
+    hardware = entry.config.cluster.hardware
+    timing = load_stack("harness").timing
+    return estimate_step_time(entry.config, entry.layout, hardware, timing, None, 8).step_seconds
+
+
+def test_a_simulated_step_takes_about_as_long_as_the_plan_says(times: Times) -> None:
+    sharded, *stages = times["none"]
+    assert sharded["step_seconds"] == pytest.approx(planned_seconds(HYBRID), rel=0.1)
+    assert (
+        stages[0]["step_seconds"] == stages[1]["step_seconds"] == pytest.approx(planned_seconds(PIPELINE[0]), rel=0.1)
+    )
+
+
+@pytest.mark.long
+def test_settings_of_deepspeed_take_as_long_as_planned(tmp_path: Path) -> None:
+    """The papers' settings wait for reductions and gathers that tuned ones hide, in the plan as in DeepSpeed's code."""
+    strategies = ("zero1", "zero1_tuned", "zero2", "zero2_tuned", "zero3", "zero3_tuned")
+    sizes = ("model=7b", "model.num_hidden_layers=4", "train.global_batch=32", "train.micro_batch=1")
+    settings = (f"strategy={','.join(strategies)}", "launch=simulated", "cluster=8xh100", "checkpointing=full", *sizes)
+    assert run_harness(tmp_path, "-m", *settings, "name=settings").returncode == 0
+    rows = read_rows(tmp_path, "settings").set_index("strategy")
+    assert list(rows["status"]) == ["ok"] * len(strategies)
+    simulated, formula = rows["step_seconds"], rows["predicted_step_seconds"]
+    for stage in ("zero2", "zero3"):
+        assert simulated[stage] > simulated[f"{stage}_tuned"] and formula[stage] > formula[f"{stage}_tuned"]
+    for strategy in strategies:
+        assert formula[strategy] == pytest.approx(simulated[strategy], rel=0.12), strategy
+
+
+def test_the_parts_of_a_step_add_up(times: Times) -> None:
+    for time in times["none"]:
+        parts = sum(time["phase_seconds"].values()) + sum(time["exposed_seconds"].values())
+        assert parts + time["copy_seconds"] + time["idle_seconds"] == pytest.approx(time["step_seconds"])
+
+
+def test_stages_wait_for_each_other_about_as_long_as_the_schedule_says(times: Times) -> None:
+    """The slower stage of two waits for a quarter of its four passes."""
+    slower = min(times["none"][1:], key=lambda time: time["bubble_seconds"])
+    working = slower["step_seconds"] - slower["bubble_seconds"]
+    assert slower["bubble_seconds"] == pytest.approx(working / 4, rel=0.15)
+    assert not slower["bubble_is_planned"]
+
+
+def test_a_forgotten_wait_hides_communication_that_is_exposed(times: Times) -> None:
+    right, wrong = times["none"][0], times["forgotten_wait"][0]
+    assert wrong["exposed_seconds"]["dp_shard"] < 0.8 * right["exposed_seconds"]["dp_shard"]
+    assert wrong["operator_seconds"] == right["operator_seconds"]
+
+
+def test_a_collective_on_the_wrong_group_takes_another_time(times: Times) -> None:
+    right, wrong = times["none"][0], times["wrong_group"][0]
+    gather = "forward/_allgather_base_"
+    assert wrong["operator_seconds"][gather] > 1.5 * right["operator_seconds"][gather]
+    assert any("+" in axes for axes in wrong["exposed_seconds"])

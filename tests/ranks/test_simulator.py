@@ -8,7 +8,6 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -26,8 +25,6 @@ from harness.records.rank_report import RankReport
 from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config
 from tests.support.simulated_steps import simulate_steps
-
-CACHE = Path("~/.cache/harness")  # of native code, as every run has it by default
 
 ACTIVATION_TOLERANCE = 1e-3  # token ids of other micro-batches share a storage with those that are saved
 
@@ -75,7 +72,7 @@ Reports = Mapping[str, list[RankReport]]
 def simulated(lines: list[str]) -> Reports:
     """Return the reports of every case's ranks, all of them simulated in one process."""
     cases = {line: case(line) for line in lines}
-    reports = iter(simulate_steps([request for entry in cases.values() for request in entry.requests], CACHE))
+    reports = iter(simulate_steps([request for entry in cases.values() for request in entry.requests]))
     return {line: [next(reports) for _ in entry.ranks] for line, entry in cases.items()}
 
 
@@ -110,7 +107,6 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
 
 def allocator_problems(layout: Layout, rank: RankReport) -> list[str]:
     """Return where the logged peak, its parts, and the allocator's model disagree."""
-    assert rank.profiled.at_peak is not None
     parts, peak = rank.profiled.at_peak.bytes, rank.profiled.peak_allocated_bytes
     roles = {part.role for part in rank.profiled.at_peak.parts}
     on_device = {"parameters": "parameter", "optimizer": "optimizer"}

@@ -1,13 +1,15 @@
 """Tables of NVML's answers for machines that are not here: pynvml's functions are replaced, all else is real."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
 import torch
+
+from harness.hardware.machine import Machine
 
 GIB = 2**30
 
@@ -84,3 +86,11 @@ def install(
         patch.setattr(pynvml, name, answer)
     patch.setattr(torch.cuda, "device_count", lambda: len(boards) if count is None else count)
     patch.setattr(torch.version, "hip", hip)
+
+
+def gpus(count: int = 8, name: str = "NVIDIA H100 80GB HBM3", **changes: Any) -> Machine:
+    """Return a machine with so many GPUs, 16 cores and 200 GiB of free memory on the host, but for these changes."""
+    sizes = {"host_free_bytes": 200 * GIB, "device_bytes": 80 * GIB, "compute_capability": (9, 0)}
+    names = (name,) * count
+    machine = Machine("cuda", name, 1, count, count, (79 * GIB,) * count, 16, device_names=names)
+    return replace(machine, **sizes | changes)

@@ -19,6 +19,7 @@ from harness.cli.completion import SHELLS, candidates
 from harness.cli.export import FILES
 from harness.cli.main import main
 from harness.config import mistakes
+from harness.config.locations import files_in
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
@@ -153,9 +154,7 @@ def test_a_reader_that_closes_the_output_ends_a_command_quietly(arguments: list[
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
-PAGE = ROOT / "docs" / "reference" / "mistakes.md"
-
-SLIPS = re.findall(r"^\| `(.+?)` \| (.+) \|$", PAGE.read_text(), re.MULTILINE)
+SLIPS = re.findall(r"^\| `(.+?)` \| (.+) \|$", (ROOT / "docs" / "reference" / "mistakes.md").read_text(), re.MULTILINE)
 
 
 def answer(typed: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -228,13 +227,10 @@ def test_a_model_is_known_by_its_names_elsewhere(name: str, models: list[str]) -
     assert similar_models(name, choices_of("model")) == models
 
 
-STRATEGIES = [path.stem for path in sorted((Path(__file__).parents[2] / "conf" / "strategy").glob("*.yaml"))]
-
-
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_script_has_the_names_that_it_uses(world_size: int, tmp_path: Path) -> None:
     settings = ("precision=bf16_mixed", "checkpointing=full", "train.global_batch=16", "train.micro_batch=1")
-    for strategy in STRATEGIES:
+    for strategy in files_in("strategy"):
         with suppress(UserError):  # not a layout of so many ranks
             config = compose_config(f"strategy={strategy}", f"world_size={world_size}", *settings)
             layout = resolve_layout(config.strategy, world_size)

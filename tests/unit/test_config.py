@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies
 
-import harness
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config
 from harness.config.fingerprint import make_run_id, result_affecting_keys
 from harness.config.hydra import compose_values
@@ -23,7 +22,7 @@ from harness.runner.record import fallback_run_id
 from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.selftest.run import each_run
 from harness.util.text import UserError
-from tests.support.commands import compose, compose_config
+from tests.support.commands import ROOT, compose, compose_config
 
 # Run ids of the first release. The same configuration must keep its id, or no stored record could be reused.
 RUN_IDS = {
@@ -88,7 +87,7 @@ def test_what_is_part_of_the_identity() -> None:
     assert result_affecting_keys(selective.to_dict())["checkpointing"] == expected
 
 
-CPU = Machine("cpu", "cpu", 2, 2, 0, (2**34,), 2)
+CPU = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # for two ranks, with memory for every command
 
 
 def virtual_config(*overrides: str) -> RunConfig:
@@ -179,14 +178,9 @@ def test_the_batch_divides_over_usual_numbers_of_gpus(ranks: int) -> None:
         resolve_layout(config.strategy, ranks).grad_accumulation_steps(config.train)
 
 
-GUIDE = Path(harness.__file__).parents[1] / "docs" / "guides" / "simulation.md"
-
-THIS = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # a CPU for two ranks, with memory for every command
-
-
 def commands() -> list[list[str]]:
     """Return the overrides of every run that the guide's commands make, those of a sweep one after another."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", GUIDE.read_text(), re.M | re.S)
+    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / "docs" / "guides" / "simulation.md").read_text(), re.M | re.S)
     lines = [line.split()[1:] for block in blocks for line in block.splitlines() if "launch=" in line]
     sweeps = (" ".join(word for word in line if word != "-m") for line in lines)
     return [run.split() for sweep in sweeps for run in each_run(sweep)]
@@ -194,7 +188,7 @@ def commands() -> list[list[str]]:
 
 def plan(overrides: list[str]) -> None:
     config = compose_config(*overrides, "data=synthetic")
-    make_plan(config, machine_of_run(config.to_dict(), lambda _: THIS))
+    make_plan(config, machine_of_run(config.to_dict(), lambda _: CPU))
 
 
 @pytest.mark.parametrize("overrides", commands(), ids=" ".join)

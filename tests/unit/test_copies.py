@@ -146,11 +146,9 @@ def test_gradients_that_are_bucket_views_are_zeroed_by_one_operator() -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-HEADER = Path(torch.__file__).parent / "include" / "ATen" / "core" / "CachingHostAllocator.h"
-
-
 def test_pinned_memory_is_rounded_to_powers_of_two_up_to_a_threshold() -> None:
     """If this changes, offloaded state no longer takes up to twice its bytes, and the notes on it are out of date."""
-    text = " ".join(HEADER.read_text().split())
+    header = Path(torch.__file__).parent / "include" / "ATen" / "core" / "CachingHostAllocator.h"
+    text = " ".join(header.read_text().split())
     assert "if (size <= pinned_max_round_threshold() &&" in text
     assert "return c10::llvm::PowerOf2Ceil(size);" in text

@@ -15,10 +15,11 @@ from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
-from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula
+from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula, value_of
 from harness.records.rank_report import RankReport
 from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, Record, with_current_names
 from harness.records.store import read_all, read_runs_csv, write_record
+from harness.report.claims import TABLE
 from harness.report.derivations import derivation_lines, derive_line, pack
 from harness.report.view import merge_repeats
 from tests.support.derived import check_derivation, check_derivations, recomputed
@@ -236,3 +237,23 @@ def test_published_comparisons_can_be_read() -> None:
         records = read_runs_csv(table)
         assert records and all(record.status for record in records), table
         assert not any(record.row.keys() & RENAMED_COLUMNS.keys() for record in records), table
+
+
+@pytest.mark.parametrize("attention", ["flash", "eager"])
+@pytest.mark.parametrize("degree", [1, 2, 8])
+def test_a_layer_keeps_what_the_paper_counts(degree: int, attention: str) -> None:
+    """11 of attention, 19 of the MLP and 4 of the norms; tensor parallelism alone leaves inputs, masks and norms."""
+    whole = 11 + 80 * (attention == "eager") + 19 + 4
+    replicated = 2 + 1 + 2 + 1 + 4  # the inputs of attention and MLP, the masks of dropout after them, and the norms
+
+    def layer(**row: Any) -> Any:
+        known = {"t": degree, "a": 16, "s": 2, "b": 1, "h": 2, "attention": attention} | row
+        formula = next(formula for holds, formula in TABLE["layer"] if value_of(holds, known))
+        return value_of(formula.replace("*s*b*h", ""), known)
+
+    alone = replicated + (whole - replicated) / degree
+    assert layer(checkpointing="none", sequence_parallel=False) == pytest.approx(alone)
+    assert layer(checkpointing="none", sequence_parallel=True) == pytest.approx(whole / degree)
+    assert layer(checkpointing="full", sequence_parallel=False) == 2
+    assert layer(checkpointing="full", sequence_parallel=True) == 2 / degree
+    assert layer(checkpointing="selective") is None

@@ -26,7 +26,7 @@ from harness.sweep.parallel import ParallelExecutor, WorkerSlot
 from harness.sweep.queued_run import queue_plan
 from harness.util.text import UserError
 from tests.support.commands import compose_config
-from tests.support.nvml_tables import GIB, Board, install
+from tests.support.nvml_tables import Board, gpus, install
 
 EIGHT = [Board(uuid=f"GPU-{index}", cores=(0x0F0F if index < 4 else 0xF0F0,)) for index in range(8)]
 
@@ -84,13 +84,6 @@ def test_ranks_number_devices_as_nvml_does() -> None:
     """CUDA would number the fastest device first, so that a mixed machine's names and memory would be another's."""
     assert rank_environment("cuda", 1)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
     assert "CUDA_DEVICE_ORDER" not in rank_environment("cpu", 1)
-
-
-def gpus(count: int, **changes: Any) -> Machine:
-    names = ("NVIDIA H100 80GB HBM3",) * count
-    values: dict[str, Any] = {"ranks_per_node": count, "devices": count, "free_bytes": (79 * GIB,) * count}
-    values |= {"device": "cuda", "device_name": names[0], "nodes": 1, "cores": 16, "device_names": names} | changes
-    return Machine(**values | {"host_free_bytes": 500 * GIB, "device_bytes": 80 * GIB, "compute_capability": (9, 0)})
 
 
 def plan_of(machine: Machine, *overrides: str) -> RunPlan:

@@ -79,8 +79,7 @@ def cycle(modules: Sources) -> list[str]:
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        found: list[str] = error.args[1]
-        return found
+        return error.args[1]
     return []
 
 

@@ -28,14 +28,12 @@ from harness.tensors.fp32_sums import fp32_sums
 from harness.worker.perturbed_training import DividedSums
 from tests.support.scaled_matrices import FAULTS, SCALE, excess_by_fault, matrices, scaled
 
-RECORDED = Path(__file__).parents[1] / "data" / "noise_floors"
-
 COMPUTE = {"fp32": "float32", "bf16_mixed": "bfloat16"}
 
 
 def recorded(precision: str) -> tuple[RankReport, list[RankReport]]:
     """Return the report of the reference and those of the two ranks."""
-    values = json.loads((RECORDED / f"tp_{precision}.json").read_text())
+    values = json.loads((Path(__file__).parents[1] / "data" / "noise_floors" / f"tp_{precision}.json").read_text())
     return RankReport.from_json(values["reference"]), [RankReport.from_json(rank) for rank in values["ranks"]]
 
 

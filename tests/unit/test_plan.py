@@ -86,8 +86,7 @@ def printed(capsys: Capture, *words: str) -> str:
 
 def planned(capsys: Capture, *words: str) -> list[dict[str, Any]]:
     """Return the rows of a plan, which are all that is on standard output."""
-    rows: list[dict[str, Any]] = json.loads(printed(capsys, "format=json", *words))
-    return rows
+    return json.loads(printed(capsys, "format=json", *words))
 
 
 def parts(row: dict[str, Any], pattern: str) -> list[float]:

@@ -132,9 +132,7 @@ def test_a_preset_needs_no_override_of_its_own_layout() -> None:
 
 def test_other_stacks_have_no_command() -> None:
     words = ("model=7b", "cluster=8xh100", "stack=megatron", "train.global_batch=16", "checkpointing=full")
-    result = planned(*words).result
-    assert result is not None
-    row = planned_row(result.best[0])
+    row = planned_row(planned(*words).result.best[0])
     assert row["strategy"] == "search" and "overrides" not in row
 
 

@@ -48,9 +48,7 @@ def plan_on(machine: Machine, *overrides: str) -> RunPlan:
 
 def step_seconds(plan: RunPlan) -> float:
     """Return the predicted step time of a plan that has one."""
-    seconds = predicted_columns(plan)["predicted_step_seconds"]
-    assert isinstance(seconds, float)
-    return seconds
+    return float(predicted_columns(plan)["predicted_step_seconds"])
 
 
 def test_a_described_device_has_a_predicted_step_time() -> None:
@@ -81,7 +79,6 @@ def test_a_row_predicts_the_step_that_a_plan_predicts(overrides: tuple[str, ...]
     plan = make_plan(config, machine_of_run(config.to_dict()), command)
     planned = predict(config, plan.layout, described_cluster(config.cluster), load_stack("harness"))
     entry = predicted_step_entry(plan)
-    assert entry is not None
     assert step_seconds(plan) == entry["step_seconds"] == pytest.approx(planned.step_seconds)
     assert (entry["low_seconds"], entry["high_seconds"]) == pytest.approx(planned.step_interval)
     assert entry["copy_seconds"] == pytest.approx(planned.time.copy_seconds)
@@ -240,9 +237,7 @@ def test_regret_is_the_time_of_the_planned_best_over_the_best(sweep: list[Queued
     lines: list[str] = []
     order.validate(folder, records, lines.append)
     validation = read_plan_validation(folder)
-    assert validation is not None
     assert validation.regret == pytest.approx(0.25)
-    assert validation.measured_best is not None
     assert (validation.planned_best.run_id, validation.measured_best.run_id) == (first, second)
     sentence = validation.sentence()
     assert f"{first} was predicted to be the fastest and took 25.0% more time than {second}" in sentence
