@@ -102,23 +102,15 @@ def kind_of(process: psutil.Process, command: Command) -> str:
     return kinds[depth] if 0 <= depth < len(kinds) else "other"
 
 
-def of_kind(command: Command, kind: str) -> list[psutil.Process]:
-    if kind == "parent":
-        return [psutil.Process(command.process.pid)] if command.process.poll() is None else []
-    processes = []
-    for process in living(command):
-        with suppress(psutil.Error):
-            if kind_of(process, command) == kind:
-                processes.append(process)
-    return processes
-
-
 def kill_one(command: Command, kind: str, chance: random.Random, number: int = signal.SIGKILL) -> bool:
     """Kill one process of that kind; return whether there was one."""
-    if processes := of_kind(command, kind):
-        with suppress(ProcessLookupError):
-            os.kill(chance.choice(processes).pid, number)
-            return True
+    processes = living(command)
+    chance.shuffle(processes)
+    for process in processes:
+        with suppress(psutil.Error):
+            if kind_of(process, command) == kind:
+                process.send_signal(number)
+                return True
     return False
 
 

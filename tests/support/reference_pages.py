@@ -226,10 +226,14 @@ def strategy_row(path: Path) -> str:
 
 def pages() -> dict[Path, str]:
     """Return every generated page with its path."""
-    makers = (configuration, columns_page, command_line, strategies)
-    names = ("configuration", "columns", "command-line", "strategies")
+    makers = {
+        "configuration": configuration,
+        "columns": columns_page,
+        "command-line": command_line,
+        "strategies": strategies,
+    }
     with chdir(ROOT):
-        return {ROOT / "docs" / "reference" / f"{name}.md": make() for name, make in zip(names, makers, strict=True)}
+        return {ROOT / "docs" / "reference" / f"{name}.md": make() for name, make in makers.items()}
 
 
 def main() -> None:
