@@ -105,7 +105,8 @@ def differences(folder: Path, undisturbed: Path) -> list[str]:
         before, after = stable(expected[run_id]), stable(actual[run_id])
         for column in sorted(before.keys() | after.keys()):
             value, other = before.get(column), after.get(column)
-            if other != pytest.approx(value, rel=NEARLY.get(column, 0.0), abs=0.0):
+            near = pytest.approx(value, rel=NEARLY[column]) if value and column in NEARLY else value
+            if other != near:
                 problems.append(f"{run_id}: {column} is {other}, undisturbed {value}")
     listed = [row["run_id"] for row in read_table(folder / "sweep" / "runs.csv")]
     if sorted(listed) != sorted(expected):
