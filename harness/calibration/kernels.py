@@ -82,10 +82,8 @@ def main(run_dir: str) -> None:
     device: Device = spec["device"]
     torch.set_num_threads(spec["threads"])
     torch.set_float32_matmul_precision("highest")
-    place = torch.device("cpu")
-    if device == "cuda":
-        place = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(place)
+    place = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device("cpu")
+    torch.get_device_module(place).set_device(place)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     effort = (QUICK if spec["quick"] else FULL)[device]
     dtype, ranks = getattr(torch, spec["dtype"]), dist.get_world_size()

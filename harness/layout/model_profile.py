@@ -110,9 +110,3 @@ def traced_profile(info: HFModelInfo) -> ModelProfile:
 def parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters of the whole model; a tied embedding counts once."""
     return numel(model_profile(model).parameter_shapes)
-
-
-@lru_cache(maxsize=128)
-def layer_parameter_count(model: ModelConfig) -> int:
-    """Return the number of parameters of one decoder layer; the first represents all of them."""
-    return numel(model_profile(model).layer_shapes)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from harness.config.model import ModelConfig
 from harness.layout.layer_spec import SHARD_DIM, numel
 from harness.layout.layout import Layout
-from harness.layout.model_profile import layer_parameter_count, model_profile
+from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
 
 
@@ -74,7 +74,8 @@ def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[
             f" choose at least one layer per stage"
         )
     if layers is None:
-        layer, profile = layer_parameter_count(model), model_profile(model)
+        profile = model_profile(model)
+        layer = numel(profile.layer_shapes)  # which stands for all of them
         ends = (numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer)
         layers = balanced_layers(depth, *ends, count)
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:

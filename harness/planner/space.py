@@ -152,9 +152,9 @@ def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:
 def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
     """Return the ways to share model state among data-parallel ranks, as values of a strategy.
 
-    They are replicas, ZeRO's stages and fully_shard's modes, with what each can keep on the host. Other stacks have a
-    part of them: flat units are sharded by one wrapper in all modes, the others replicate weights beside sharded
-    optimizer state.
+    They are replicas, ZeRO's stages and fully_shard's modes, over all data-parallel ranks or over those of a node with
+    replicas, with what each can keep on the host. Other stacks have a part of them: flat units are sharded by one
+    wrapper in all modes, the others replicate weights beside sharded optimizer state.
     """
     if dp * cp == 1:
         return [{}]
@@ -162,7 +162,13 @@ def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[
     divides = is_own and tp > 1  # matrices, which DistributedDataParallel leaves whole
     wrapper = "fsdp" if divides or memory.kind == "flat_units" else "ddp"
     keeps_masters_whole = is_own and space.config.precision.is_mixed  # as ZeroRedundancyOptimizer does
-    shards = [way for way in sharded(space, dp, tp, cp) if way["zero_stage"] in memory.zero_stages]
+    node_sizes = (space.cluster.gpus_per_node // tp, space.cluster.gpus_per_node)
+    sizes = {dp, *(size for size in node_sizes if size > 1 and dp % size == 0)}
+    shards = [
+        {"data_parallel": "fsdp", "zero_stage": stage, "dp_shard": size, "dp_replicate": dp // size}
+        for size, stage in itertools.product(sorted(sizes), (2, 3))
+        if size * cp > 1 and stage in memory.zero_stages
+    ]
     replicates = 0 in memory.zero_stages and (dp > 1 or not divides)
     cuts_optimizer = 1 in memory.zero_stages and dp > 1 and not divides and not keeps_masters_whole
     ways: list[tuple[bool, Iterable[dict[str, Any]]]] = [
@@ -183,17 +189,6 @@ def deepspeed_ways(dp: int, offloads: bool) -> Iterator[dict[str, Any]]:
         kinds = ("none", "optimizer", "parameters")[: 3 if stage == 3 else 2]
         for kind in kinds if offloads else ("none",):
             yield {key: getattr(preset, key) for key in keys} | {"dp_shard": dp, "offload": kind}
-
-
-def sharded(space: SearchedSpace, dp: int, tp: int, cp: int) -> list[dict[str, Any]]:
-    """Return fully_shard's stages 2 and 3 over all data-parallel ranks, and over those of a node with replicas."""
-    node_sizes = (space.cluster.gpus_per_node // tp, space.cluster.gpus_per_node)
-    sizes = {dp, *(size for size in node_sizes if size > 1 and dp % size == 0)}
-    return [
-        {"data_parallel": "fsdp", "zero_stage": stage, "dp_shard": size, "dp_replicate": dp // size}
-        for size, stage in itertools.product(sorted(sizes), (2, 3))
-        if size * cp > 1
-    ]
 
 
 def plan_problems(prediction: Prediction) -> Iterator[str]:

@@ -23,7 +23,7 @@ from harness.cost_model.timing.kernels import (
 )
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
-from harness.layout.model_profile import layer_parameter_count, model_profile
+from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
@@ -92,7 +92,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
     shards, tensors = layout.axes_size(layout.sharding_axes), len(profile.layer_shapes)
     end_shapes = [profile.embedding_shapes for stage in stages if stage.holds_embedding]
     end_shapes += [profile.head_shapes for stage in stages if stage.holds_head]
-    of_layer = layer_parameter_count(config.model) / layout.tp
+    of_layer = numel(profile.layer_shapes) / layout.tp
     of_ends = sum(map(numel, end_shapes)) / layout.vocabulary_tp
     parameters = layers * of_layer + of_ends
     if is_stage_3:
