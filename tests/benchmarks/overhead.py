@@ -147,11 +147,10 @@ class Pair:
         return beat.phase if beat else ""
 
     def run_row(self) -> Result:
-        from harness.worker import main as worker_main
         from tests.support.commands import execute_run
 
         started = time.perf_counter()
-        record = execute_run(self.config, self.command, worker_main.main)
+        record = execute_run(self.config, self.command)
         wall_seconds = time.perf_counter() - started
         if record.row["status"] != "ok":
             raise SystemExit(f"the harness's run ended without a measured row: {record.row['reason']}")

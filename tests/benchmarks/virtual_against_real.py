@@ -20,7 +20,6 @@ from harness.records.schema import Record
 from harness.runner import resolve
 from harness.runner.plan import make_plan
 from harness.util.text import UserError
-from harness.worker import main as worker_main
 from tests.support.campaigns import REQUIRED_PATH, Line, complete_table, parse_options, read_table
 from tests.support.commands import ROOT, compose, compose_config, execute_run
 from tests.support.random_draws import draw_real_size, listed
@@ -72,7 +71,7 @@ def is_possible(overrides: list[str]) -> bool:
 def run(overrides: list[str], folder: Path) -> Record:
     """Return the record of a run that is compared with no reference."""
     config, command = compose(*overrides, f"results_dir={folder}", "name=virtual", "proof.reference=false")
-    return execute_run(config, command, worker_main.main)
+    return execute_run(config, command)
 
 
 def compare(draw: tuple[str, str]) -> Line:

@@ -22,7 +22,6 @@ from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
 from harness.proof.deviations import differences
 from harness.records.rank_report import RankReport
-from harness.worker import main as worker_main
 from tests.support.commands import compose_config, run_with
 from tests.support.models import model_named
 
@@ -177,9 +176,7 @@ SHALLOW = ("strategy=tp", "checkpointing=full", "model.num_hidden_layers=2")
 @pytest.mark.long
 def test_dropout_is_repeatable_and_has_no_reference(results: Path) -> None:
     """Tensor-parallel ranks agree on what they share, or their norms and losses would differ."""
-    records = [
-        run_with(results, worker_main.main, *DROPPING, *SHALLOW, f"force={force}") for force in ("false", "true")
-    ]
+    records = [run_with(results, *DROPPING, *SHALLOW, f"force={force}") for force in ("false", "true")]
     for record in records:
         row = record.row
         assert (row["status"], row["reason"]) == ("ok", "")

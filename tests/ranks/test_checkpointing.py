@@ -30,9 +30,8 @@ from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
 from harness.util.text import UserError
-from harness.worker import main as worker_main
 from tests.support.capacity import capacity_problem
-from tests.support.commands import assert_not_proven, compose_config, run_with
+from tests.support.commands import assert_not_proven, compose_config, long, run_with
 from tests.support.models import (
     ADAM_FP32,
     BF16,
@@ -228,9 +227,9 @@ BIASED = ("strategy=zero3", "model=gpt_tiny", "checkpointing=selective")
 @pytest.mark.long
 def test_biases_added_twice_are_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = "+strategy.options.memory_efficient_linear=false"
-    assert run_with(results, worker_main.main, *BIASED, own).row["status"] == "ok"
+    assert run_with(results, *BIASED, own).row["status"] == "ok"
     monkeypatch.setattr(compatibility, "replaces_linear_function", lambda *_: False)
-    assert_not_proven(run_with(results, worker_main.main, *BIASED), "gradient deviates")
+    assert_not_proven(run_with(results, *BIASED), "gradient deviates")
 
 
 # Layers are gathered by operators of their own, others in the second forward than in the first one.
@@ -247,13 +246,10 @@ STRATEGIES = ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1
     "overrides",
     [
         GATHERED_AHEAD,
-        *(
-            pytest.param(f"{strategy} checkpointing={kind}", marks=pytest.mark.long)
-            for strategy, kind in itertools.product(STRATEGIES, KINDS)
-        ),
+        *(long(f"{strategy} checkpointing={kind}") for strategy, kind in itertools.product(STRATEGIES, KINDS)),
     ],
 )
 def test_every_kind_is_proven_in_every_layout(results: Path, overrides: str) -> None:
-    row = run_with(results, worker_main.main, *f"strategy={overrides}".split()).row
+    row = run_with(results, *f"strategy={overrides}".split()).row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)

@@ -1,6 +1,5 @@
 """Every combination of the table, every product of axes, and ten million parameters are proven rows."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,12 @@ from harness.engines import torch as torch_engine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
-from harness.worker import main as worker_main
 from tests.support import replayed_faults, row_invariants
 from tests.support.combinations import COMBINATIONS, LONG, Combination
-from tests.support.commands import assert_not_proven, compose_config, run_folder, run_with
+from tests.support.commands import assert_not_proven, compose_config, long, run_folder, run_with
 from tests.support.derived import check_derivations
 
-LONG_CASES = [pytest.param(combination, marks=pytest.mark.long) for combination in LONG]
+LONG_CASES = [long(combination) for combination in LONG]
 
 
 @pytest.mark.parametrize("combination", [*COMBINATIONS, *LONG_CASES], ids=str)
@@ -100,9 +98,9 @@ COMPILED = ("fsdp_hybrid_shard", "fsdp_pp checkpointing=full", "cp", "ddp_pp str
 SIZES = ("train.micro_batch=1", "train.global_batch=8", "train.seq_len=32")
 
 
-def record_of(results: Path, world: int, overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
+def record_of(results: Path, world: int, overrides: str) -> Record:
     start_forkserver("cpu")
-    return run_with(results, entry, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
+    return run_with(results, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
 
 
 REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
@@ -116,7 +114,7 @@ REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "f
             for world, all_ in PRODUCTS.items()
             for each in all_
         ),
-        *(pytest.param(8, each, marks=pytest.mark.long) for each in (*MORE, *WIDE)),
+        *(long(8, each) for each in (*MORE, *WIDE)),
     ],
 )
 def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
@@ -185,7 +183,7 @@ OPTIONS = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}
     "strategy",
     [
         *("zero1", "fsdp_full_shard", "tp"),
-        *(pytest.param(strategy, marks=pytest.mark.long) for strategy in ("zero2", "zero3", "fsdp_shard_grad_op")),
+        *(long(strategy) for strategy in ("zero2", "zero3", "fsdp_shard_grad_op")),
     ],
 )
 def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None:
@@ -205,7 +203,7 @@ def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None
     [
         *((strategy, "0.5M") for strategy in ("zero2", "zero3", "fsdp_full_shard")),
         ("fsdp_full_shard", "11M"),
-        *(pytest.param(strategy, "11M", marks=pytest.mark.long) for strategy in ("zero2", "zero3")),
+        *(long(strategy, "11M") for strategy in ("zero2", "zero3")),
     ],
 )
 @pytest.mark.parametrize(
@@ -225,5 +223,5 @@ def test_padding_behind_the_last_parameter_is_no_gradient(strategy: str, results
     """Five ranks do not divide the elements of this vocabulary, so that DeepSpeed pads the last rank's partition."""
     batch = ("train.global_batch=5", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
     overrides = (f"strategy={strategy}", "world_size=5", "model.vocab_size=257", *batch)
-    record = run_with(results, worker_main.main, *overrides)
+    record = run_with(results, *overrides)
     assert record.status == "ok", record.row["reason"]

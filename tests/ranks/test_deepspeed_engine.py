@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +27,8 @@ from harness.layout.model_profile import model_profile, parameter_count
 from harness.proof.layout import _overlap, box_numel
 from harness.records.schema import Record
 from harness.worker import main as worker_main
-from tests.support import accelerate_entries, commands, row_invariants
-from tests.support.commands import compose_config, run_folder, run_with
+from tests.support import accelerate_entries, row_invariants
+from tests.support.commands import Entry, compose_config, long, run_folder, run_with
 
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
 SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"
@@ -66,11 +65,11 @@ def train(run_dir: str) -> None:
         "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=1000",
         "strategy=zero1_defaults precision=bf16_mixed",
         f"strategy=zero1_tp {FOUR_RANKS}",
-        *(pytest.param(f"{overrides} {FOUR_RANKS}", marks=pytest.mark.long) for overrides in LONG),
+        *(long(f"{overrides} {FOUR_RANKS}") for overrides in LONG),
     ],
 )
 def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str) -> None:
-    record = run_with(results, train, *overrides.split())
+    record = run_with(results, *overrides.split(), entry=train)
     row, folder = record.row, run_folder(results, record)
     assert (row["status"], row["reason"]) == ("ok", "")
     assert not extensions(folder.path).exists()
@@ -180,8 +179,8 @@ def allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accelerate_engine, "fsdp_unsupported", lambda *arguments: iter(()))
 
 
-def run_accelerate(results: Path, entry: Callable[[str], None], overrides: str) -> Record:
-    return commands.run_with(results, entry, "strategy.engine=accelerate", *overrides.split())
+def run_accelerate(results: Path, entry: Entry, overrides: str) -> Record:
+    return run_with(results, "strategy.engine=accelerate", *overrides.split(), entry=entry)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +189,7 @@ def run_accelerate(results: Path, entry: Callable[[str], None], overrides: str) 
         (worker_main.main, "strategy=zero1"),
         (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard"),
         *(
-            pytest.param(entry, overrides, marks=pytest.mark.long)
+            long(entry, overrides)
             for entry, overrides in (
                 (worker_main.main, "strategy=zero3"),
                 (worker_main.main, "strategy=zero2 checkpointing=full"),
@@ -212,9 +211,7 @@ def run_accelerate(results: Path, entry: Callable[[str], None], overrides: str) 
     ],
 )
 @pytest.mark.usefixtures("allowed")
-def test_sharding_through_accelerate_is_proven_on_a_cpu(
-    results: Path, entry: Callable[[str], None], overrides: str
-) -> None:
+def test_sharding_through_accelerate_is_proven_on_a_cpu(results: Path, entry: Entry, overrides: str) -> None:
     """DeepSpeed runs there, and Accelerate's own prepare shards over gloo; every proof applies to the row."""
     record = run_accelerate(results, entry, overrides)
     row = record.row
@@ -232,21 +229,17 @@ def test_sharding_through_accelerate_is_proven_on_a_cpu(
             "fsdp_full_shard",
             "Accelerate dropped its plugin for FSDP2",
         ),
-        pytest.param(
+        long(
             *(accelerate_entries.one_group, "fsdp_full_shard", "groups of 4 layers, embedding and head"),
-            marks=pytest.mark.long,
         ),
-        pytest.param(
+        long(
             *(accelerate_entries.root_left_gathered, "fsdp_full_shard", "Accelerate does not reshard as"),
-            marks=pytest.mark.long,
         ),
         (accelerate_entries.other_stage, "zero2", "Accelerate built DeepSpeed with (stage, ranks,"),
     ],
 )
 @pytest.mark.usefixtures("allowed")
-def test_another_layout_than_configured_is_an_error(
-    results: Path, fault: Callable[[str], None], strategy: str, reason: str
-) -> None:
+def test_another_layout_than_configured_is_an_error(results: Path, fault: Entry, strategy: str, reason: str) -> None:
     row = run_accelerate(results, fault, f"strategy={strategy} proof.reference=false").row
     assert row["status"] == "error" and reason in row["reason"]
 

@@ -17,8 +17,7 @@ from harness.models.build import build_model
 from harness.runner import resolve
 from harness.runner.launch_run import build_run_spec, write_row
 from harness.runner.plan import make_plan
-from harness.worker import main as worker_main
-from tests.support.commands import ROOT, SMALL_BATCH, compose, compose_config, run_folder, run_with
+from tests.support.commands import ROOT, SMALL_BATCH, compose, compose_config, long, run_folder, run_with
 
 TORCHRUN = ("sh", "torchrun.sh")
 
@@ -27,7 +26,7 @@ ACCELERATE = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train
 
 def recorded(results: Path, overrides: str) -> Path:
     """Return the folder of a run."""
-    record = run_with(results, worker_main.main, *overrides.split())
+    record = run_with(results, *overrides.split())
     assert (record.status, record.row["reason"]) == ("ok", "")
     return run_folder(results, record).path
 
@@ -92,8 +91,8 @@ BY_ACCELERATE = (
     ("launch", "overrides"),
     [
         (TORCHRUN, "strategy=pp_1f1b"),
-        *(pytest.param(TORCHRUN, overrides, marks=pytest.mark.long) for overrides in BY_TORCHRUN),
-        *(pytest.param(ACCELERATE, overrides, marks=pytest.mark.long) for overrides in BY_ACCELERATE),
+        *(long(TORCHRUN, overrides) for overrides in BY_TORCHRUN),
+        *(long(ACCELERATE, overrides) for overrides in BY_ACCELERATE),
     ],
     ids=lambda value: value if isinstance(value, str) else value[0],
 )

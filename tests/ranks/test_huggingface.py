@@ -4,7 +4,6 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +35,8 @@ from harness.runner.config_columns import config_columns
 from harness.runner.resolve import resolve_run_config
 from harness.simulator.process import StepRequest
 from harness.util.text import UserError
-from harness.worker import main as worker_main
 from tests.support import commands, faults
-from tests.support.commands import Harness, assert_not_proven, compose_config
+from tests.support.commands import Entry, Harness, assert_not_proven, compose_config, long
 from tests.support.models import model_named
 from tests.support.simulated_steps import simulate_steps
 
@@ -117,14 +115,15 @@ def test_operations_of_a_library_model_are_those_of_our_formula(
 @pytest.mark.parametrize(
     ("kind", "overrides"),
     [
-        pytest.param("llama", "strategy=tp checkpointing=full", marks=pytest.mark.long),
+        long("llama", "strategy=tp checkpointing=full"),
         ("llama", "strategy=tp checkpointing=every_n checkpointing.every=2"),
-        pytest.param("gpt_neox", "strategy=tp precision=bf16_mixed", marks=pytest.mark.long),
-        pytest.param(
-            "qwen2", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full", marks=pytest.mark.long
+        long("gpt_neox", "strategy=tp precision=bf16_mixed"),
+        long(
+            "qwen2",
+            "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full",
         ),
         ("gpt2", "strategy=zero3 checkpointing=full model.dropout=0"),
-        pytest.param("gemma", "strategy=fsdp_shard_grad_op", marks=pytest.mark.long),
+        long("gemma", "strategy=fsdp_shard_grad_op"),
         ("gpt2", "strategy=ddp checkpointing=full"),
         ("qwen3", "strategy=zero3"),
         ("phi3", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
@@ -148,8 +147,8 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
         assert row["parameter_bytes"] == estimate.parameter_bytes and row["optimizer_bytes"] == estimate.optimizer_bytes
 
 
-def run_with(results: Path, kind: str, *overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
-    return commands.run_with(results, entry, "model=hf", f"model.path={folder(results, kind)}", *BATCH, *overrides)
+def run_with(results: Path, kind: str, *overrides: str, **entry: Entry) -> Record:
+    return commands.run_with(results, "model=hf", f"model.path={folder(results, kind)}", *BATCH, *overrides, **entry)
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
@@ -248,7 +247,7 @@ def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, pr
         (faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
     ],
 )
-def test_a_fault_is_an_error(results: Path, fault: Callable[[str], None], overrides: str, problem: str) -> None:
+def test_a_fault_is_an_error(results: Path, fault: Entry, overrides: str, problem: str) -> None:
     record = run_with(results, "llama", *overrides.split(), entry=fault)
     assert_not_proven(record, problem)
 

@@ -19,7 +19,6 @@ from harness.runner.resolve import detect_machine
 from harness.runner.run import pruning_reason
 from harness.sweep.queued_run import MicroBatchSearch
 from harness.util.text import UserError, format_bytes, parse_bytes
-from harness.worker import main as worker_main
 from tests.support.commands import compose, compose_config, execute_run
 from tests.support.models import PREPARED
 
@@ -72,7 +71,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def budget_run(results: Path, *overrides: str) -> tuple[RunConfig, Record]:
     config, command = compose(f"results_dir={results}", "name=budget", *RUN, *overrides)
-    return config, execute_run(config, command, worker_main.main)
+    return config, execute_run(config, command)
 
 
 @pytest.fixture(scope="module", params=["single", "pp_1f1b"])  # ddp's peak can differ by 148 bytes

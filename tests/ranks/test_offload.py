@@ -1,7 +1,6 @@
 """State and activations on the host: what real ranks hold and where."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ from harness.models.init_weights import materialize
 from harness.probe import Listener, Probe
 from harness.proof.layout import placement_problems
 from harness.records.rank_report import RankReport
-from harness.records.schema import Record
 from harness.util.text import UserError
-from harness.worker import main as worker_main
 from tests.support import commands, row_invariants
 from tests.support.capacity import capacity_problem
 from tests.support.commands import compose_config
@@ -36,10 +33,6 @@ from tests.support.commands import compose_config
 CPU = torch.device("cpu")
 
 ACTIVATIONS = "checkpointing.offload_activations=true"
-
-
-def run_with(results: Path, entry: Callable[[str], None], overrides: str, world: int = 2) -> Record:
-    return commands.run_with(results, entry, f"world_size={world}", *overrides.split())
 
 
 CASES = [
@@ -84,7 +77,7 @@ def test_offload_is_proven_in_every_layout(results: Path, case: str, world: int)
 
 def check(results: Path, case: str, world: int) -> None:
     """Check that figures and formulas hold as without offload, which on a CPU saves nothing and must lose nothing."""
-    record = run_with(results, worker_main.main, case, world)
+    record = commands.run_with(results, f"world_size={world}", *case.split())
     row = record.row
     assert (row["status"], row["reason"]) == ("ok", ""), case
     if row["precision"] == "fp32":

@@ -1,7 +1,6 @@
 """Every guarantee of a row is tested with the fault that it guards against, in real ranks or in their reports."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,9 @@ import pytest
 from harness.proof.deviations import _mean, copies_of_tensors, differences
 from harness.records.rank_report import RankReport
 from harness.runner import reference_runs
-from harness.worker import main as worker_main
 from tests.support import faults, replayed_faults
 from tests.support.combinations import TENSOR_SIZE, Combination, in_precision, model_parallel
-from tests.support.commands import assert_not_proven, run_with
+from tests.support.commands import Entry, assert_not_proven, long, run_with
 
 DDP, FSDP, ZERO2 = (Combination(name, 2, ("checkpointing=none",)) for name in ("ddp", "fsdp_full_shard", "zero2"))
 
@@ -81,7 +79,7 @@ OFFLOADED = "ddp checkpointing.offload_activations=true"
         (replayed_faults.loss_of_its_own, PP_1F1B, "the loss of the same data is not the same"),
         (replayed_faults.norms_drift, BF16["tp"], "master of norm.weight is not the same on all ranks"),
         (replayed_faults.offload_dropped, Combination("zero_offload"), "was built to keep nothing on the host"),
-        pytest.param(replayed_faults.heads_drop_alike, DROPPING, HEADS, marks=pytest.mark.long),
+        long(replayed_faults.heads_drop_alike, DROPPING, HEADS),
     ],
 )
 def test_a_fault_in_the_reports_is_an_error(
@@ -151,7 +149,7 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.other_kernel_of_the_optimizer, "ddp train.fused_optimizer=false", "ran the optimizer as fused"),
         (faults.eager_on_one_rank, "ddp", "attention ran as flash and math, and not as one kernel on all ranks"),
         *(
-            pytest.param(fault, strategy, problem, marks=pytest.mark.long)
+            long(fault, strategy, problem)
             for fault, strategy, problem in (
                 (faults.halved, "zero2 precision=bf16", "layers.1.input_layernorm.weight"),
                 (faults.scale_never_taken_out, "ddp precision=fp16_mixed", "gradient deviates"),
@@ -207,19 +205,16 @@ def test_a_fault_in_the_reports_is_an_error(
         ),
     ],
 )
-def test_a_fault_in_the_ranks_is_an_error(
-    results: Path, fault: Callable[[str], None], strategy: str, problem: str
-) -> None:
-    record = run_with(results, fault, *f"strategy={strategy}".split())
+def test_a_fault_in_the_ranks_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
+    record = run_with(results, *f"strategy={strategy}".split(), entry=fault)
     assert_not_proven(record, problem)
     row = record.row
     assert row.get("tokens_per_second") is None and row.get("peak_allocated_bytes") is None
 
 
 def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ordinary = worker_main.main
     monkeypatch.setattr(reference_runs, "worker_entry", faults.not_finite)
-    row = run_with(results, ordinary, "strategy=ddp", "train.seed=5").row
+    row = run_with(results, "strategy=ddp", "train.seed=5").row
     assert row["status"] == "error"
     assert row["reason"].startswith("the reference single-none-tiny-w1-"), row["reason"]
     assert "failed, so that nothing proves this run: not proven: the loss is not" in row["reason"]
@@ -227,7 +222,7 @@ def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.Monke
 
 
 def test_a_block_missing_in_the_memory_log_is_an_error(results: Path) -> None:
-    row = run_with(results, faults.block_unlogged, "strategy=ddp").row
+    row = run_with(results, "strategy=ddp", entry=faults.block_unlogged).row
     assert row["status"] == "error" and "are logged at the peak of" in row["reason"]
 
 

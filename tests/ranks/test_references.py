@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -24,9 +24,8 @@ from harness.runner.record import Reference
 from harness.runner.reference_runs import predict_cost
 from harness.runner.resolve import detect_machine, with_layers
 from harness.runner.run import execute
-from harness.worker import main as worker_main
 from tests.support import faults, second_training
-from tests.support.commands import SMALL_BATCH, Harness, compose, run_with
+from tests.support.commands import SMALL_BATCH, Entry, Harness, compose, run_with
 
 # With full checkpointing, fsdp_full_shard needs 6.7 MB, zero3 8.1 MB and a single process 8.7 MB.
 BUDGET = 7_400_000
@@ -44,10 +43,10 @@ class Chain:
     def compose(self, *overrides: str) -> tuple[RunConfig, CommandConfig]:
         return compose(f"results_dir={self.results}", "name=chain", *self.overrides, *overrides)
 
-    def run(self, *overrides: str, entry: Callable[[str], None] = worker_main.main) -> Record:
+    def run(self, *overrides: str, **entry: Entry) -> Record:
         config, command = self.compose(*overrides)
         plan = make_plan(config, detect_machine(config.cluster), command)
-        return execute(plan, RunContext(entry, log=self.lines.append))
+        return execute(plan, RunContext(log=self.lines.append, **entry))
 
     def references(self, pattern: str = "*") -> Iterator[Record]:
         """Yield the records of the references of this name."""
@@ -162,7 +161,7 @@ def test_a_reference_that_hangs_takes_no_row_with_it(results: Path, monkeypatch:
         plan = make_plan(config, detect_machine(config.cluster), command)
         note = reference_runs.get_reference(plan, RunContext()).note
     assert note.startswith("none: a single process is too slow: it ran into a time limit: killed after 3 s"), note
-    row = run_with(results, worker_main.main, *overrides).row
+    row = run_with(results, *overrides).row
     assert (row["status"], row["reference"], row.get("loss_deviation")) == ("ok", note, None), row["reason"]
 
 
@@ -194,7 +193,7 @@ def large_chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 @pytest.mark.long
 @pytest.mark.parametrize("fault", [faults.other_data, faults.halved])
 def test_a_fault_in_a_large_references_layout_is_an_error(
-    large_chain: Chain, monkeypatch: pytest.MonkeyPatch, fault: Callable[[str], None]
+    large_chain: Chain, monkeypatch: pytest.MonkeyPatch, fault: Entry
 ) -> None:
     large_chain.forget("fsdp_full_shard-*")
     monkeypatch.setattr(reference_runs, "worker_entry", fault)

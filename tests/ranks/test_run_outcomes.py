@@ -5,7 +5,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,9 +16,8 @@ from harness.launcher.rank_entry import main_thread_location
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
-from harness.worker import main as worker_main
 from tests.support import commands, faults
-from tests.support.commands import ROOT, run_with
+from tests.support.commands import ROOT, Entry, run_with
 
 CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1; of version 2 a process must not have siblings in its group
 
@@ -28,13 +27,13 @@ LIMIT_BYTES = 3 * 2**30
 @pytest.fixture(scope="module")
 def results(results: Path) -> Path:
     """Return one folder for all runs, with the reference in it, so that no later start is slow and limits are short."""
-    assert run_with(results, worker_main.main, "strategy=ddp").row["status"] == "ok"
+    assert run_with(results, "strategy=ddp").row["status"] == "ok"
     return results
 
 
 @pytest.mark.parametrize(("fault", "strategy"), [(faults.exhausted, "ddp"), (faults.exhausted_in_a_stage, "pp_1f1b")])
-def test_running_out_of_memory_is_an_oom_row(results: Path, fault: Callable[[str], None], strategy: str) -> None:
-    row = run_with(results, fault, f"strategy={strategy}").row
+def test_running_out_of_memory_is_an_oom_row(results: Path, fault: Entry, strategy: str) -> None:
+    row = run_with(results, f"strategy={strategy}", entry=fault).row
     assert row["status"] == "oom" and row["failed_in_phase"] == "warm-up"
     assert "rank 1 ran out of memory in phase warm-up" in row["reason"]
     check_last(row)
@@ -48,19 +47,19 @@ def check_last(row: dict[str, object]) -> None:
 
 
 def test_a_killed_rank_is_named(results: Path) -> None:
-    row = run_with(results, faults.killed, "strategy=ddp").row
+    row = run_with(results, "strategy=ddp", entry=faults.killed).row
     assert row["status"] == "error"
     assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
 
 
 def test_a_time_limit_is_a_timeout_that_names_the_late_ranks(results: Path) -> None:
-    row = run_with(results, faults.stuck, "strategy=ddp", "timeout_seconds=8").row
+    row = run_with(results, "strategy=ddp", "timeout_seconds=8", entry=faults.stuck).row
     assert row["status"] == "timeout" and "killed at its time limit, after " in row["reason"]
     assert "; unfinished: rank 0, 1; rank 1 had sent no heartbeat" in row["reason"]
 
 
 def test_a_hang_ends_early_and_leaves_every_ranks_stacks(results: Path) -> None:
-    record = run_with(results, faults.stuck_in_a_step, "strategy=ddp", "hang_seconds=3")
+    record = run_with(results, "strategy=ddp", "hang_seconds=3", entry=faults.stuck_in_a_step)
     row = record.row
     assert (row["status"], row["failed_in_phase"]) == ("timeout", "warm-up")
     assert row["reason"].startswith("killed after 3 s without progress of any rank; unfinished: rank 0, 1; rank ")
@@ -78,7 +77,7 @@ def folder_of(results: Path, record: Record) -> Path:
 @pytest.mark.long
 def test_a_slow_run_is_not_a_hang(results: Path) -> None:
     """The limit may be short compared with the whole run, as long as no step takes that long."""
-    record = run_with(results, faults.slow_steps, "strategy=ddp", "hang_seconds=6")
+    record = run_with(results, "strategy=ddp", "hang_seconds=6", entry=faults.slow_steps)
     assert record.row["status"] == "ok" and record.row["duration_seconds"] > 6
     assert record.row.get("failed_in_phase") is None
     assert not list(folder_of(results, record).glob("logs/stacks*"))
@@ -106,7 +105,7 @@ from pathlib import Path
 if __name__ == "__main__":
     Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
     from tests.support import commands, faults
-    row = commands.run_with(Path(sys.argv[2]), faults.greedy, "strategy=ddp", "proof.reference=false").row
+    row = commands.run_with(Path(sys.argv[2]), "strategy=ddp", "proof.reference=false", entry=faults.greedy).row
     print(row["status"], row["failed_in_phase"], row["reason"])
 """
 

@@ -19,7 +19,7 @@ from harness.report.view import view_of
 from harness.runner.plan import make_plan
 from harness.runner.resolve import machine_of_run
 from harness.simulator.process import StepRequest
-from tests.support.commands import Harness, compose_config, read_rows, run_harness
+from tests.support.commands import Harness, compose_config, long, read_rows, run_harness
 from tests.support.simulated_steps import simulate_steps
 
 TWO_LAYERS = ("model=1b", "model.num_hidden_layers=2", "precision=bf16_mixed", "data=synthetic")
@@ -100,10 +100,10 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
     [
         ("tensor_on_the_host", "fsdp_full_shard", "cpu"),
         ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
-        pytest.param("forgotten_free", "fsdp_full_shard", "along dp_shard", marks=pytest.mark.long),
-        pytest.param("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's", marks=pytest.mark.long),
-        pytest.param("gather_never_freed", "zero3", "the peak is beyond the plan's", marks=pytest.mark.long),
-        *(pytest.param("", strategy, "", marks=pytest.mark.long) for strategy in ("ddp", "fsdp_full_shard", "zero3")),
+        long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
+        long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
+        long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
+        *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3")),
     ],
 )
 def test_faults_in_the_code_for_cuda_are_noticed_and_nothing_else(fault: str, strategy: str, problem: str) -> None:

@@ -23,7 +23,7 @@ from harness.layout.state_widths import StateWidths
 from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
 from harness.records.rank_report import RankReport
 from harness.simulator.process import StepRequest
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, long
 from tests.support.simulated_steps import simulate_steps
 
 ACTIVATION_TOLERANCE = 1e-3  # token ids of other micro-batches share a storage with those that are saved
@@ -265,7 +265,7 @@ def reports(is_long: bool) -> Reports:
     ("line", "is_long"),
     [
         *((line, False) for line in CASES),
-        *(pytest.param(line, True, marks=pytest.mark.long) for line in LONG_CASES),
+        *(long(line, True) for line in LONG_CASES),
     ],
 )
 def test_a_rank_on_cuda_does_what_the_plan_says(line: str, is_long: bool) -> None:

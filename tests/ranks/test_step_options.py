@@ -1,7 +1,6 @@
 """Options of a step: loss in chunks, the optimizer's kernel, compiled layers, precision, and any learning rate."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
@@ -18,10 +17,18 @@ from harness.models.init_weights import materialize
 from harness.probe import Probe
 from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunFolder
-from harness.worker import main as worker_main
 from tests.support import faults, row_invariants
 from tests.support.combinations import in_precision
-from tests.support.commands import COMPARISON, assert_not_proven, read_rows, run_folder, run_harness, run_with
+from tests.support.commands import (
+    COMPARISON,
+    Entry,
+    assert_not_proven,
+    long,
+    read_rows,
+    run_folder,
+    run_harness,
+    run_with,
+)
 from tests.support.models import ADAM_FP32, BF16, FP32, Hearing, Live, layout_of, run, shaped
 from tests.support.noise_floors import SIZES
 from tests.support.scaled_matrices import excess_by_fault
@@ -63,10 +70,10 @@ def test_a_chunked_loss_is_the_same_and_saves_one_chunk_of_logits(vocab_size: in
     assert transient - 8 * tokens.numel() == pytest.approx(live.peak_bytes, rel=0.03)
 
 
-@pytest.mark.parametrize("strategy", (pytest.param("tp_sp", marks=pytest.mark.long), "zero3"))
+@pytest.mark.parametrize("strategy", (long("tp_sp"), "zero3"))
 def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
     """If the sequence is sharded over ranks, the chunks are cut from the whole sequence (torchtitan issue 3412)."""
-    record = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
+    record = run_with(results, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
     row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
@@ -79,7 +86,7 @@ def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ("single", "ddp", "zero1", "fsdp_full_shard", "fsdp_no_shard", "tp", "pp_1f1b"))
 @pytest.mark.parametrize("chunks", (2, 5, 64))
 def test_a_chunked_loss_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
-    row = run_with(results, worker_main.main, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}").row
+    row = run_with(results, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}").row
     assert (row["status"], row["reason"]) == ("ok", "")
 
 
@@ -88,15 +95,15 @@ def test_temporaries_of_the_foreach_optimizer_are_predicted(results: Path, strat
     """The batch is so small that the peak is in the optimizer."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
     wide = ("model.hidden_size=256", "train.fused_optimizer=false")
-    row = run_with(results, worker_main.main, *small, *wide, f"strategy={strategy}").row
+    row = run_with(results, *small, *wide, f"strategy={strategy}").row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["peak_phase"] == "optimizer"
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
 
 
-@pytest.mark.parametrize("attention", ("flash", pytest.param("eager", marks=pytest.mark.long)))
+@pytest.mark.parametrize("attention", ("flash", long("eager")))
 def test_the_attention_kernel_is_the_observed_one(results: Path, attention: str) -> None:
-    row = run_with(results, worker_main.main, "strategy=pp_gpipe", f"model.attention={attention}").row
+    row = run_with(results, "strategy=pp_gpipe", f"model.attention={attention}").row
     assert (row["status"], row["reason"], row["attention_kernel"]) == ("ok", "", attention)
 
 
@@ -131,7 +138,7 @@ COMPILED = (
 )
 def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None:
     """Compiled products remain operators, so that operations, memory and volume are exact; the reference is eager."""
-    record = run_with(results, worker_main.main, *COMPILED, *f"strategy={strategy}".split())
+    record = run_with(results, *COMPILED, *f"strategy={strategy}".split())
     row = record.row
     assert (row["status"], row["reason"]) == ("ok", "")
     assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
@@ -152,9 +159,7 @@ STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12), "bf16_mixed": (2, 12)}
 BOUND = {"bf16": 3e-2, "fp16_mixed": 1e-2, "bf16_mixed": 0.1}
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16_mixed", *(pytest.param(name, marks=pytest.mark.long) for name in ("fp16_mixed", "bf16"))]
-)
+@pytest.mark.parametrize("precision", ["bf16_mixed", *(long(name) for name in ("fp16_mixed", "bf16"))])
 def test_a_precision_is_the_same_in_every_layout(results: Path, precision: str) -> None:
     records = [combination.record(results) for combination in in_precision(precision)]
     for record in records:
@@ -206,8 +211,6 @@ MANY_TOKENS = (
     *("train.global_batch=16", "train.micro_batch=8", "train.steps=1", "train.warmup_steps=1"),
 )
 
-Fault = Callable[[str], None]
-
 
 def reference_of(results: Path, note: str) -> RankReport:
     """Return the report of the single process that a run was compared with."""
@@ -219,7 +222,7 @@ def reference_of(results: Path, note: str) -> RankReport:
 @pytest.mark.long
 def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path) -> None:
     """At thirty times the default gradients deviate by more than any fixed bound that tells it from a wrong run."""
-    record = run_with(results, worker_main.main, "strategy=tp", "precision=bf16_mixed", "train.lr=1e-2")
+    record = run_with(results, "strategy=tp", "precision=bf16_mixed", "train.lr=1e-2")
     row = record.row
     assert record.status == "ok", row["reason"]
     assert row["grad_deviation"] > 0.1 and row["grad_floor"] > 0.1
@@ -235,7 +238,7 @@ def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path
 @pytest.mark.parametrize("family", ["llama", "gpt"])
 def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path, family: str) -> None:
     """Kernels that sum tokens in 16 bits moved the embedding's norm by 8 %, and proved no step."""
-    record = run_with(results, worker_main.main, "strategy=tp", f"model.family={family}", *MANY_TOKENS)
+    record = run_with(results, "strategy=tp", f"model.family={family}", *MANY_TOKENS)
     assert record.status == "ok", record.row["reason"]
     assert record.row["proven_steps"] == 5
     reference = reference_of(results, record.proof["reference"])
@@ -247,7 +250,7 @@ def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path,
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, strategy: str) -> None:
-    record = run_with(results, faults.embedding_gradient_scaled, f"strategy={strategy}", *MANY_TOKENS)
+    record = run_with(results, f"strategy={strategy}", *MANY_TOKENS, entry=faults.embedding_gradient_scaled)
     assert_not_proven(record, "embed_tokens.weight's first ")
 
 
@@ -257,7 +260,7 @@ def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, st
         (faults.update_scaled, "strategy=ddp", "mlp.up_proj.weight's first updates"),
         (faults.gradient_scaled, "strategy=tp precision=bf16_mixed train.lr=1e-2", "mlp.up_proj.weight's first "),
         *(
-            pytest.param(fault, f"{layout} {precision} {SIZES[size]}", problem, marks=pytest.mark.long)
+            long(fault, f"{layout} {precision} {SIZES[size]}", problem)
             for size in ("0.5", "11")
             for layout in ("strategy=zero2", "strategy=tp")
             for precision in ("precision=fp32", "precision=bf16_mixed")
@@ -268,8 +271,8 @@ def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, st
         ),
     ],
 )
-def test_a_little_scaled_matrix_is_an_error(results: Path, fault: Fault, overrides: str, problem: str) -> None:
-    record = run_with(results, fault, "world_size=2", *overrides.split())
+def test_a_little_scaled_matrix_is_an_error(results: Path, fault: Entry, overrides: str, problem: str) -> None:
+    record = run_with(results, *overrides.split(), entry=fault)
     assert_not_proven(record, problem)
     problems = record.proof["problems"]
     assert all("deviates by" in text for text in problems), problems

@@ -26,7 +26,7 @@ from harness.measure.time_breakdown import (
 from harness.records.rank_report import RankReport, TimeBreakdown
 from harness.records.run_folder import RunFolder
 from tests.support import faults
-from tests.support.commands import compose, compose_config, execute_run
+from tests.support.commands import Entry, compose, compose_config, execute_run
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -248,9 +248,7 @@ def test_the_operator_log_lists_what_torchs_profiler_lists(operator_log: Operato
     assert {event.name for event in log.tracer.events()} == {"aten::ones", "aten::add"}
 
 
-def reports_with(
-    fault: Callable[[str], None], results: Path, strategy: str, world_size: int, global_batch: int
-) -> list[RankReport]:
+def reports_with(fault: Entry, results: Path, strategy: str, world_size: int, global_batch: int) -> list[RankReport]:
     """Return the reports of the ranks of a very small run."""
     sizes = (f"train.global_batch={global_batch}", "train.micro_batch=1", "train.seq_len=16", "train.steps=1")
     to = (f"results_dir={results}", "proof.reference=false", f"world_size={world_size}", "train.warmup_steps=1")

@@ -1,6 +1,5 @@
 """Virtual ranks against the same ranks of real runs: equal memory, operations and messages."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,7 +11,7 @@ from harness.records.schema import Record
 from harness.runner import launch_run
 from harness.simulator.process import virtual_entry
 from tests.support.combinations import COMBINATIONS, Combination, model_parallel
-from tests.support.commands import assert_not_proven, run_with
+from tests.support.commands import Entry, assert_not_proven, long, run_with
 from tests.support.faults import virtual as faults
 from tests.support.row_invariants import check_bytes
 
@@ -26,13 +25,13 @@ class Case(NamedTuple):
     def __str__(self) -> str:
         return f"{self.combination} rank {self.rank}"
 
-    def virtual_record(self, results: Path, entry: Callable[[str], None] = virtual_entry) -> Record:
+    def virtual_record(self, results: Path, entry: Entry = virtual_entry) -> Record:
         """Return the record of the virtual run, in whose process `entry` runs."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(launch_run, "virtual_entry", entry)
             strategy, world_size, options = self.combination
             sizes = (f"strategy={strategy}", f"world_size={world_size}", *options)
-            return run_with(results, entry, *sizes, "launch=virtual", f"simulate.rank={self.rank}")
+            return run_with(results, *sizes, "launch=virtual", f"simulate.rank={self.rank}", entry=entry)
 
 
 UNCHECKPOINTED = ("checkpointing=none",)
@@ -110,7 +109,7 @@ def check_virtual_row(case: Case, virtual: Record) -> None:
     check_bytes(virtual)
 
 
-@pytest.mark.parametrize("case", [*FAST, *(pytest.param(case, marks=pytest.mark.long) for case in LONG)], ids=str)
+@pytest.mark.parametrize("case", [*FAST, *(long(case) for case in LONG)], ids=str)
 def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
     virtual = case.virtual_record(results)
     check_virtual_row(case, virtual)
@@ -125,7 +124,7 @@ def test_a_virtual_rank_is_like_the_real_one(results: Path, case: Case) -> None:
     ],
 )
 def test_a_stand_in_that_does_not_do_its_part_is_an_error(
-    results: Path, case: Case, fault: Callable[[str], None], problem: str
+    results: Path, case: Case, fault: Entry, problem: str
 ) -> None:
     assert_not_proven(case.virtual_record(results, fault), problem)
 
@@ -149,6 +148,6 @@ def test_messages_that_are_freed_early_show_in_the_peak(results: Path) -> None:
 
 
 def test_one_rank_of_every_stage_is_run_in_turn(results: Path) -> None:
-    record = run_with(results, virtual_entry, "strategy=pp_1f1b", "launch=virtual", "simulate.rank=all")
+    record = run_with(results, "strategy=pp_1f1b", "launch=virtual", "simulate.rank=all", entry=virtual_entry)
     assert (record.row["status"], [rank.rank for rank in record.ranks]) == ("ok", [0, 1])
     assert record.row["executed_flops"] == sum(rank.profiled.flops for rank in record.ranks)

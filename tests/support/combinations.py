@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from harness.records.schema import Record
-from harness.worker import main as worker_main
 from tests.support.commands import run_with
 
 
@@ -25,7 +24,7 @@ class Combination(NamedTuple):
     def record(self, results: Path) -> Record:
         """Return the record of its run, which is made only if no test made it before."""
         overrides = (f"strategy={self.strategy}", f"world_size={self.world_size}", *self.options)
-        return run_with(results, worker_main.main, *overrides)
+        return run_with(results, *overrides)
 
 
 class Size(NamedTuple):

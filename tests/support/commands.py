@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import hydra
 import pandas as pd
@@ -39,6 +40,8 @@ SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 Done = CompletedProcess[str]
 
 Harness = Callable[..., Done]
+
+Entry = Callable[[str], None]  # what a rank runs in a run's folder
 
 
 def run_harness(results: Path, *arguments: str) -> Done:
@@ -87,8 +90,8 @@ def compose_config(*overrides: str) -> RunConfig:
     return compose(*overrides)[0]
 
 
-def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str], None]) -> Record:
-    """Return the record of one run whose ranks run `entry`: harness.worker.main.main, or a fault of tests.support.
+def execute_run(config: RunConfig, command: CommandConfig, entry: Entry = worker_main.main) -> Record:
+    """Return the record of one run whose ranks run `entry`, such as a fault of tests.support.
 
     If another test process works on the same run, wait for it and reuse its record.
     """
@@ -96,6 +99,11 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Callable[[str]
     while (record := execute(planned, RunContext(entry))) is None:
         time.sleep(0.1)
     return record
+
+
+def long(*values: object) -> Any:
+    """Return a case of a test that is too long for every change."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def assert_not_proven(record: Record, words: str) -> None:
@@ -117,7 +125,7 @@ SMALL_BATCH = (
 COMPARISON = "shared"  # the comparison of all runs that run_with() makes: its references are made once
 
 
-def run_with(results: Path, entry: Callable[[str], None], *overrides: str) -> Record:
+def run_with(results: Path, *overrides: str, entry: Entry = worker_main.main) -> Record:
     """Return the record of a small run on two ranks, unless the overrides say otherwise.
 
     Every run is made once and then reused from its record, by all tests and test processes. A run with a fault is a

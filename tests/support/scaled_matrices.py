@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from harness.proof.training import compare_training, deviation_problems
 from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.records.run_folder import RunFolder
-from harness.worker import main as worker_main
 from tests.support.campaigns import complete_table, parse_options
 from tests.support.commands import compose, execute_run
 from tests.support.noise_floors import SIZES
@@ -113,7 +112,7 @@ def excess_by_fault(
 def run(case: Case, results: Path) -> dict[str, Any]:
     """Return the row of one run."""
     config, command = compose(f"results_dir={results}", "name=scaled", "world_size=2", *case.overrides())
-    record = execute_run(config, command, worker_main.main)
+    record = execute_run(config, command)
     row = {key: value for key, value in record.row.items() if key in ("status", "proven_steps", "reason")}
     row |= case._asdict() | {"steps": config.train.total_steps}
     named = re.search(r"single-[^ ,]*", record.proof.get("reference", ""))

@@ -94,7 +94,7 @@ def test_every_failure_of_a_sweep_is_a_row_and_is_run_again(
 
 
 def test_a_collective_that_fails_is_an_error_row(tmp_path: Path) -> None:
-    row = run_with(tmp_path, faults.collective_mismatched, "strategy=ddp", "proof.reference=false").row
+    row = run_with(tmp_path, "strategy=ddp", "proof.reference=false", entry=faults.collective_mismatched).row
     assert (row["status"], row["failed_in_phase"]) == ("error", "warm-up")
     assert "is there a distributed collective mismatch" in row["reason"].lower() and "\n" not in row["reason"]
 

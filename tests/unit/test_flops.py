@@ -13,7 +13,7 @@ from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import attention_kernels
 from harness.proof.step import flops_problems
 from harness.records.rank_report import FUSED_KERNELS, ProfiledStep, RankReport
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, long
 from tests.support.models import alone, counted, counted_in_stages
 
 SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
@@ -47,9 +47,7 @@ def test_operations_of_forward_and_backward_equal_torchs_count(sizes: list[str],
     assert (executed == model_flops(config)) is (attention == "eager")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in RECOMPUTED else pytest.param(name, marks=pytest.mark.long) for name in SIZES]
-)
+@pytest.mark.parametrize("name", [name if name in RECOMPUTED else long(name) for name in SIZES])
 @ATTENTION
 def test_recomputed_operations_equal_torchs_count(name: str, attention: str) -> None:
     sizes = SIZES[name]

@@ -20,7 +20,7 @@ from harness.layout.state_widths import StateWidths
 from harness.proof.layout import gradient_problems
 from harness.records.rank_report import ProfiledStep, RankReport
 from tests.support.campaigns import read_table
-from tests.support.commands import ROOT, compose_config
+from tests.support.commands import ROOT, compose_config, long
 
 TABLE = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
 
@@ -95,9 +95,7 @@ def error(draw: str, peak_bytes: int) -> float:
     return abs(peak_bytes / int(RUNS[draw]["peak_allocated_bytes"]) - 1)
 
 
-@pytest.mark.parametrize(
-    "draw", [draw if draw in CHOSEN else pytest.param(draw, marks=pytest.mark.long) for draw in RUNS]
-)
+@pytest.mark.parametrize("draw", [draw if draw in CHOSEN else long(draw) for draw in RUNS])
 def test_the_table_has_what_the_present_cost_model_predicts(draw: str) -> None:
     """Else type python -m tests.support.random_runs --table results/random_runs.csv --predict."""
     assert planned_peak(draw) == int(RUNS[draw]["predicted_peak_bytes"])
