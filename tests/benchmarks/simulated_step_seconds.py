@@ -26,7 +26,7 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.records.rank_report import SimulatedTime
 from harness.simulator.process import StepRequest
 from tests.support.campaigns import complete_table, parse_options, read_table
-from tests.support.commands import compose_config
+from tests.support.commands import compose_layout
 from tests.support.published import PublishedRow, llm_foundry, modalities, nanotron
 from tests.support.published.step_times import row_hardware, step_seconds
 from tests.support.simulated_steps import simulate_steps
@@ -153,8 +153,7 @@ def planned_cases() -> Iterator[Case]:
             shape = PIPELINED if strategy in ("pp_1f1b", "3d") else ("model.num_hidden_layers=4",)
             batch = 1 if strategy in ("tp", "tp_sp", "cp") else 8
             overrides = (f"strategy={strategy}", f"model={model}", *shape, f"train.global_batch={batch}")
-            config = compose_config(*overrides, "cluster=8xh100", "precision=bf16_mixed")
-            layout = resolve_layout(config.strategy, 8)
+            config, layout = compose_layout(8, *overrides, "cluster=8xh100", "precision=bf16_mixed")
             seconds = planned_seconds(config, layout, 8)
             yield Case(PLANNED, strategy, f"{model} on 8 GPUs", config, layout, None, seconds, seconds)
 

@@ -10,10 +10,9 @@ import resource
 import time
 from typing import Any
 
-from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
 from tests.support.campaigns import REQUIRED_PATH, parse_options
-from tests.support.commands import compose_config
+from tests.support.commands import compose_layout
 from tests.support.simulated_steps import simulate_steps
 
 FULL = ("checkpointing=full", "precision=bf16_mixed")
@@ -47,8 +46,9 @@ GLOBAL_BATCH = {8192: 2048}  # 32 micro-batches for each of 16 stages
 
 def measure(name: str, world: int, overrides: tuple[str, ...]) -> dict[str, Any]:
     """Return the time and the memory of simulating the rank 0 of a layout, and the peaks that it finds."""
-    config = compose_config(*overrides, f"train.global_batch={GLOBAL_BATCH.get(world, world)}", f"world_size={world}")
-    layout = resolve_layout(config.strategy, world)
+    config, layout = compose_layout(
+        world, *overrides, f"train.global_batch={GLOBAL_BATCH.get(world, world)}", f"world_size={world}"
+    )
     started = time.monotonic()
     (report,) = simulate_steps([StepRequest(config, layout, device_bytes=None)])
     seconds = time.monotonic() - started

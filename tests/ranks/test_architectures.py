@@ -22,7 +22,7 @@ from harness.models.init_weights import initial_value, materialize
 from harness.probe import Probe
 from harness.proof.deviations import differences
 from harness.records.rank_report import RankReport
-from tests.support.commands import compose_config, run_with
+from tests.support.commands import assert_ok, compose_config, run_with
 from tests.support.models import model_named
 
 CPU = torch.device("cpu")
@@ -179,7 +179,7 @@ def test_dropout_is_repeatable_and_has_no_reference(results: Path) -> None:
     records = [run_with(results, *DROPPING, *SHALLOW, f"force={force}") for force in ("false", "true")]
     for record in records:
         row = record.row
-        assert (row["status"], row["reason"]) == ("ok", "")
+        assert_ok(row)
         assert row.get("loss_deviation") is None and row.get("grad_deviation") is None
         assert "drops the same" in record.proof["reference"]
         assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)

@@ -20,7 +20,6 @@ from harness.cost_model.flops import (
 from harness.cost_model.memory import activation_bytes, estimate_memory
 from harness.engines.deepspeed import compatibility
 from harness.layout.layer_spec import projection_flops
-from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.measure.activations import ActivationMeter
 from harness.models import activation_checkpoint
@@ -31,7 +30,7 @@ from harness.models.init_weights import materialize
 from harness.probe import Probe
 from harness.util.text import UserError
 from tests.support.capacity import capacity_problem
-from tests.support.commands import assert_not_proven, compose_config, long, run_with
+from tests.support.commands import assert_not_proven, assert_ok, compose_config, compose_layout, long, run_with
 from tests.support.models import (
     ADAM_FP32,
     BF16,
@@ -103,11 +102,11 @@ def test_every_second_product_is_counted_with_biases_too(dropout: float, recompu
 @pytest.mark.parametrize("kind", ("attention", "every_n"))
 def test_a_split_backward_recomputes_the_counted_operations(kind: str) -> None:
     """An inner stage runs its layers twice more, but attention's core once, because its second half has no weights."""
-    config = compose_config(
+    config, layout = compose_layout(
+        2,
         *("strategy=pp_zero_bubble", f"checkpointing={kind}", "train.global_batch=1", "world_size=2"),
         "strategy.layers_per_stage=[2,2]",
     )
-    layout = resolve_layout(config.strategy, 2)
     plain = dataclasses.replace(config, checkpointing=CheckpointingConfig("none"))
     more = counted_in_stages(config, layout) - counted_in_stages(plain, layout)
     assert more == recomputed_flops(config, layout)
@@ -251,5 +250,5 @@ STRATEGIES = ("ddp", "zero1", "zero3", "fsdp_full_shard", "tp", "tp_sp", "pp_1f1
 )
 def test_every_kind_is_proven_in_every_layout(results: Path, overrides: str) -> None:
     row = run_with(results, *f"strategy={overrides}".split()).row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)

@@ -12,7 +12,7 @@ from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
 from tests.support import replayed_faults, row_invariants
 from tests.support.combinations import COMBINATIONS, LONG, Combination
-from tests.support.commands import assert_not_proven, compose_config, long, run_folder, run_with
+from tests.support.commands import assert_not_proven, assert_ok, compose_config, long, run_folder, run_with
 from tests.support.derived import check_derivations
 
 LONG_CASES = [long(combination) for combination in LONG]
@@ -121,7 +121,7 @@ def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
     """The activations are as planned on every rank, and the parts of memory and volume add up."""
     record = record_of(results, world, overrides)
     row = record.row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     ranks, config = run_folder(results, record).read_rank_reports(world), read_run_config(record.config)
     layout = resolve_layout(config.strategy, world)
@@ -189,7 +189,7 @@ OPTIONS = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}
 def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None:
     """Bytes are the formula's and its padding exactly, which the odd number of rows of the vocabulary needs."""
     record = Combination(strategy, 2, TEN_MILLION).record(results)
-    assert record.status == "ok", record.row["reason"]
+    assert_ok(record.row)
     assert record.row["grad_deviation"] < 2e-5
     for entry in record.traffic:
         assert entry["bytes"] == pytest.approx(entry["padded_bytes"], abs=0.5), entry
@@ -224,4 +224,4 @@ def test_padding_behind_the_last_parameter_is_no_gradient(strategy: str, results
     batch = ("train.global_batch=5", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
     overrides = (f"strategy={strategy}", "world_size=5", "model.vocab_size=257", *batch)
     record = run_with(results, *overrides)
-    assert record.status == "ok", record.row["reason"]
+    assert_ok(record.row)

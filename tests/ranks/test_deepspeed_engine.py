@@ -28,7 +28,7 @@ from harness.proof.layout import _overlap, box_numel
 from harness.records.schema import Record
 from harness.worker import main as worker_main
 from tests.support import accelerate_entries, row_invariants
-from tests.support.commands import Entry, compose_config, long, run_folder, run_with
+from tests.support.commands import Entry, assert_ok, compose_config, compose_layout, long, run_folder, run_with
 
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
 SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"
@@ -71,7 +71,7 @@ def train(run_dir: str) -> None:
 def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str) -> None:
     record = run_with(results, *overrides.split(), entry=train)
     row, folder = record.row, run_folder(results, record)
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert not extensions(folder.path).exists()
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
@@ -85,8 +85,7 @@ def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
 def test_offload_buffers_have_the_size_of_a_ranks_part(precision: str, width: int) -> None:
     """On four ranks the embedding is whole and the layers' matrices are halves, and ZeRO divides both by two."""
-    config = compose_config("strategy=zero_offload", *TWO.split(), f"precision={precision}")
-    layout = resolve_layout(config.strategy, 4)
+    config, layout = compose_layout(4, "strategy=zero_offload", *TWO.split(), f"precision={precision}")
     widths = load_engine("deepspeed").state_widths(config, layout)
     shapes = model_profile(config.model).parameter_shapes
     halved = sum(math.prod(shape) for name, shape in shapes.items() if name.startswith("layers") and len(shape) == 2)

@@ -36,7 +36,7 @@ from harness.runner.resolve import resolve_run_config
 from harness.simulator.process import StepRequest
 from harness.util.text import UserError
 from tests.support import commands, faults
-from tests.support.commands import Entry, Harness, assert_not_proven, compose_config, long
+from tests.support.commands import Entry, Harness, assert_not_proven, assert_ok, compose_config, long
 from tests.support.models import model_named
 from tests.support.simulated_steps import simulate_steps
 
@@ -132,7 +132,7 @@ def test_operations_of_a_library_model_are_those_of_our_formula(
 def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
     record = run_with(results, kind, *overrides.split())
     row = record.row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert row["model"] == f"small-{kind}" and row["parameters"] == record.config["model"]["parameters"]
     if kind == "gpt2" and "dropout" not in overrides:
         assert record.config["model"]["dropout"] == 0.1 and row.get("loss_deviation") is None
@@ -237,7 +237,7 @@ def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, pr
         ]
         options += ["model.attention=eager"] if kind == "gptj" else []
         row = run_with(results, kind, *options).row
-        assert (row["status"], row["reason"]) == ("ok", ""), strategy
+        assert_ok(row)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import pytest
 from harness.config.command import read_run_config
 from harness.config.schema import ModelConfig, RunConfig
 from harness.cost_model.pipeline import bubble_ratio, max_in_flight_micro_batches
-from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.state_widths import STATE_KINDS, StateWidths
 from harness.records.rank_report import RankReport
@@ -33,7 +32,7 @@ from tests.support.combinations import (
     TENSOR_SIZE,
     VOCABULARY,
 )
-from tests.support.commands import compose, execute_run, run_folder
+from tests.support.commands import assert_ok, compose, execute_run, run_folder, widths_of
 
 WORLDS = tuple(CHECKPOINTING)
 
@@ -157,7 +156,7 @@ def test_a_waiting_stage_is_idle(tmp_path: Path) -> None:
     overrides = ("strategy=pp_1f1b", "world_size=2", "train.micro_batch=1", "train.seq_len=16", "train.warmup_steps=1")
     config, command = compose(f"results_dir={tmp_path}", "proof.reference=false", "train.steps=3", *overrides)
     record = execute_run(config, command, faults.slow_last_stage)
-    assert record.row["status"] == "ok", record.row["reason"]
+    assert_ok(record.row)
     slept = micro_batches * faults.SLOW_SECONDS
     first, last = record.pipeline
     assert first["idle_seconds"] > 0.9 * slept and first["bubble"] > 2 * record.row["pipeline_bubble_theory"]
@@ -175,10 +174,10 @@ def rows(sharded_records: list[Record]) -> pd.DataFrame:
     return pd.DataFrame([record.row for record in sharded_records])
 
 
-def widths_of(record: Record) -> tuple[ModelConfig, Layout, StateWidths]:
+def planned_state(record: Record) -> tuple[ModelConfig, Layout, StateWidths]:
     config = read_run_config(record.config)
     layout = resolve_layout(config.strategy, record.row["world_size"])
-    return config.model, layout, load_engine(layout.engine).state_widths(config, layout)
+    return config.model, layout, widths_of(config, layout)
 
 
 def test_state_has_the_engines_bytes_per_element(sharded_records: list[Record]) -> None:
@@ -187,7 +186,7 @@ def test_state_has_the_engines_bytes_per_element(sharded_records: list[Record]) 
     DeepSpeed's defaults keep parameters or gradients whole: the row shows it.
     """
     for record in (record for record in sharded_records if record.config["strategy"]["literature"]):
-        row, (model, layout, widths) = record.row, widths_of(record)
+        row, (model, layout, widths) = record.row, planned_state(record)
         share = {kind: getattr(widths, kind) * row["parameters"] / layout.shard_count(kind) for kind in STATE_KINDS}
         assert row["parameter_bytes"] == pytest.approx(share["parameters"], rel=0.02), record.run_id
         assert row["optimizer_bytes"] == pytest.approx(share["optimizer"], rel=0.02), record.run_id
@@ -207,7 +206,7 @@ def test_state_has_the_engines_bytes_per_element(sharded_records: list[Record]) 
 def test_no_rank_starts_with_more_than_its_share(sharded_records: list[Record]) -> None:
     """Sharded parameters are made one at a time: a share of state, the engine's buffers, and one parameter's copy."""
     for record in (record for record in sharded_records if record.row["strategy"] in ("fsdp_full_shard", "zero3")):
-        row, (model, layout, widths) = record.row, widths_of(record)
+        row, (model, layout, widths) = record.row, planned_state(record)
         # DeepSpeed makes masters and the buffer of gradients at once, FSDP2 nothing but parameters.
         state = 4 * row["parameters"] / layout.dp_shard * (3 if row["engine"] == "deepspeed" else 1)
         largest = 4 * model.vocab_size * model.hidden_size

@@ -28,7 +28,7 @@ from harness.records.rank_report import RankReport
 from harness.util.text import UserError
 from tests.support import commands, row_invariants
 from tests.support.capacity import capacity_problem
-from tests.support.commands import compose_config
+from tests.support.commands import assert_ok, compose_config, compose_layout, widths_of
 
 CPU = torch.device("cpu")
 
@@ -79,12 +79,12 @@ def check(results: Path, case: str, world: int) -> None:
     """Check that figures and formulas hold as without offload, which on a CPU saves nothing and must lose nothing."""
     record = commands.run_with(results, f"world_size={world}", *case.split())
     row = record.row
-    assert (row["status"], row["reason"]) == ("ok", ""), case
+    assert_ok(row)
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     config = read_run_config(record.config)
     layout = resolve_layout(config.strategy, world)
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    widths = widths_of(config, layout)
     share = row["parameters"] / layout.dp_shard
     if layout.offload != "none" and config.strategy.literature:
         least = widths.gradients * row["parameters"] / layout.shard_count("gradients") + widths.host_gradients * share
@@ -105,8 +105,7 @@ def rank_on_gpu(**placed: dict[str, int]) -> RankReport:
 
 
 def test_state_on_the_wrong_device_is_a_problem() -> None:
-    config = compose_config("strategy=zero_offload", "world_size=1")
-    layout = resolve_layout(config.strategy, 1)
+    _, layout = compose_layout(1, "strategy=zero_offload", "world_size=1")
     right = {"parameters": {"cuda": 8}, "gradients": {"cpu": 4}, "optimizer": {"cpu": 12}}
     assert not any(placement_problems(layout, [rank_on_gpu(**right)]))
     (on_device,) = placement_problems(layout, [rank_on_gpu(**right | {"optimizer": {"cpu": 8, "cuda": 4}})])
@@ -127,10 +126,11 @@ def test_nn_data_parallel_refuses_activation_offload() -> None:
 @pytest.mark.parametrize("strategy", ["zero_offload", "zero3 strategy.offload=parameters", "fsdp_full_shard"])
 def test_offloaded_state_is_not_planned_on_the_gpu(strategy: str) -> None:
     offload = () if "zero" in strategy else ("strategy.offload=parameters",)
-    config = compose_config(f"strategy={strategy.split()[0]}", *strategy.split()[1:], *offload, "model=7b", ACTIVATIONS)
-    layout = resolve_layout(config.strategy, 8)
+    config, layout = compose_layout(
+        8, f"strategy={strategy.split()[0]}", *strategy.split()[1:], *offload, "model=7b", ACTIVATIONS
+    )
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=8, micro_batch=1))
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    widths = widths_of(config, layout)
     on_gpu, on_cpu = (estimate_memory(config, layout, widths, device) for device in ("cuda", "cpu"))
     share = config.model.parameters / 8
     state = (
@@ -152,9 +152,8 @@ def test_offloaded_state_is_not_planned_on_the_gpu(strategy: str) -> None:
 
 
 def test_offload_beyond_the_hosts_memory_is_refused() -> None:
-    config = compose_config("strategy=zero_offload", "model=7b", "train.global_batch=8")
-    layout = resolve_layout(config.strategy, 8)
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    config, layout = compose_layout(8, "strategy=zero_offload", "model=7b", "train.global_batch=8")
+    widths = widths_of(config, layout)
     sizes = {"available_bytes": 2**40, "ranks_on_host": 8, "device": "cuda", "models": []}
     reason = capacity_problem(config, layout, widths, host_available_bytes=64 * 2**30, **sizes)  # type: ignore[arg-type]
     assert reason is not None and reason.startswith("strategy.offload=optimizer of model=7b needs ")

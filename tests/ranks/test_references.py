@@ -25,7 +25,7 @@ from harness.runner.reference_runs import predict_cost
 from harness.runner.resolve import detect_machine, with_layers
 from harness.runner.run import execute
 from tests.support import faults, second_training
-from tests.support.commands import SMALL_BATCH, Entry, Harness, compose, run_with
+from tests.support.commands import SMALL_BATCH, Entry, Harness, assert_ok, compose, run_with
 
 # With full checkpointing, fsdp_full_shard needs 6.7 MB, zero3 8.1 MB and a single process 8.7 MB.
 BUDGET = 7_400_000
@@ -71,7 +71,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Chain:
 def test_a_chain_proves_a_run_where_no_single_process_fits(chain: Chain) -> None:
     record = chain.run("strategy=tp")
     row = record.row
-    assert row["status"] == "ok", row["reason"]
+    assert_ok(row)
     assert 0 < row["grad_deviation"] < 1e-4
     by_layout = {(reference.row["strategy"], layers_of(reference)): reference for reference in chain.references()}
     assert sorted(by_layout) == [("fsdp_full_shard", 2), ("fsdp_full_shard", 4), ("single", 2)]
@@ -132,7 +132,7 @@ def test_runs_side_by_side_share_a_chain(harness: Harness, tmp_path: Path) -> No
     assert all(reference.row["memory_limit_bytes"] == BUDGET for reference in references)
     (chained,) = [r for r in references if layers_of(r) == 4]
     for record in records:
-        assert record.status == "ok", record.row["reason"]
+        assert_ok(record.row)
         assert record.row["reference"].startswith(f"compared with {chained.run_id}; its layout was compared on")
 
 
@@ -142,7 +142,7 @@ def test_a_reference_of_deepspeed_trains_twice(tmp_path: Path) -> None:
     config, command = compose(f"results_dir={tmp_path}", "world_size=2", *SMALL_BATCH, "strategy=zero3")
     plan = make_plan(config, detect_machine(config.cluster), command, is_reference=True)
     record = launch_run(plan, RunContext(second_training.record_remaining_memory), Reference("none"))
-    assert record.status == "ok", record.row["reason"]
+    assert_ok(record.row)
     remaining = [int(second_training.remaining_file(plan.folder.path, rank).read_text()) for rank in range(2)]
     assert max(remaining) < record.row["parameter_bytes"] / 100
     report = merge_reports(reference_runs.read_reports(plan))
@@ -178,7 +178,7 @@ def test_ten_million_parameters_are_proven_by_a_chain(large_chain: Chain, strate
     row = large_chain.run(f"strategy={strategy}").row
     print(strategy, {key: row.get(key) for key in SHOWN})
     assert 9e6 < row["parameters"] < 1e7
-    assert row["status"] == "ok", row["reason"]
+    assert_ok(row)
     assert 0 < row["grad_deviation"] < 1e-4 and 1 <= row["reference_layers"] < 6
 
 

@@ -9,7 +9,6 @@ import pytest
 from harness.config.stack import load_stack
 from harness.cost_model.memory import WORKSPACE_BYTES, estimate_memory
 from harness.cost_model.timing.step_time import estimate_step_time
-from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.simulation import NO_REFERENCE, verify_simulation
 from harness.records.rank_report import RankReport
@@ -19,7 +18,7 @@ from harness.report.view import view_of
 from harness.runner.plan import make_plan
 from harness.runner.resolve import machine_of_run
 from harness.simulator.process import StepRequest
-from tests.support.commands import Harness, compose_config, long, read_rows, run_harness
+from tests.support.commands import Harness, compose_config, compose_layout, long, read_rows, run_harness, widths_of
 from tests.support.simulated_steps import simulate_steps
 
 TWO_LAYERS = ("model=1b", "model.num_hidden_layers=2", "precision=bf16_mixed", "data=synthetic")
@@ -82,13 +81,12 @@ def test_the_ranks_that_are_simulated(overrides: str, world_size: int, expected:
 
 def problems_with(fault: str, *overrides: str) -> list[str]:
     """Return what is wrong with rank 0 under a fault: its error, what is not proven, or a peak beyond the plan's."""
-    config = compose_config(*overrides, *FOUR_LAYERS)
-    layout = resolve_layout(config.strategy, 4)
+    config, layout = compose_layout(4, *overrides, *FOUR_LAYERS)
     module = ("tests.support.simulated_faults", fault) if fault else ("tests.support.simulated_steps",)
     (report,) = simulate_steps([StepRequest(config, layout)], module=module)
     if report.status != "ok":
         return [report.reason]
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    widths = widths_of(config, layout)
     proof = verify_simulation(config, layout, widths, [report]).parts.get("proof", {})
     planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
     peak = report.profiled.peak_allocated_bytes or 0
@@ -114,8 +112,7 @@ def test_faults_in_the_code_for_cuda_are_noticed_and_nothing_else(fault: str, st
 def test_a_budget_is_what_tensors_may_take() -> None:
     """On CUDA it limits what the allocator reserves, and what the process takes besides is no part of it."""
     config_lines = ("strategy=single", *TWO_LAYERS, "train.global_batch=1")
-    config = compose_config(*config_lines)
-    layout = resolve_layout(config.strategy, 1)
+    config, layout = compose_layout(1, *config_lines)
     free = [StepRequest(config, layout, device=device) for device in ("cuda", "cpu")]
     cuda, cpu = simulate_steps(free)
     needed = (cuda.peak_reserved_bytes or 0, cpu.peak_allocated_bytes or 0)
@@ -131,9 +128,8 @@ def test_a_budget_is_what_tensors_may_take() -> None:
 
 def test_a_share_that_is_not_there_is_a_problem() -> None:
     """One simulated rank shows alone that it holds its share, and nothing more."""
-    config = compose_config("strategy=fsdp_full_shard", *FOUR_LAYERS)
-    layout = resolve_layout(config.strategy, 4)
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    config, layout = compose_layout(4, "strategy=fsdp_full_shard", *FOUR_LAYERS)
+    widths = widths_of(config, layout)
     (report,) = simulate_steps([StepRequest(config, layout)])
     lost = dataclasses.replace(report, parameter_shards=report.parameter_shards[1:])
     doubled = dataclasses.replace(report, parameter_shards=[*report.parameter_shards, *report.parameter_shards])

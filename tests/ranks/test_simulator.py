@@ -16,14 +16,13 @@ from harness.cost_model.communication import expected_bytes
 from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import WORKSPACE_BYTES, activation_bytes, estimate_memory
-from harness.engines.base import load_engine
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
 from harness.records.rank_report import RankReport
 from harness.simulator.process import StepRequest
-from tests.support.commands import compose_config, long
+from tests.support.commands import compose_config, long, widths_of
 from tests.support.simulated_steps import simulate_steps
 
 ACTIVATION_TOLERANCE = 1e-3  # token ids of other micro-batches share a storage with those that are saved
@@ -82,7 +81,7 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     failures = [f"{rank.status}: {rank.reason} {rank.traceback}" for rank in ranks if rank.status != "ok"]
     if failures:
         return failures
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    widths = widths_of(config, layout)
     flops = sum(rank.profiled.flops for rank in ranks) * (layout.world_size // len(ranks))
     planned_flops = executed_flops(config, layout, "cuda", widths.recomputes_last_projection)
     result = [*kernel_problems(config, ranks)]

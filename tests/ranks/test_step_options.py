@@ -23,6 +23,7 @@ from tests.support.commands import (
     COMPARISON,
     Entry,
     assert_not_proven,
+    assert_ok,
     long,
     read_rows,
     run_folder,
@@ -75,7 +76,7 @@ def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
     """If the sequence is sharded over ranks, the chunks are cut from the whole sequence (torchtitan issue 3412)."""
     record = run_with(results, *SHORT, f"strategy={strategy}", f"train.loss_chunks={CHUNKS}")
     row = record.row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert row["loss_deviation"] < 1e-5 and row["grad_deviation"] < 1e-4
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
     for entry in record.traffic:
@@ -87,7 +88,7 @@ def test_a_chunked_loss_trains_the_same(results: Path, strategy: str) -> None:
 @pytest.mark.parametrize("chunks", (2, 5, 64))
 def test_a_chunked_loss_is_proven_in_every_layout(results: Path, strategy: str, chunks: int) -> None:
     row = run_with(results, *SHORT, f"strategy={strategy}", f"train.loss_chunks={chunks}").row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
 
 
 @pytest.mark.parametrize("strategy", ("ddp", "tp"))
@@ -96,7 +97,7 @@ def test_temporaries_of_the_foreach_optimizer_are_predicted(results: Path, strat
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")
     wide = ("model.hidden_size=256", "train.fused_optimizer=false")
     row = run_with(results, *small, *wide, f"strategy={strategy}").row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert row["peak_phase"] == "optimizer"
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.1)
 
@@ -140,7 +141,7 @@ def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None
     """Compiled products remain operators, so that operations, memory and volume are exact; the reference is eager."""
     record = run_with(results, *COMPILED, *f"strategy={strategy}".split())
     row = record.row
-    assert (row["status"], row["reason"]) == ("ok", "")
+    assert_ok(row)
     assert row["compile"] is True and row["attention_kernel"] == ("eager" if "eager" in strategy else "flash")
     assert row["grad_deviation"] < (1e-4 if row["precision"] == "fp32" else 0.1)
     least = 0.9 if strategy == "cp" else 1  # it skips scores that the mask hides
@@ -224,7 +225,7 @@ def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path
     """At thirty times the default gradients deviate by more than any fixed bound that tells it from a wrong run."""
     record = run_with(results, "strategy=tp", "precision=bf16_mixed", "train.lr=1e-2")
     row = record.row
-    assert record.status == "ok", row["reason"]
+    assert_ok(row)
     assert row["grad_deviation"] > 0.1 and row["grad_floor"] > 0.1
     assert 1 <= row["proven_steps"] < 6
     report = reference_of(results, record.proof["reference"])
@@ -239,7 +240,7 @@ def test_an_honest_run_at_a_high_learning_rate_is_proven_to_a_step(results: Path
 def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path, family: str) -> None:
     """Kernels that sum tokens in 16 bits moved the embedding's norm by 8 %, and proved no step."""
     record = run_with(results, "strategy=tp", f"model.family={family}", *MANY_TOKENS)
-    assert record.status == "ok", record.row["reason"]
+    assert_ok(record.row)
     assert record.row["proven_steps"] == 5
     reference = reference_of(results, record.proof["reference"])
     excesses = excess_by_fault(reference, run_folder(results, record).read_rank_reports(2), "bfloat16")

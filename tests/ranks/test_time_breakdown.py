@@ -26,7 +26,7 @@ from harness.measure.time_breakdown import (
 from harness.records.rank_report import RankReport, TimeBreakdown
 from harness.records.run_folder import RunFolder
 from tests.support import faults
-from tests.support.commands import Entry, compose, compose_config, execute_run
+from tests.support.commands import Entry, assert_ok, compose, compose_config, execute_run
 
 Pairs = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda pair: (pair[0], sum(pair))), max_size=12)
 
@@ -254,7 +254,7 @@ def reports_with(fault: Entry, results: Path, strategy: str, world_size: int, gl
     to = (f"results_dir={results}", "proof.reference=false", f"world_size={world_size}", "train.warmup_steps=1")
     config, command = compose(*to, f"strategy={strategy}", *sizes)
     record = execute_run(config, command, fault)
-    assert record.row["status"] == "ok", record.row["reason"]
+    assert_ok(record.row)
     return RunFolder(results / command.name / record.row["run_id"]).read_rank_reports(world_size)
 
 

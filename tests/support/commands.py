@@ -23,8 +23,11 @@ from harness.cli.main import main
 from harness.config.command import CommandConfig, read_command_config
 from harness.config.hydra import register_resolvers, to_container
 from harness.config.schema import RunConfig
+from harness.engines.base import load_engine
+from harness.layout.layout import Layout, resolve_layout
+from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import RunFolder
-from harness.records.schema import Record
+from harness.records.schema import Cells, Record
 from harness.report.charts import render
 from harness.runner import resolve
 from harness.runner.launch_run import RunContext
@@ -90,6 +93,17 @@ def compose_config(*overrides: str) -> RunConfig:
     return compose(*overrides)[0]
 
 
+def compose_layout(world_size: int, *overrides: str) -> tuple[RunConfig, Layout]:
+    """Return what a run with these overrides measures, and its layout of so many ranks."""
+    config = compose_config(*overrides)
+    return config, resolve_layout(config.strategy, world_size)
+
+
+def widths_of(config: RunConfig, layout: Layout) -> StateWidths:
+    """Return the bytes of each parameter's state under the layout's engine."""
+    return load_engine(layout.engine).state_widths(config, layout)
+
+
 def execute_run(config: RunConfig, command: CommandConfig, entry: Entry = worker_main.main) -> Record:
     """Return the record of one run whose ranks run `entry`, such as a fault of tests.support.
 
@@ -104,6 +118,11 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Entry = worker
 def long(*values: object) -> Any:
     """Return a case of a test that is too long for every change."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def assert_ok(row: Cells) -> None:
+    """Check that the run of a row ended well, and that the row gives no reason for another end."""
+    assert (row["status"], row["reason"]) == ("ok", ""), f"{row['strategy']}: {row['reason']}"
 
 
 def assert_not_proven(record: Record, words: str) -> None:

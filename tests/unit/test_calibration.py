@@ -29,11 +29,9 @@ from harness.config.schema import ClusterConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
 from harness.cost_model.timing.step_time import estimate_step_time
-from harness.engines.base import load_engine
 from harness.hardware.machine import Machine, described_devices
-from harness.layout.layout import resolve_layout
 from harness.util.text import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, compose_layout, widths_of
 from tests.support.planned import HARDWARE
 
 RANKS = 2
@@ -220,9 +218,8 @@ def test_a_fault_in_a_measurement_moves_the_parameters(curve: str, work: float, 
 def step_seconds(strategy: str, hardware: HardwareConfig, timing: StackTiming) -> float:
     """Return the predicted step of a tiny model on two ranks."""
     words = ("model=tiny", "world_size=2", "data=synthetic", "precision=fp32")
-    config = compose_config(f"strategy={strategy}", *words)
-    layout = resolve_layout(config.strategy, RANKS)
-    widths = load_engine(layout.engine).state_widths(config, layout)
+    config, layout = compose_layout(RANKS, f"strategy={strategy}", *words)
+    widths = widths_of(config, layout)
     return estimate_step_time(config, layout, hardware, timing, widths, RANKS).step_seconds
 
 

@@ -23,10 +23,9 @@ from harness.config.locations import files_in
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
-from harness.layout.layout import resolve_layout
 from harness.report.files import FOLDER, FORMATS
 from harness.util.text import UserError
-from tests.support.commands import ROOT, compose_config
+from tests.support.commands import ROOT, compose_layout
 from tests.support.processes import run_python
 from tests.support.tracking import write_example_record
 
@@ -232,8 +231,7 @@ def test_a_script_has_the_names_that_it_uses(world_size: int, tmp_path: Path) ->
     settings = ("precision=bf16_mixed", "checkpointing=full", "train.global_batch=16", "train.micro_batch=1")
     for strategy in files_in("strategy"):
         with suppress(UserError):  # not a layout of so many ranks
-            config = compose_config(f"strategy={strategy}", f"world_size={world_size}", *settings)
-            layout = resolve_layout(config.strategy, world_size)
+            config, layout = compose_layout(world_size, f"strategy={strategy}", f"world_size={world_size}", *settings)
             run = RecordedRun(Path("/results/run"), Path("/other"), config, layout, "cpu", 1)
             for name in (name for name in FILES if name.endswith(".py") and not refusals(run, FILES[name])):
                 (tmp_path / f"{strategy}_{name}").write_text(file_text(run, name))

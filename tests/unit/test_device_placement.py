@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from harness.config.schema import ClusterConfig, RunConfig
+from harness.config.schema import ClusterConfig
 from harness.config.strategy import AXES
 from harness.engines import nn_data_parallel
 from harness.engines.torch import ddp
@@ -17,7 +17,6 @@ from harness.hardware import device_placement
 from harness.hardware.device_placement import DevicePlacement, divide_cores, place_devices
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import rank_environment
-from harness.layout.layout import resolve_layout
 from harness.probe import Probe
 from harness.runner.plan import RunPlan, capacity_problem, make_plan
 from harness.sweep import parallel, scheduler
@@ -25,7 +24,7 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.parallel import ParallelExecutor, WorkerSlot
 from harness.sweep.queued_run import queue_plan
 from harness.util.text import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, compose_layout
 from tests.support.nvml_tables import Board, gpus, install
 
 EIGHT = [Board(uuid=f"GPU-{index}", cores=(0x0F0F if index < 4 else 0xF0F0,)) for index in range(8)]
@@ -162,8 +161,7 @@ def test_nn_data_parallel_is_built_over_the_devices_of_its_plan(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(ddp, "materialize", lambda *_: None)
     for overrides in (("world_size=4",), ("cluster.gpus_per_node=2",), ()):
-        config: RunConfig = compose_config("model=tiny", *DP, "train.global_batch=16", *overrides)
-        layout = resolve_layout(config.strategy, 1)
+        config, layout = compose_layout(1, "model=tiny", *DP, "train.global_batch=16", *overrides)
         mesh: Any = dict.fromkeys(AXES, SimpleNamespace(size=lambda: 1))
         device = torch.device("cuda")
         engine = nn_data_parallel.build(config, layout, mesh, device, Probe())

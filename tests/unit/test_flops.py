@@ -13,7 +13,7 @@ from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import attention_kernels
 from harness.proof.step import flops_problems
 from harness.records.rank_report import FUSED_KERNELS, ProfiledStep, RankReport
-from tests.support.commands import compose_config, long
+from tests.support.commands import compose_config, compose_layout, long
 from tests.support.models import alone, counted, counted_in_stages
 
 SHORT = ("strategy=single", "model.num_hidden_layers=2", "train.global_batch=2")
@@ -68,8 +68,7 @@ def test_recomputed_operations_equal_torchs_count(name: str, attention: str) -> 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_operations_of_pipeline_stages_equal_torchs_count(schedule: str, checkpointing: str, pp: int) -> None:
     overrides = ["strategy=pp_1f1b", f"strategy.schedule={schedule}", f"checkpointing={checkpointing}"]
-    config = compose_config(*overrides, "train.global_batch=1", f"world_size={pp}")
-    layout = resolve_layout(config.strategy, pp)
+    config, layout = compose_layout(pp, *overrides, "train.global_batch=1", f"world_size={pp}")
     assert counted_in_stages(config, layout) == executed_flops(config, layout)
     if checkpointing == "full":
         single = recomputed_flops(config, alone(compose_config("strategy=single")))

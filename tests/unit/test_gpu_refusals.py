@@ -19,7 +19,7 @@ from harness.runner.plan import capacity_problem, core_note, find_problems, mach
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util import native_build
 from harness.util.text import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, compose_layout
 from tests.support.models import PREPARED
 from tests.support.nvml_tables import GIB, gpus
 
@@ -138,8 +138,7 @@ def test_the_refusal_names_accelerates_remedy(monkeypatch: pytest.MonkeyPatch) -
 def test_strategies_of_deepspeed_without_deepspeed_are_refused(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else real(name))
-    config = compose_config(*strategy.split(), "model=tiny")
-    layout = resolve_layout(config.strategy, 2)
+    config, layout = compose_layout(2, *strategy.split(), "model=tiny")
     listed = list(load_engine(layout.engine).unsupported(config, layout, gpus(2)))
     assert any(
         "deepspeed, which is not installed" in problem and "DS_ACCELERATOR=cpu pip" in problem for problem in listed

@@ -14,13 +14,12 @@ from harness.cost_model.deepspeed_zero import DeepSpeedZero
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.cost_model.whole_parameters import ParameterCoordinator, whole_parameters
-from harness.engines.base import load_engine
-from harness.layout.layout import Layout, resolve_layout
+from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 from harness.proof.layout import gradient_problems
 from harness.records.rank_report import ProfiledStep, RankReport
 from tests.support.campaigns import read_table
-from tests.support.commands import ROOT, compose_config, long
+from tests.support.commands import ROOT, compose_layout, long, widths_of
 
 TABLE = {line["draw"]: line for line in read_table(ROOT / "results" / "random_runs.csv")}
 
@@ -80,9 +79,8 @@ CHOSEN = {draw for _, draws in BOUNDS for draw in draws}
 @cache
 def planned(draw: str) -> tuple[RunConfig, Layout, StateWidths]:
     """Return a run's configuration, its layout and the bytes of its state."""
-    config = compose_config(*shlex.split(TABLE[draw]["overrides"]))
-    layout = resolve_layout(config.strategy, int(TABLE[draw]["world_size"]))
-    return config, layout, load_engine(layout.engine).state_widths(config, layout)
+    config, layout = compose_layout(int(TABLE[draw]["world_size"]), *shlex.split(TABLE[draw]["overrides"]))
+    return config, layout, widths_of(config, layout)
 
 
 def planned_peak(draw: str) -> int:

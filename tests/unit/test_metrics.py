@@ -10,7 +10,7 @@ from harness.metrics.columns import bytes_by_axis, measured_columns
 from harness.metrics.memory import at_peak_columns, memory_columns
 from harness.metrics.step_time import pipeline_entries
 from harness.records.rank_report import RankReport
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, compose_layout
 
 PHASES = {"data": 0.05, "forward": 0.3, "backward": 0.4, "norm": 0.05, "optimizer": 0.1}  # shares of a step
 
@@ -224,8 +224,7 @@ def test_traffic_outside_the_formula_is_named() -> None:
 
 
 def test_pipeline_idle_time_is_the_step_without_its_phases() -> None:
-    config = compose_config("strategy=pp_1f1b", "strategy.layers_per_stage=[1,3]")
-    layout = resolve_layout(config.strategy, 2)
+    config, layout = compose_layout(2, "strategy=pp_1f1b", "strategy.layers_per_stage=[1,3]")
     ranks = [rank(0, [10.0, 10.0, 10.0], 1000), rank(1, [10.0, 10.0, 30.0], 2000)]
     phases = [{"forward": [1.0, 2.0, 1.0], "backward": [2.0, 2.0, 2.0], "optimizer": [1.0, 1.0, 1.0]}]
     phases.append(
