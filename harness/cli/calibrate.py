@@ -10,7 +10,7 @@ from harness.util.text import UserError
 
 if TYPE_CHECKING:
     from harness.calibration.fit import CurveError
-    from harness.hardware.machine import Machine, described_devices
+    from harness.hardware.machine import Machine
 
 FOLDER = Path("conf") / "cluster"
 
@@ -44,6 +44,7 @@ def measure_into(path: Path, name: str, machine: "Machine", ranks: int, quick: b
     )
     from harness.calibration.fit import curve_errors, fit_rates
     from harness.calibration.points import measure_machine
+    from harness.hardware.machine import described_devices
     from harness.runner.resolve import computes_bf16
 
     dtype = "bfloat16" if computes_bf16(machine.device, machine.compute_capability) else "float32"
