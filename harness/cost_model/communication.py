@@ -1,6 +1,5 @@
 """The bytes that one rank must send in a step under ring algorithms: as the papers count them, and exactly."""
 
-import itertools
 import math
 from collections import defaultdict
 from functools import lru_cache
@@ -48,14 +47,14 @@ def expected_bytes(
         # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
         neighbors = (not stage.holds_head) + (not stage.holds_embedding)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
-        by_purpose: tuple[dict[str, float], ...] = (
+        for sent in (
             dp_bytes(config, layout, widths, gathered, reduced, 1 + (is_sent and widths.all_reduces_gradients)),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
             cp_bytes(config, layout, stage, shape),
-            {"pp send": transfers},
-        )
-        for name, size in itertools.chain.from_iterable(sent.items() for sent in by_purpose):
-            expected[name] += size  # shards of fully_shard may lie along cp, too
+            {"pp send": float(transfers)},
+        ):
+            for name, size in sent.items():
+                expected[name] += size  # shards of fully_shard may lie along cp, too
     return dict(expected)
 
 
@@ -86,8 +85,8 @@ def tp_bytes(
     recomputed_sums = recomputed * (branches - (model.dropout == 0 and not train.compile))
     hidden, tokens = micro_batches * shape.whole_hidden_bytes, shape.tokens
     has_loss = vocabulary_is_cut and stage.holds_head and tokens // train.loss_chunks > SCALARS
-    loss_runs = 1 + (train.loss_chunks > 1)  # each part runs a second time
-    loss_bytes = has_loss * loss_runs * LOSS_SUMS * micro_batches * tokens * 4
+    # Each part of a loss in parts runs a second time.
+    loss_bytes = has_loss * (1 + (train.loss_chunks > 1)) * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
     if not layout.sequence_parallel:
         return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
@@ -129,13 +128,12 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShap
     for name, matrix in profile.parameter_shapes.items():
         module, _, leaf = name.rpartition(".")
         style, layer = profile.tensor_plan.get(module), profile.layer_index(name)
-        if leaf != "weight" or style is None:
-            continue
-        outputs, inputs = matrix
-        is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
-        forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
-        summed += outputs * forwards if style == "row" else inputs
-        gathered += outputs * forwards * (style == "gathered")
+        if leaf == "weight" and style is not None:
+            outputs, inputs = matrix
+            is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
+            forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
+            summed += outputs * forwards if style == "row" else inputs
+            gathered += outputs * forwards * (style == "gathered")
     sent = ring * layout.grad_accumulation_steps(config.train) * shape.sequences * shape.seq_len * shape.width
     return {"tp all_reduce": 2 * sent * summed, "tp all_gather": sent * gathered}
 
@@ -232,8 +230,8 @@ def gathers(
     is_recomputed = layer is not None and checkpointing.recomputes_layer(layer)
     if is_recomputed and (model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])):
         return 3
-    matrix = (model.vocab_size, model.hidden_size)
-    tables = (table for table, shape in profile.embedding_shapes.items() if shape == matrix)
+    shapes, matrix = profile.embedding_shapes, (model.vocab_size, model.hidden_size)
+    tables = (table for table in shapes if shapes[table] == matrix)
     return 4 if model.tie_word_embeddings and name == next(tables, None) else 2
 
 

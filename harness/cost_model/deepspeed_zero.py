@@ -26,20 +26,15 @@ class DeepSpeedZero(Sharding):
 
     has_host_part = True
 
-    @property
-    def offloads(self) -> bool:
-        """Whether state is on the host."""
-        return self.layout.offload != "none"
-
     @cached_property
     def sizes(self) -> list[int]:
         """The elements of each parameter, in order."""
-        return list(map(math.ceil, local_sizes(self.config.model, self.layout, self.stages)))
+        return list(map(math.ceil, self.even_sizes))
 
     @cached_property
     def partition(self) -> int:
         """The elements of a rank's partition."""
-        return math.ceil(sum(local_sizes(self.config.model, self.layout, self.stages)) / self.layout.dp_shard)
+        return math.ceil(sum(self.even_sizes) / self.degree)
 
     @property
     def keeps_gradients(self) -> bool:
@@ -50,11 +45,11 @@ class DeepSpeedZero(Sharding):
     def copied_bytes(self) -> int:
         """The bytes of the rank's part of the gradients in a flat copy that the optimizer takes."""
         width = self.precision.accumulate_bytes
-        return -(-width * sum(self.counts) // self.layout.dp_shard) * (self.widths.gradients == width)
+        return -(-width * sum(self.counts) // self.degree) * (self.widths.gradients == width)
 
     def gathered_copy(self) -> int:
         """Return the bytes of the flat copy in which gloo gathers new parameters."""
-        return self.precision.compute_bytes * sum(self.counts) * (self.layout.dp_shard > 1)
+        return self.precision.compute_bytes * sum(self.counts) * (self.degree > 1)
 
 
 class ZeroStage1(DeepSpeedZero):

@@ -177,8 +177,8 @@ def more_ranks(config: RunConfig, layout: Layout, choices: Choices) -> Iterator[
         world_size = layout.world_size * factor
         per_pass = config.train.micro_batch * layout.dp * (factor if layout.dp_enabled else 1)
         batch = -(-config.train.global_batch // per_pass) * per_pass
-        is_here, other_batch = world_size <= choices.local_ranks, batch if batch != config.train.global_batch else 0
-        text = say("more_ranks", world_size=world_size, batch=other_batch, is_here=is_here)
+        other_batch = batch if batch != config.train.global_batch else 0
+        text = say("more_ranks", world_size=world_size, batch=other_batch, is_here=world_size <= choices.local_ranks)
         yield from choices.offers(text, choices.plan(changed(config, {"train.global_batch": batch}), world_size))
 
 
@@ -189,23 +189,22 @@ def less_memory(config: RunConfig, layout: Layout, choices: Choices) -> dict[str
     """
     checkpointing, size, offload = config.checkpointing, config.train.micro_batch, config.strategy.offload
     is_divided = layout.axes_size(("tp", "pp")) > 1 or layout.zero_stage == 3 or offload != "none"
-    fully_shard: Settings = {"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}
-    sharded: list[Settings] = (
-        [fully_shard] if layout.cp_enabled else [{"strategy": strategy} for strategy in choices.sharded]
-    )
-    is_selective = checkpointing == CheckpointingConfig("selective")
+    by_strategy: list[Settings] = [{"strategy": strategy} for strategy in choices.sharded]
+    with_cp: list[Settings] = [{"strategy.data_parallel": "fsdp", "strategy.zero_stage": 3}]
     return {
-        "sharding": [] if is_divided else sharded,
+        "sharding": (with_cp if layout.cp_enabled else by_strategy) * (not is_divided),
         "precision": [
             {"precision": precision}
             for precision in choices.precisions
             if precision.compute_bytes < config.precision.compute_bytes
         ],
-        "checkpointing": [{"checkpointing.saved_products": "every_second"}] * is_selective
-        + [
-            {"checkpointing": dataclasses.replace(checkpointing, name=name, every=1, saved_products="all")}
-            for name in RECOMPUTING
-            if checkpointing.name not in (name, "full")
+        "checkpointing": [
+            *[{"checkpointing.saved_products": "every_second"}] * (checkpointing == CheckpointingConfig("selective")),
+            *[
+                {"checkpointing": dataclasses.replace(checkpointing, name=name, every=1, saved_products="all")}
+                for name in RECOMPUTING
+                if checkpointing.name not in (name, "full")
+            ],
         ],
         "micro_batch": [
             {"train.micro_batch": smaller}

@@ -11,11 +11,12 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
-from harness.cost_model.rank_memory import RankStep, highest_rank, rank_stages, rank_steps
+from harness.cost_model.rank_memory import RankStep, highest_rank, rank_steps
 from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import STATE_KINDS, StateWidths
 
 # The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
@@ -71,16 +72,17 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
     UserError if the global batch leaves a remainder.
     """
     highest = rank_estimate(*highest_rank(rank_steps(config, layout, widths, device)))
-    if device == "cpu" or not model_profile(config.model).is_project_decoder:
-        return highest
-    return dataclasses.replace(highest, at_peak=highest.at_peak | {"workspaces": WORKSPACE_BYTES})
+    has_products = device == "cuda" and model_profile(config.model).is_project_decoder
+    workspaces = {"workspaces": WORKSPACE_BYTES} if has_products else {}
+    return dataclasses.replace(highest, at_peak=highest.at_peak | workspaces)
 
 
 def rank_estimate(step: RankStep, pp_rank: int) -> MemoryEstimate:
     """Return the memory of a rank of the pipeline that has this step."""
     own, peak = step.sharding, step.peak(pp_rank)
     buffers = [moment.parts["buffers"] for tape in step.tapes.values() for moment in tape.moments]
-    offloaded = 0 if own.is_cpu else step.most_offloaded(pp_rank)
+    state = own.parameter_bytes + own.optimizer_bytes + sum(own.host_gradients) + own.widths.host_buffer_bytes
+    on_host = state - sum(step.state.values()) + step.most_offloaded(pp_rank)
     return MemoryEstimate(
         own.parameter_bytes,
         sum(own.shards(own.widths.gradients, "gradients")) + sum(own.host_gradients),
@@ -88,7 +90,7 @@ def rank_estimate(step: RankStep, pp_rank: int) -> MemoryEstimate:
         activation_bytes=step.most_saved(pp_rank),
         loss_bytes=sum(stage.loss_bytes for stage in own.activations),
         communication_buffer_bytes=own.buffer_bytes + max(buffers, default=0),
-        host_bytes=step.host_bytes + offloaded,
+        host_bytes=on_host * (not own.is_cpu),
         process_bytes=PROCESS_BYTES["cpu" if own.is_cpu else "cuda"],
         at_peak=peak.live,
         rank=pp_rank * (own.layout.world_size // own.layout.pp),
@@ -96,20 +98,14 @@ def rank_estimate(step: RankStep, pp_rank: int) -> MemoryEstimate:
     )
 
 
-def activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
-    """Return the most that this rank of the pipeline keeps for backward, log-probabilities included."""
-    return stateless_step(config, layout, device, pp_rank).most_saved(pp_rank)
+def saved_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> tuple[int, int]:
+    """Return the most that this rank of the pipeline keeps for backward, log-probabilities included.
 
-
-def offloaded_activation_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> int:
-    """Return the most that activation offload keeps on the host for this rank of the pipeline; 0 without it."""
-    return stateless_step(config, layout, device, pp_rank).most_offloaded(pp_rank)
-
-
-def stateless_step(config: RunConfig, layout: Layout, device: Device, pp_rank: int) -> RankStep:
-    """Return the step of a rank of the pipeline as far as the widths of its state do not matter."""
-    stages = rank_stages(config.model, layout, pp_rank)
-    return RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
+    The second number is the most that activation offload keeps on the host; 0 without it.
+    """
+    stages = split_into_stages(config.model, layout)[pp_rank :: layout.pp]
+    step = RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
+    return step.most_saved(pp_rank), step.most_offloaded(pp_rank)
 
 
 def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
@@ -132,12 +128,11 @@ def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, dev
 @lru_cache(maxsize=64)
 def nearest_decoder(model: ModelConfig) -> ModelConfig:
     """Return the decoder of this project whose layers are nearest to a traced model's."""
-    profile = model_profile(model)
-    of_mlp = [each for each in profile.layer_matrices if model.intermediate_size in (each.outputs, each.inputs)]
-    has_gate = len(of_mlp) >= GATED_MATRICES
+    sides = [(each.outputs, each.inputs) for each in model_profile(model).layer_matrices]
+    has_gate = sum(model.intermediate_size in own for own in sides) >= GATED_MATRICES
     # Heads divide the hidden size, and where they are rotated into halves.
-    most = model.num_attention_heads
-    heads = max(number for number in range(1, most + 1) if model.hidden_size % (number * (1 + has_gate)) == 0)
+    numbers = range(1, model.num_attention_heads + 1)
+    heads = max(number for number in numbers if model.hidden_size % (number * (1 + has_gate)) == 0)
     groups = max(number for number in range(1, min(model.num_key_value_heads, heads) + 1) if heads % number == 0)
     return dataclasses.replace(
         model,

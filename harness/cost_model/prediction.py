@@ -127,8 +127,7 @@ class Prediction:
     @property
     def available_bytes(self) -> int:
         """The bytes that a device has for a rank: all of it, or what cluster.memory_budget leaves."""
-        budget = self.config.cluster.memory_budget_bytes
-        own = self.cluster.memory_bytes
+        own, budget = self.cluster.memory_bytes, self.config.cluster.memory_budget_bytes
         return own if budget is None else min(own, budget + PROCESS_BYTES[self.cluster.device])
 
     @property

@@ -3,6 +3,7 @@
 Ranks whose stages are alike differ by the order of their passes alone, so that one rank's tapes serve all of them.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -22,21 +23,22 @@ from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths
 
-
-def rank_stages(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
-    """Return the stages of this rank of the pipeline."""
-    return split_into_stages(model, layout)[pp_rank :: layout.pp]
+# The ways of sharding by a layout's data parallelism, and DeepSpeed's by its stage.
+POLICIES: dict[str | int, type[Sharding]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": FullyShard,
+    1: ZeroStage1,
+    2: ZeroStage2,
+    3: ZeroStage3,
+}
 
 
 def sharding_of(
     config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
 ) -> Sharding:
     """Return the way in which a rank with these stages shards its state."""
-    if layout.uses_deepspeed_zero:
-        policy: type[Sharding] = (ZeroStage1, ZeroStage2, ZeroStage3)[layout.zero_stage - 1]
-    else:
-        policy = {"ddp": DistributedDataParallel, "fsdp": FullyShard}.get(layout.data_parallel, Sharding)
-    return policy(config, layout, widths, device, stages)
+    kind = layout.zero_stage if layout.uses_deepspeed_zero else layout.data_parallel
+    return POLICIES.get(kind, Sharding)(config, layout, widths, device, stages)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +47,7 @@ class RankStep:
 
     sharding: Sharding
     pp_ranks: tuple[int, ...] = (0,)  # for which it stands
-    tapes: dict[tuple[object, ...], Tape] = field(default_factory=dict)  # of passes so far, by what decides them
+    tapes: dict[tuple[object, ...], Pass] = field(default_factory=dict)  # of passes so far, by what decides them
 
     @cached_property
     def state(self) -> Bytes:
@@ -53,15 +55,6 @@ class RankStep:
         own, away = self.sharding, () if self.sharding.is_cpu else self.sharding.layout.offloaded_state
         state = {"parameters": own.parameter_bytes, "optimizer": own.optimizer_bytes}
         return {kind: size for kind, size in state.items() if kind not in away}
-
-    @cached_property
-    def host_bytes(self) -> int:
-        """The bytes of state on a host that has memory of its own."""
-        own = self.sharding
-        if own.is_cpu:
-            return 0
-        state = own.parameter_bytes + own.optimizer_bytes - sum(self.state.values())
-        return state + sum(own.host_gradients) + own.widths.host_buffer_bytes
 
     @property
     def lasting_bytes(self) -> int:
@@ -84,8 +77,8 @@ class RankStep:
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
         key = (index, start.kind, own.gradients[index] - gradients[index], *place)
         if key not in self.tapes:
-            each = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
-            self.tapes[key] = play_pass(own, each)
+            self.tapes[key] = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
+            play_pass(own, self.tapes[key])
         return self.tapes[key], {"gradients": sum(gradients)} | self.kept_of_others(start)
 
     def kept_of_others(self, start: BackwardStart) -> Bytes:
@@ -94,8 +87,7 @@ class RankStep:
         torch's schedules but 1F1B wait for all sends at the end of the step.
         """
         own = self.sharding
-        keeps_sent = own.layout.schedule != "1f1b"
-        buffers = activations = loss = temporaries = 0
+        keeps_sent, kept = own.layout.schedule != "1f1b", Counter[str]()
         for index, stage in enumerate(own.activations):
             pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
             sent, sent_back = start.forwards[index], awaiting + start.done[index]
@@ -104,13 +96,15 @@ class RankStep:
             if index == start.stage:  # the pass itself has a tape
                 pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
             elif start.done[index] < own.micro_batches:
-                buffers += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
+                kept["buffers"] += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
             passes = pending + awaiting
-            activations += passes * stage.before_backward
-            buffers += sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes
-            loss += pending * stage.log_probability_bytes
-            temporaries += awaiting * stage.deferred_grad_bytes
-        return {"buffers": buffers, "activations": activations, "loss": loss, "temporaries": temporaries}
+            kept.update(
+                activations=passes * stage.before_backward,
+                buffers=sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes,
+                loss=pending * stage.log_probability_bytes,
+                temporaries=awaiting * stage.deferred_grad_bytes,
+            )
+        return kept
 
     def starts(self, pp_rank: int) -> list[BackwardStart]:
         """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike.
@@ -131,21 +125,20 @@ class RankStep:
             tape, others = self.play(start)
             moments.append((tape.highest, others))
         highest, others = max(moments, key=lambda moment: moment[0].total + sum(moment[1].values()))
-        at_peak = {part: size + others.get(part, 0) for part, size in highest.parts.items()}
-        at_peak["gradients"] += own.host_gradient_bytes
-        at_peak["buffers"] += own.buffer_bytes
-        at_peak = self.state | at_peak
+        lasting = {"gradients": own.host_gradient_bytes, "buffers": own.buffer_bytes}
+        at_peak = self.state | {
+            part: size + others.get(part, 0) + lasting.get(part, 0) for part, size in highest.parts.items()
+        }
         return Moment(sum(at_peak.values()), highest.phase, at_peak)
 
     def most_saved(self, pp_rank: int) -> int:
         """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
-        sizes = [0]
+        most = 0
         for start in self.starts(pp_rank):
-            tape, others = self.play(start)
-            logits = self.sharding.activations[start.stage].logits_bytes
+            logits, (tape, others) = self.sharding.activations[start.stage].logits_bytes, self.play(start)
             own = max(moment.parts["activations"] + logits * (moment.parts["loss"] > 0) for moment in tape.moments)
-            sizes.append(own + others["activations"] + others["loss"])
-        return max(sizes)
+            most = max(most, own + others["activations"] + others["loss"])
+        return most
 
     def most_offloaded(self, pp_rank: int) -> int:
         """Return the most bytes of activations that are on the host at once."""

@@ -30,14 +30,11 @@ class ShardGroup:
     fully_shard divides every parameter along its first dimension and pads it to equal shards.
     """
 
-    elements: int = 0
-    padded: int = 0  # with the padding of every parameter
-    uneven: int = 0  # those of parameters that need padding, with it
-    last: int = 0  # of the last parameter
-    largest: int = 0  # of the largest parameter
-
-
-NO_GROUP = ShardGroup()
+    elements: int
+    padded: int  # with the padding of every parameter
+    uneven: int  # those of parameters that need padding, with it
+    last: int  # of the last parameter
+    largest: int  # of the largest parameter
 
 
 @dataclass(frozen=True)
@@ -56,14 +53,12 @@ class ShardGroups:
     @property
     def padded(self) -> int:
         """The elements of all groups with their padding."""
-        ends = self.embedding.padded + self.head.padded + self.root.padded
-        return ends + self.layers * self.layer.padded
+        return self.embedding.padded + self.head.padded + self.root.padded + self.layers * self.layer.padded
 
     @property
     def elements(self) -> int:
         """The elements of all groups."""
-        ends = self.embedding.elements + self.head.elements + self.root.elements
-        return ends + self.layers * self.layer.elements
+        return self.embedding.elements + self.head.elements + self.root.elements + self.layers * self.layer.elements
 
     @property
     def last_reduced(self) -> ShardGroup:
@@ -82,13 +77,11 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int)
     for parameter in parameters_of_stage(model, stage):
         if parameter.layer in (None, stage.first_layer):
             groups[parameter.group].append(parameter.local_shape(layout.tp, layout.vocabulary_tp))
-    ends, layer = [groups["embedding"], groups["head"]], _shard_group(groups[str(stage.first_layer)], shards)
-    if all(ends):
-        embedding, head = (_shard_group(shapes, shards) for shapes in ends)
-        return ShardGroups(embedding, layer, head, NO_GROUP, stage.layers, waiting=0)
-    root = _shard_group(ends[0] or ends[1], shards)
-    waiting = root.largest if stage.holds_head else 0
-    return ShardGroups(NO_GROUP, layer, NO_GROUP, root, stage.layers, waiting)
+    if not (groups["embedding"] and groups["head"]):
+        groups["root"] = groups.pop("embedding", []) + groups.pop("head", [])
+    names = ("embedding", str(stage.first_layer), "head", "root")
+    embedding, layer, head, root = (_shard_group(groups[name], shards) for name in names)
+    return ShardGroups(embedding, layer, head, root, stage.layers, root.largest * stage.holds_head)
 
 
 def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
@@ -99,15 +92,13 @@ def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
 
 
 @lru_cache(maxsize=1024)
-def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int | None = None) -> int:
+def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int) -> int:
     """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 
     Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
-    head, by default as many as of the other matrices.
+    head.
     """
-    vocabulary_parts = tp if vocabulary_tp is None else vocabulary_tp
-    parameters = parameters_of_stage(model, stage)
-    return sum(math.prod(parameter.local_shape(tp, vocabulary_parts)) for parameter in parameters)
+    return sum(math.prod(each.local_shape(tp, vocabulary_tp)) for each in parameters_of_stage(model, stage))
 
 
 def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:

@@ -17,13 +17,13 @@ from harness.cost_model.shard_groups import ShardGroups, local_parameter_count, 
 from harness.cost_model.stage_activations import StageActivations, stage_activations
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage
+from harness.layout.partition import Stage, local_sizes
 from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 
 
-@dataclass(frozen=True)
-class Pass:
-    """A micro-batch's pass through a stage, and its place among those of its step."""
+@dataclass
+class Pass(Tape):
+    """A micro-batch's pass through a stage: its allocations, and its place among those of its step."""
 
     activations: StageActivations
     groups: ShardGroups
@@ -44,13 +44,14 @@ class Sharding:
         self, config: RunConfig, layout: Layout, widths: StateWidths, device: Device, stages: Sequence[Stage]
     ) -> None:
         self.config, self.layout, self.widths, self.stages = config, layout, widths, stages
-        self.precision, self.is_cpu = config.precision, device == "cpu"
-        self.is_mixed = config.precision.is_mixed
+        self.precision, self.is_mixed, self.is_cpu = config.precision, config.precision.is_mixed, device == "cpu"
+        self.offloads, self.degree = layout.offload != "none", layout.axes_size(layout.sharding_axes)
         # Whether autograd adds one gradient of a matrix to another, as it does with those that DeepSpeed's own linear
         # function returns. Those of torch's are views, which it leaves as they are.
         self.sums_in_place = widths.recomputes_last_projection
         self.shape = micro_batch_shape(config, layout, device)
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
+        self.even_sizes = local_sizes(config.model, layout, stages)  # of the parameters, each an even share
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
         self.shard_counts = {kind: layout.shard_count(kind) for kind in STATE_KINDS}
         self.micro_batches = layout.grad_accumulation_steps(config.train)
@@ -141,71 +142,69 @@ class Sharding:
         """
         return sorted({*range(min(2, layers)), *range(layers)[-1:]})
 
-    def begin(self, tape: Tape, each: Pass) -> None:
+    def begin(self, each: Pass) -> None:
         """Prepare a pass."""
 
-    def forward(self, tape: Tape, each: Pass, following: int) -> None:
+    def forward(self, each: Pass, following: int) -> None:
         """Make the parameters of a layer whole, or those of the head, which -1 layers follow."""
 
-    def end_forward(self, tape: Tape, each: Pass) -> None:
+    def end_forward(self, each: Pass) -> None:
         """Free what forward alone needs."""
 
-    def enter_backward(self, tape: Tape, each: Pass) -> None:
+    def enter_backward(self, each: Pass) -> None:
         """Make parameters whole that backward needs first."""
 
-    def head_gradient(self, tape: Tape, each: Pass) -> None:
+    def head_gradient(self, each: Pass) -> None:
         """Accumulate the head's gradient: it becomes the parameter's own, or is added to it."""
         matrix = self.vocabulary_grad_bytes
         accumulated = matrix * self.has_16_bit_grads if each.new_gradients else self.grad_accumulate_bytes
-        tape.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
-        tape.live["temporaries_waiting"] = matrix * self.config.model.tie_word_embeddings
+        each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
+        each.live["temporaries_waiting"] = matrix * self.config.model.tie_word_embeddings
 
-    def leave_head(self, tape: Tape, each: Pass) -> None:
+    def leave_head(self, each: Pass) -> None:
         """Reduce the head's gradient."""
 
-    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def enter_layer(self, each: Pass, following: int) -> None:
         """Make the parameters of a layer whole."""
-        tape.live["gradients"] = self.computed(each, following)
+        each.live["gradients"] = self.computed(each, following)
 
-    def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
+    def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Compute a gradient of the layer's weights, or accumulate it.
 
         A gradient in fp32 becomes the parameter's own. One in 16 bit is added to it, or widened to become it.
         """
         width_of_new = each.new_gradients / each.groups.elements
-        own, computed = moment.weights, moment.computed * self.shape.width
-        if width_of_new and (moment.is_accumulation or not self.has_16_bit_grads):
-            own += moment.computed
+        own = moment.weights + moment.computed * (moment.is_accumulation or not self.has_16_bit_grads)
+        computed = moment.computed * self.shape.width
         if width_of_new and not self.has_16_bit_grads:
             computed = 0
         elif moment.is_accumulation and self.has_16_bit_grads and self.is_cpu and not width_of_new:
             computed += moment.computed * FP32_BYTES  # a CPU widens it first
         gradients = self.computed(each, following) + round(own * width_of_new)
-        tape.put(gradients=gradients, temporaries_weight=computed)
+        each.put(gradients=gradients, temporaries_weight=computed)
 
-    def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def leave_layer(self, each: Pass, following: int) -> None:
         """Reduce the gradients of a layer."""
-        tape.drop("temporaries_weight")
+        each.drop("temporaries_weight")
 
-    def end(self, tape: Tape, each: Pass) -> None:
+    def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and let it become the parameter's.
 
         A tied matrix has two gradients, whose sum is made beside them unless one is added to the other.
         """
         new, shape = each.new_gradients, self.shape
         if not each.activations.stage.holds_embedding:
-            tape.put(gradients=new)
+            each.put(gradients=new)
             return
         matrix, is_tied = self.vocabulary_grad_bytes, self.config.model.tie_word_embeddings
-        summed = (3 - self.sums_in_place) * matrix * is_tied
-        computed = max((1 + is_tied) * matrix + shape.whole_hidden_bytes, summed)
+        computed = max((1 + is_tied) * matrix + shape.whole_hidden_bytes, (3 - self.sums_in_place) * matrix * is_tied)
         if not new:
-            tape.put(gradients=0, temporaries=max(computed, self.grad_accumulate_bytes))
+            each.put(gradients=0, temporaries=max(computed, self.grad_accumulate_bytes))
         elif self.has_16_bit_grads:
-            tape.put(gradients=new - matrix * FP32_BYTES // shape.width, temporaries=computed)
-            tape.put(gradients=new, temporaries=matrix)
+            each.put(gradients=new - matrix * FP32_BYTES // shape.width, temporaries=computed)
+            each.put(gradients=new, temporaries=matrix)
         else:  # the gradient becomes the parameter's own
-            tape.put(gradients=new, temporaries=computed - matrix)
+            each.put(gradients=new, temporaries=computed - matrix)
 
     # The moments of a step outside of passes.
 
@@ -230,8 +229,8 @@ class Sharding:
     @cached_property
     def grad_accumulate_bytes(self) -> int:
         """Bytes of the largest matrix's gradient while it is added to an earlier sum; a CPU widens it first."""
-        widened = self.vocabulary_grad_bytes * FP32_BYTES // self.shape.width
-        return self.vocabulary_grad_bytes + (widened if self.has_16_bit_grads and self.is_cpu else 0)
+        widened = FP32_BYTES * (self.has_16_bit_grads and self.is_cpu)
+        return self.vocabulary_grad_bytes * (self.shape.width + widened) // self.shape.width
 
     def computed(self, each: Pass, following: int) -> int:
         """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.

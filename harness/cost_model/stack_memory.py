@@ -66,8 +66,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         "stack_offload_activations": checkpointing.offload_activations,
     }
     rules |= {f"stack_{axis}": layout.axis_sizes[axis] > 1 and not memory.has_model_parallelism for axis in MODEL_AXES}
-    stages = ", ".join(map(str, memory.zero_stages))
-    return refusals(rules, config, layout, stack=stack, stages=stages)
+    return refusals(rules, config, layout, stack=stack, stages=", ".join(map(str, memory.zero_stages)))
 
 
 def stack_steps(config: RunConfig, layout: Layout, memory: StackMemory) -> list[RankStep]:
@@ -107,9 +106,8 @@ def stack_stages(model: ModelConfig, layout: Layout, balance: str) -> tuple[Stag
     stages = split_into_stages(model, layout)
     if layout.layers_per_stage is not None or balance == "parameters":
         return tuple(stages)
-    layers = [depth // count + (index < depth % count) for index in range(count)]
-    if balance == "products":
-        layers = balanced_by_products(model, count)
+    even = [depth // count + (index < depth % count) for index in range(count)]
+    layers = balanced_by_products(model, count) if balance == "products" else even
     return tuple(Stage(index, count, sum(layers[:index]), number) for index, number in enumerate(layers))
 
 
@@ -134,16 +132,16 @@ def balanced_by_products(model: ModelConfig, count: int) -> list[int]:
 def stack_rank_memory(step: RankStep, pp_rank: int, memory: StackMemory, compute_capability: int) -> RankMemory:
     """Return the memory of a rank of the pipeline that has this step, under a stack other than `harness`."""
     own, shape = step.sharding, step.sharding.shape
-    state = step.state | {"workspaces": workspace_bytes(memory, compute_capability)}
-    estimate = rank_estimate(step, pp_rank)
-    estimate = dataclasses.replace(estimate, at_peak=state | estimate.at_peak)
+    workspaces, estimate = workspace_bytes(memory, compute_capability), rank_estimate(step, pp_rank)
+    at_peak = step.state | {"workspaces": workspaces} | estimate.at_peak
+    estimate = dataclasses.replace(estimate, at_peak=at_peak)
     received = memory.pipeline_tensors_at_rest * len(own.stages) * shape.hidden_bytes * own.layout.pp_enabled
     rests = own.keeps_gradients or (memory.keeps_gradients_at_rest and own.shard_counts["gradients"] > 1)
     is_ahead = shape.sequence_parallel and not own.layout.pp_enabled  # the host, of collectives
     collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes * is_ahead
     absent_gradients = sum(own.gradients) - max(estimate.at_peak["gradients"], sum(own.sums))
-    reserved = reserved_bytes(memory, estimate, absent_gradients, collectives)
-    return RankMemory(estimate, sum(state.values()) + own.buffer_bytes + sum(own.sums) * rests + received, reserved)
+    resting = step.lasting_bytes + workspaces + sum(own.sums) * rests + received
+    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, absent_gradients, collectives))
 
 
 def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:

@@ -40,9 +40,12 @@ class StackSharding(Sharding):
         self.memory = memory
         self.main_width = precision.accumulate_bytes * (memory.keeps_main_gradients and not is_flat)
         width = precision.master_bytes if is_flat else precision.compute_bytes
-        masters = precision.master_bytes * (precision.is_mixed and not is_flat)
-        gathered = precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed))
-        widths = StateWidths(width, self.main_width or width, config.optimizer_state_bytes + masters, gathered)
+        widths = StateWidths(
+            width,
+            self.main_width or width,
+            config.optimizer_state_bytes + precision.master_bytes * (precision.is_mixed and not is_flat),
+            gathered=precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed)),
+        )
         super().__init__(config, layout, widths, "cuda", stages)
         self.shard_counts |= {"optimizer": shards, "parameters": parts, "gradients": parts}
         self.optimizer_copies = memory.optimizer_copies
@@ -91,38 +94,37 @@ class StackSharding(Sharding):
         """Return the last layer alone, which finds most activations."""
         return range(min(1, layers))
 
-    def begin(self, tape: Tape, each: Pass) -> None:
+    def begin(self, each: Pass) -> None:
         """Gather parameters, and inputs in buffers that sequence parallelism has for them."""
         inputs = self.memory.tp_gather_buffers * self.shape.whole_hidden_bytes * self.shape.sequence_parallel
-        tape.live |= {"buffers_gathered": self.gathered_bytes(each, 0), "temporaries_inputs": inputs}
+        each.live |= {"buffers_gathered": self.gathered_bytes(each, 0), "temporaries_inputs": inputs}
 
-    def enter_backward(self, tape: Tape, each: Pass) -> None:
+    def enter_backward(self, each: Pass) -> None:
         """Receive the gradient of the pass's output."""
-        tape.live["temporaries_received"] = self.shape.hidden_bytes * self.layout.pp_enabled
+        each.live["temporaries_received"] = self.shape.hidden_bytes * self.layout.pp_enabled
 
-    def head_gradient(self, tape: Tape, each: Pass) -> None:
+    def head_gradient(self, each: Pass) -> None:
         """Count no gradient of the head, which is less than the loss."""
 
-    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def enter_layer(self, each: Pass, following: int) -> None:
         """Gather the layers in use; a layer's gradients are whole before they are reduced."""
-        tape.live["buffers_gathered"] = self.gathered_bytes(each, 1 + self.memory.prefetched_units)
-        tape.live["buffers_reduced"] = self.reduced_bytes(each.groups.layer.elements)
+        gathered, reduced = self.gathered_bytes(each, 1 + self.memory.prefetched_units), each.groups.layer.elements
+        each.live |= {"buffers_gathered": gathered, "buffers_reduced": self.reduced_bytes(reduced)}
 
-    def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
+    def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Compute the layer's gradients."""
-        tape.put()
+        each.put()
 
-    def end(self, tape: Tape, each: Pass) -> None:
+    def end(self, each: Pass) -> None:
         """Reduce the gradients outside of layers, beside that of the largest matrix.
 
         Those of all of a rank's stages may exist before they are added to sums.
         """
         first, layer = self.groups[0], each.groups.layer.elements
         root = first.elements - first.layers * first.layer.elements
-        largest = max(root * self.stages[0].holds_embedding, layer // 2)
+        largest_grad = self.shape.width * max(root * self.stages[0].holds_embedding, layer // 2)
         gradients = max(each.new_gradients, sum(self.gradients) - sum(self.sums))
-        tape.live |= {"gradients": gradients, "buffers_reduced": self.reduced_bytes(root)}
-        tape.put(temporaries=self.shape.width * largest)
+        each.put(gradients=gradients, buffers_reduced=self.reduced_bytes(root), temporaries=largest_grad)
 
     def reduced_bytes(self, elements: int) -> int:
         """Return the bytes of so many gradients before they are reduced, where parameters are gathered."""
@@ -181,11 +183,10 @@ def layer_bytes(shape: MicroBatchShape, memory: StackMemory) -> tuple[int, int, 
     width = memory.scores_bytes + (1 + shape.width if model.dropout else 0)
     scores = rows * shape.seq_len * width * (not is_flash)
     inner = shape.inner_bytes * (memory.gated_mlp_tensors if gated else memory.plain_mlp_tensors)
-    masks = 2 * shape.dropout_mask_bytes
     # The gradient of the MLP's output, gathered where it is divided, and of the tensors between its matrices.
     backward = shape.hidden_bytes + shape.inner_bytes * (2 if gated else 1)
     backward += shape.whole_hidden_bytes if shape.sequence_parallel and shape.tp > 1 else 0
-    return norms + heads + scores + inner + masks, scores, backward
+    return norms + heads + scores + inner + 2 * shape.dropout_mask_bytes, scores, backward
 
 
 def norm_bytes(shape: MicroBatchShape, memory: StackMemory) -> int:

@@ -1,5 +1,6 @@
 """A training step as a tape of allocations, of which peaks, their parts and their phases are readings. No torch."""
 
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Bytes = dict[str, int]  # by what fills them: gradients, buffers, activations, loss, temporaries
@@ -20,6 +21,7 @@ class Moment(NamedTuple):
         return {part: sum(size for name, size in self.live.items() if name.startswith(part)) for part in PARTS}
 
 
+@dataclass
 class Tape:
     """The moments of a step, or of a pass through one of its stages, in their order.
 
@@ -27,10 +29,9 @@ class Tape:
     share a name.
     """
 
-    def __init__(self) -> None:
-        self.live: Bytes = {}
-        self.moments: list[Moment] = []
-        self.phase = "forward"
+    live: Bytes = field(init=False, default_factory=dict)
+    moments: list[Moment] = field(init=False, default_factory=list)
+    phase: str = field(init=False, default="forward")
 
     def put(self, **sizes: int) -> None:
         """Allocate these tensors, or change their sizes."""

@@ -29,9 +29,7 @@ class DistributedDataParallel(Sharding):
     def bucket_bytes(self) -> int:
         """The bytes of the buckets that exist beside gradients."""
         copies = int(self.is_mixed) + int(not self.config.strategy.gradient_as_bucket_view)
-        return round(
-            copies * sum(local_sizes(self.config.model, self.layout, self.stages)) * self.precision.compute_bytes
-        )
+        return round(copies * sum(self.even_sizes) * self.precision.compute_bytes)
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -58,28 +56,28 @@ class DistributedDataParallel(Sharding):
         """Return the old buckets."""
         return self.old_bucket_bytes(self.stages[index])
 
-    def begin(self, tape: Tape, each: Pass) -> None:
+    def begin(self, each: Pass) -> None:
         """Keep the old buckets."""
-        tape.put(buffers_old=self.old_bucket_bytes(each.activations.stage))
+        each.put(buffers_old=self.old_bucket_bytes(each.activations.stage))
 
-    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def enter_layer(self, each: Pass, following: int) -> None:
         """Free the old buckets in the last backward of a step, once it has filled the first new one."""
-        super().enter_layer(tape, each, following)
-        tape.put()
+        super().enter_layer(each, following)
+        each.put()
         head = 0 if self.config.model.tie_word_embeddings else each.groups.head.elements
         limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
         if each.is_last and head + (following + 1) * each.groups.layer.elements >= limit:
-            tape.drop("buffers_old")
+            each.drop("buffers_old")
 
-    def end(self, tape: Tape, each: Pass) -> None:
+    def end(self, each: Pass) -> None:
         """Reduce the last buckets in fp32 copies of 16-bit ones, while the sums so far exist."""
         stage = each.activations.stage
         if each.is_last:
-            tape.drop("buffers_old")
+            each.drop("buffers_old")
         if self.is_mixed and each.is_last and not each.new_gradients:
             copied = FP32_BYTES * self.last_bucket_elements(stage) + self.vocabulary_grad_bytes * stage.holds_embedding
-            tape.touch(gradients=0, temporaries=round(copied))
-        super().end(tape, each)
+            each.touch(gradients=0, temporaries=round(copied))
+        super().end(each)
 
     def last_bucket_elements(self, stage: Stage) -> float:
         """Return the elements of the larger one of the two buckets that are reduced last.
@@ -120,11 +118,6 @@ class FullyShard(Sharding):
     keeps_gradients = False
 
     @cached_property
-    def degree(self) -> int:
-        """The number of shards."""
-        return self.layout.axes_size(self.layout.sharding_axes)
-
-    @cached_property
     def reshards(self) -> bool:
         """Whether a group is gathered for each of its uses."""
         return self.layout.zero_stage == 3
@@ -155,8 +148,8 @@ class FullyShard(Sharding):
 
     def whole_but(self, each: Pass, layers: int, has_head: bool) -> int:
         """Return the bytes of all groups that stay whole without so many layers and perhaps the head."""
-        missing = layers * self.whole(each.groups.layer) + self.whole(each.groups.head) * (not has_head)
-        return each.groups.padded * self.widths.gathered - missing
+        missing = layers * each.groups.layer.padded + each.groups.head.padded * (not has_head)
+        return self.widths.gathered * (each.groups.padded - missing)
 
     def gather(self, tape: Tape, group: ShardGroup) -> None:
         """Gather a group into a flat tensor, which a single shard has not, beside that of the group before."""
@@ -165,12 +158,12 @@ class FullyShard(Sharding):
         tape.touch(buffers_gathering=flat + flat // self.degree * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
-    def reshard(self, tape: Tape, each: Pass, layers: int) -> None:
+    def reshard(self, each: Pass, layers: int) -> None:
         """Free the group that backward has left; in the last backward of a step so many layers and the head."""
         if self.reshards:
-            tape.drop("buffers_whole")
+            each.drop("buffers_whole")
         elif each.is_last:
-            tape.live["buffers_whole"] = self.whole_but(each, layers, has_head=False)
+            each.live["buffers_whole"] = self.whole_but(each, layers, has_head=False)
 
     def reduce(self, tape: Tape, group: ShardGroup) -> None:
         """Reduce a group's gradients.
@@ -185,88 +178,85 @@ class FullyShard(Sharding):
         tape.put(buffers_reduced=flat, buffers_copies=flat // self.degree + copies)
         tape.drop("buffers_copies")
 
-    def begin(self, tape: Tape, each: Pass) -> None:
+    def begin(self, each: Pass) -> None:
         """Gather what the first layer waits for."""
         groups, gathers = each.groups, self.reshards or each.gathers
-        tape.live["buffers_reduced"] = self.reduced(groups.last_reduced) * (not each.is_first)
+        each.live["buffers_reduced"] = self.reduced(groups.last_reduced) * (not each.is_first)
         whole = 0 if gathers else self.whole_but(each, 0, has_head=True)
-        tape.put(buffers_root=self.whole(groups.root) * self.reshards, buffers_whole=whole)
+        each.put(buffers_root=self.whole(groups.root) * self.reshards, buffers_whole=whole)
         first = groups.root if groups.root.elements else groups.embedding
-        tape.live["buffers_flat"] = self.whole(first) * (gathers and self.degree > 1)
+        each.live["buffers_flat"] = self.whole(first) * (gathers and self.degree > 1)
 
-    def forward(self, tape: Tape, each: Pass, following: int) -> None:
+    def forward(self, each: Pass, following: int) -> None:
         """Gather a layer, or the head if it is a group of its own."""
         group = each.groups.layer if following >= 0 else each.groups.head
         if group.elements and (self.reshards or each.gathers):
-            others = self.whole_but(each, max(0, following), has_head=following < 0)
-            whole = self.whole(group) if self.reshards else others
-            tape.live["buffers_whole"] = whole - self.whole(group)
-            self.gather(tape, group)
-            tape.put(buffers_whole=whole)
+            whole = self.whole(group) if self.reshards else self.whole_but(each, max(0, following), following < 0)
+            each.live["buffers_whole"] = whole - self.whole(group)
+            self.gather(each, group)
+            each.put(buffers_whole=whole)
 
-    def end_forward(self, tape: Tape, each: Pass) -> None:
+    def end_forward(self, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""
-        tape.drop("buffers_flat")
+        each.drop("buffers_flat")
         if self.reshards:
-            tape.drop("buffers_whole", "buffers_root")
+            each.drop("buffers_whole", "buffers_root")
 
-    def enter_backward(self, tape: Tape, each: Pass) -> None:
+    def enter_backward(self, each: Pass) -> None:
         """Gather the root or the head, and the last layer in advance."""
-        if not self.reshards:
-            return
-        root, head = each.groups.root, each.groups.head
-        self.gather(tape, root if root.elements else head)
-        tape.put(buffers_root=self.whole(root), buffers_whole=self.whole(head))
-        tape.drop("buffers_flat")
-        self.gather(tape, each.groups.layer)
+        if self.reshards:
+            root, head = each.groups.root, each.groups.head
+            self.gather(each, root if root.elements else head)
+            each.put(buffers_root=self.whole(root), buffers_whole=self.whole(head))
+            each.drop("buffers_flat")
+            self.gather(each, each.groups.layer)
 
-    def head_gradient(self, tape: Tape, each: Pass) -> None:
+    def head_gradient(self, each: Pass) -> None:
         """Keep the head's gradient until its group is reduced."""
-        tape.live["temporaries_head"] = self.vocabulary_grad_bytes
+        each.live["temporaries_head"] = self.vocabulary_grad_bytes
 
-    def leave_head(self, tape: Tape, each: Pass) -> None:
+    def leave_head(self, each: Pass) -> None:
         """Reduce the head's group; the gradient of the root's matrix waits for the end."""
-        tape.drop("temporaries_head")
-        if not each.groups.head.elements:
-            tape.live["buffers_waiting"] = each.groups.waiting * self.precision.compute_bytes
-            return
-        tape.live["activations"] = each.activations.before_backward - sum(each.activations.norm.values())
-        self.reshard(tape, each, 0)
-        self.reduce(tape, each.groups.head)
+        each.drop("temporaries_head")
+        if each.groups.head.elements:
+            each.live["activations"] = each.activations.before_backward - sum(each.activations.norm.values())
+            self.reshard(each, 0)
+            self.reduce(each, each.groups.head)
+        else:
+            each.live["buffers_waiting"] = each.groups.waiting * self.precision.compute_bytes
 
-    def enter_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def enter_layer(self, each: Pass, following: int) -> None:
         """Copy a layer out of its flat tensor, and gather the one before it in advance."""
-        super().enter_layer(tape, each, following)
-        self.reshard(tape, each, following)
-        if not self.reshards:
-            return
-        tape.put(buffers_whole=self.whole(each.groups.layer))
-        tape.drop("buffers_flat")
-        before = each.groups.layer if following < each.groups.layers - 1 else each.groups.embedding
-        self.gather(tape, before)
+        super().enter_layer(each, following)
+        self.reshard(each, following)
+        if self.reshards:
+            each.put(buffers_whole=self.whole(each.groups.layer))
+            each.drop("buffers_flat")
+            is_first = following == each.groups.layers - 1
+            self.gather(each, each.groups.embedding if is_first else each.groups.layer)
 
-    def in_layer(self, tape: Tape, each: Pass, following: int, moment: LayerMoment) -> None:
+    def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Keep the gradients of a layer, in the width of compute."""
-        tape.put(buffers_gradients=(moment.weights + moment.computed) * self.shape.width)
+        each.put(buffers_gradients=(moment.weights + moment.computed) * self.shape.width)
 
-    def leave_layer(self, tape: Tape, each: Pass, following: int) -> None:
+    def leave_layer(self, each: Pass, following: int) -> None:
         """Free and reduce a layer."""
-        self.reshard(tape, each, following + 1)
-        self.reduce(tape, each.groups.layer)
+        self.reshard(each, following + 1)
+        self.reduce(each, each.groups.layer)
 
-    def end(self, tape: Tape, each: Pass) -> None:
+    def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""
         groups, last = each.groups, each.groups.last_reduced
-        tape.drop("buffers_flat", "buffers_waiting")
+        each.drop("buffers_flat", "buffers_waiting")
         if each.activations.stage.holds_embedding:
             elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting
             computed, gradients = self.computed(each, groups.layers), elements * self.precision.compute_bytes
             if self.reshards:
-                tape.live["buffers_whole"] = self.whole(groups.embedding)
-            tape.put(gradients=computed, buffers_gradients=gradients, temporaries=self.shape.whole_hidden_bytes)
+                each.live["buffers_whole"] = self.whole(groups.embedding)
+            each.put(gradients=computed, buffers_gradients=gradients, temporaries=self.shape.whole_hidden_bytes)
         if self.reshards or each.is_last:
-            tape.drop("buffers_whole")
+            each.drop("buffers_whole")
         # The shard becomes the gradient itself in the first micro-batch.
         shard = -(self.reduced(last) // self.degree) * each.is_first
-        tape.live |= {"temporaries": 0, "buffers_root": 0, "gradients": each.new_gradients, "buffers_shard": shard}
-        self.reduce(tape, last)
+        each.live |= {"temporaries": 0, "buffers_root": 0, "gradients": each.new_gradients, "buffers_shard": shard}
+        self.reduce(each, last)

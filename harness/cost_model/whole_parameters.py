@@ -6,7 +6,7 @@ same rules with numbers of elements in the place of tensors.
 """
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -16,23 +16,20 @@ from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig
 from harness.layout.model_profile import model_profile
 
-# What happens to a module: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
-EventKind = Literal["enter", "leave", "refer", "compute", "forget"]
-
 # The most elements of whole parameters, by the moment. Outside of layers that is an event: the phase, the module (the
-# embedding, the final norm, the head, or else its path) and what happens to it; `gather` is its entering with copies.
+# embedding, or else its path) and what happens to it; `gather` is its entering with copies.
 # A layer's forward is one moment. In its backward, moments are those when a matrix's gradient is computed, when it is
 # forgotten as it becomes the parameter's, and all between two matrices; the last number is the matrices before.
 WholeParameters = Mapping[tuple[str | int, ...], int]
 
 
-class CoordinatorOptions(NamedTuple):
-    """The options of DeepSpeed's configuration that say how long parameters stay whole, in elements."""
-
-    max_reuse_distance: int = 10**9
-    max_live_parameters: int = 10**9
-    prefetch_bucket_size: int = 5 * 10**7
-    param_persistence_threshold: int = 10**5
+# The options of DeepSpeed's configuration that say how long parameters stay whole, with their defaults in elements.
+OPTIONS = {
+    "stage3_max_reuse_distance": 10**9,
+    "stage3_max_live_parameters": 10**9,
+    "stage3_prefetch_bucket_size": 5 * 10**7,
+    "stage3_param_persistence_threshold": 10**5,
+}
 
 
 class Module(NamedTuple):
@@ -59,35 +56,38 @@ class Module(NamedTuple):
         return bool(self.parameters) and not self.path.endswith("norm")
 
 
-Event = tuple[EventKind, Module, Literal["forward", "backward", "recompute"]]  # what happens, where and when
+# What happens to a module, and when: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
+Event = tuple[
+    Literal["enter", "leave", "refer", "compute", "forget"], Module, Literal["forward", "backward", "recompute"]
+]
 
 
 @lru_cache(maxsize=256)
 def whole_parameters(
-    model: ModelConfig, checkpointing: CheckpointingConfig, options: CoordinatorOptions, backend_copies: bool
+    model: ModelConfig, checkpointing: CheckpointingConfig, options: tuple[int, ...], backend_copies: bool
 ) -> WholeParameters:
     """Return the elements of whole parameters in a micro-batch whose order of modules DeepSpeed has recorded.
 
-    `backend_copies` is whether the backend copies what a module waits for, as gloo does.
+    `options` are the values of OPTIONS. `backend_copies` is whether the backend copies what a module waits for, as gloo
+    does.
     """
     modules = modules_in_order(model)
     events = list(micro_batch_events(model, checkpointing, modules))
     sizes = {name: math.prod(shape) for name, shape in model_profile(model).parameter_shapes.items()}
     coordinator = ParameterCoordinator(sizes, [module for kind, module, _ in events if kind == "enter"], options)
-    names = {modules[0].path: "embedding", modules[-2].path: "norm", modules[-1].path: "head"}
-    most: defaultdict[tuple[str | int, ...], int] = defaultdict(int)
-    behind: defaultdict[int, int] = defaultdict(int)  # matrices that backward has left, by their layer
+    most = defaultdict[tuple[str | int, ...], int](int)
+    behind = Counter[int]()  # matrices that backward has left, by their layer
     for kind, module, phase in events:
         waited = getattr(coordinator, kind)(module) if kind != "compute" else 0
-        layer, place = module.layer, (phase, names.get(module.path, module.path))
-        copied = waited if kind == "enter" and backend_copies else 0
+        layer, copied = module.layer, waited if kind == "enter" and backend_copies else 0
         moments: dict[tuple[str | int, ...], int] = {}  # with their copies
         if layer is None:
-            moments = {(*place, kind): 0, (*place, "gather"): copied} if kind == "enter" else {(*place, kind): 0}
+            place = (phase, "embedding" if module is modules[0] else module.path)
+            moments = {(*place, kind): 0, (*place, "gather"): copied}
         elif phase == "forward":
-            moments = {("forward", layer): copied}
+            moments = {(phase, layer): copied}
         elif kind in ("compute", "forget"):
-            moments = {("backward", layer, kind, behind[layer]): 0}
+            moments = {(phase, layer, kind, behind[layer]): 0}
         elif phase == "recompute" or kind == "leave" or not module.is_matrix:
             behind[layer] += module.is_matrix and phase == "backward"
             moments = {("backward", layer, "between", behind[layer]): 0}
@@ -121,20 +121,19 @@ def micro_batch_events(
     embeddings = {name.rpartition(".")[0] for name in model_profile(model).embedding_shapes}
     last_matrices = {module.layer: module for module in modules if module.is_matrix}
     forward = list(nested(modules))
-    for kind, module in forward:
-        yield kind, module, "forward"
+    yield from ((kind, module, "forward") for kind, module in forward)
     for kind, module in reversed(forward):
         if kind == "leave":
             yield "enter", module, "backward"
             layer = module.layer
             if layer is not None and module is last_matrices[layer] and checkpointing.recomputes_layer(layer):
                 yield from second_forward([other for other in modules if other.layer == layer])
-            continue
-        if module.is_matrix:
-            yield "compute", module, "backward"
-            yield "forget", module, "backward"
-        if module.path not in embeddings:
-            yield "leave", module, "backward"
+        else:
+            if module.is_matrix:
+                yield "compute", module, "backward"
+                yield "forget", module, "backward"
+            if module.path not in embeddings:
+                yield "leave", module, "backward"
 
 
 def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
@@ -159,12 +158,13 @@ def nested(modules: Sequence[Module], depth: int = 0) -> Iterator[tuple[Literal[
 class ParameterCoordinator:
     """DeepSpeed's coordinator in a micro-batch.
 
-    `sizes` is the elements of every parameter by its name, and `order` the modules in the order in which forward and
-    backward enter them. Small parameters are whole at all times.
+    `sizes` is the elements of every parameter by its name, `order` the modules in the order in which forward and
+    backward enter them, and `options` the values of OPTIONS. Small parameters are whole at all times.
     """
 
-    def __init__(self, sizes: Mapping[str, int], order: Sequence[Module], options: CoordinatorOptions) -> None:
-        self.sizes, self.options = sizes, options
+    def __init__(self, sizes: Mapping[str, int], order: Sequence[Module], options: Sequence[int]) -> None:
+        self.sizes = sizes
+        self.max_reuse_distance, self.max_live_parameters, self.prefetch_bucket_size, largest_small = options
         self.queue = deque((name, step) for step, module in enumerate(order) for name in module.parameters)
         self.uses = defaultdict[str, list[int]](list)  # the steps at which a parameter is used
         for name, step in self.queue:
@@ -175,7 +175,7 @@ class ParameterCoordinator:
         self.fetched_for = defaultdict[str, int](lambda: -1)  # the last step for which a parameter was fetched
         self.references: dict[str, bool] = {}  # by parameter, whether its tensor is still the whole one
         self.in_flight: dict[str, tuple[str, ...]] = {}  # by parameter, all that are gathered with it
-        self.small = {name for name in self.uses if sizes[name] <= options.param_persistence_threshold}
+        self.small = {name for name in self.uses if sizes[name] <= largest_small}
         self.whole = set(self.small)
         self.elements = self._size(self.whole)  # of all tensors that exist now
         self.available = 0  # elements that count against max_live_parameters
@@ -189,7 +189,7 @@ class ParameterCoordinator:
         self._gather(missing)
         for name in module.parameters:
             self._wait(name)
-        limit = min(self.options.max_live_parameters - self.available, self.options.prefetch_bucket_size)
+        limit = min(self.max_live_parameters - self.available, self.prefetch_bucket_size)
         ahead: list[str] = []  # those that are used next, as many as the options allow (_fetch_sub_module_impl)
         while self.queue and (self.queue[0][1] == self.step or self._size(ahead) < limit):
             name, step = self.queue.popleft()
@@ -252,4 +252,4 @@ class ParameterCoordinator:
         if name in self.small or self.fetched_for[name] > self.step:
             return True
         following = next((self.before_step[step] for step in self.uses[name] if step >= self.step), math.inf)
-        return following - self.before_step[self.step] < self.options.max_reuse_distance
+        return following - self.before_step[self.step] < self.max_reuse_distance

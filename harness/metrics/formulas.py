@@ -27,12 +27,11 @@ from harness.config.schema import RECOMPUTING_MODES, RunConfig
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.parts import PEAK_TITLES
-from harness.cost_model.rank_memory import rank_stages
 from harness.cost_model.shard_groups import local_parameter_count, optimizer_parameter_count
 from harness.engines.base import load_engine
 from harness.layout import model_profile
 from harness.layout.layout import Layout
-from harness.layout.partition import stages_of_rank
+from harness.layout.partition import split_into_stages, stages_of_rank
 from harness.layout.state_widths import StateKind, StateWidths
 from harness.metrics import columns, memory, step_time
 from harness.records import rank_report
@@ -74,7 +73,7 @@ def most_parameters(model: ModelConfig, layout: Layout, of_optimizer: bool = Fal
 
     `of_optimizer` is for those whose optimizer state a rank has.
     """
-    stages = [rank_stages(model, layout, pp_rank) for pp_rank in range(layout.pp)]
+    stages = [split_into_stages(model, layout)[pp_rank :: layout.pp] for pp_rank in range(layout.pp)]
     if of_optimizer:
         return max(optimizer_parameter_count(model, layout, own) for own in stages)
     tp, vocabulary_tp = layout.tp, layout.vocabulary_tp

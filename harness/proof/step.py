@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import LAYOUT
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
-from harness.cost_model.memory import offloaded_activation_bytes
+from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.layout.layout import Layout, is_data_parallel_axis
 from harness.layout.model_profile import model_profile
@@ -109,7 +109,7 @@ def offload_problems(config: RunConfig, layout: Layout, rank: RankReport) -> Ite
     if is_offloaded and not on_cpu:
         inputs = dataclasses.replace(config.checkpointing, name="full", every=1, saved_products="all")
         config = dataclasses.replace(config, checkpointing=inputs)
-    expected = offloaded_activation_bytes(config, layout, "cpu" if on_cpu else "cuda", stage) if is_offloaded else 0
+    expected = saved_bytes(config, layout, "cpu" if on_cpu else "cuda", stage)[1] if is_offloaded else 0
     offloaded = rank.profiled.offloaded_activation_bytes
     upper_bound = math.inf if is_offloaded and not on_cpu else (1 + OFFLOAD_TOLERANCE) * expected
     if not (1 - OFFLOAD_TOLERANCE) * expected <= offloaded <= upper_bound:

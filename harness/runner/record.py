@@ -17,7 +17,7 @@ from harness.config.fingerprint import (
 )
 from harness.config.from_dict import ConfigValues
 from harness.config.schema import RunConfig
-from harness.cost_model.memory import activation_bytes
+from harness.cost_model.memory import saved_bytes
 from harness.hardware.machine import Machine
 from harness.launcher.forkserver import rank_environment, threads_per_rank
 from harness.launcher.outcome import LaunchOutcome
@@ -120,7 +120,7 @@ def predicted_columns(plan: RunPlan) -> Cells:
     peak, activations = None, None
     if model_profile(config.model).is_project_decoder:
         peak = plan.memory.peak_bytes
-        activations = max(activation_bytes(config, layout, plan.machine.device, rank) for rank in range(layout.pp))
+        activations = max(saved_bytes(config, layout, plan.machine.device, rank)[0] for rank in range(layout.pp))
     return {
         "predicted_peak_bytes": peak,
         "predicted_activation_bytes": activations,

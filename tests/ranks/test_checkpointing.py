@@ -17,7 +17,7 @@ from harness.cost_model.flops import (
     recomputed_flops,
     recomputed_layers,
 )
-from harness.cost_model.memory import activation_bytes, estimate_memory
+from harness.cost_model.memory import estimate_memory, saved_bytes
 from harness.engines.deepspeed import compatibility
 from harness.layout.layer_spec import projection_flops
 from harness.layout.partition import split_into_stages
@@ -144,7 +144,7 @@ def test_saved_and_peak_bytes_are_as_predicted(
     config = dataclasses.replace(config, checkpointing=KINDS[kind])
     layout = layout_of(config, 0, 1)
     saved, alive = trained(config)
-    assert activation_bytes(config, layout, "cpu", 0) == pytest.approx(saved, rel=0.01)
+    assert saved_bytes(config, layout, "cpu", 0)[0] == pytest.approx(saved, rel=0.01)
     at_peak = estimate_memory(config, layout, ADAM_FP32).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     tokens = 8 * 2 * seq_len  # from outside
@@ -162,7 +162,7 @@ def test_products_that_are_not_counted_anew_in_every_layer_save_other_bytes(monk
     """A layer has seven products, so that a count that goes on saves the even ones of the second layer."""
     config = run(shaped(num_hidden_layers=3), micro_batch=2, global_batch=4, seq_len=64)
     config = dataclasses.replace(config, checkpointing=KINDS[EVERY_SECOND])
-    expected = activation_bytes(config, layout_of(config, 0, 1), "cpu", 0)
+    expected = saved_bytes(config, layout_of(config, 0, 1), "cpu", 0)[0]
     assert trained(config)[0] == pytest.approx(expected, rel=0.01)
     constructed = itertools.count()  # two for each layer
 
@@ -179,7 +179,7 @@ def test_more_recomputation_saves_less_for_backward() -> None:
     config = run(model_named("7b"), BF16)
     kinds = [CheckpointingConfig("none"), *(KINDS[k] for k in ("attention", "every_n", "selective", EVERY_SECOND))]
     saved = [
-        activation_bytes(dataclasses.replace(config, checkpointing=kind), layout_of(config, 3, 2), "cuda", 0)
+        saved_bytes(dataclasses.replace(config, checkpointing=kind), layout_of(config, 3, 2), "cuda", 0)[0]
         for kind in (*kinds, CheckpointingConfig("full"))
     ]
     assert saved[0] > saved[1] > saved[3] > saved[4] > saved[5] and saved[0] > saved[2] > saved[5]

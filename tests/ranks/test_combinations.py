@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.command import read_run_config
-from harness.cost_model.memory import activation_bytes
+from harness.cost_model.memory import saved_bytes
 from harness.engines import torch as torch_engine
 from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import resolve_layout
@@ -126,7 +126,7 @@ def test_a_product_is_proven(results: Path, world: int, overrides: str) -> None:
     ranks, config = run_folder(results, record).read_rank_reports(world), read_run_config(record.config)
     layout = resolve_layout(config.strategy, world)
     for rank in ranks:
-        predicted = activation_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])
+        predicted = saved_bytes(config, layout, "cpu", layout.coordinates(rank.rank)["pp"])[0]
         assert rank.profiled.activation_bytes == pytest.approx(predicted, rel=0.03), rank.rank
     if overrides not in WIDE:
         row_invariants.check_memory(row, ranks)

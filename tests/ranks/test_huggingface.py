@@ -163,7 +163,7 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
         if model_profile(model).layer_index(name) is not None
     ]
     assert own < parameter_count(model) - sum(math.prod(shape) for shape in layers if len(shape) == 2) / 2 + 1
-    assert local_parameter_count(model, whole_model(model), 2) == own
+    assert local_parameter_count(model, whole_model(model), 2, 2) == own
     widths = load_engine("torch").state_widths(config, layout)
     assert estimate_memory(config, layout, widths, "cpu").parameter_bytes == 4 * own
 

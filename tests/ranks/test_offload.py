@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from harness.config.command import read_run_config
-from harness.cost_model.memory import activation_bytes, estimate_memory, offloaded_activation_bytes
+from harness.cost_model.memory import estimate_memory, saved_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.stage_activations import stage_activations
 from harness.engines.base import load_engine
@@ -92,7 +92,7 @@ def check(results: Path, case: str, world: int) -> None:
         assert 0.98 * least <= row["gradient_bytes"] <= allowed
         assert row["optimizer_bytes"] == pytest.approx(widths.optimizer * share, rel=0.02)
     assert row["activation_bytes"] == pytest.approx(row["predicted_activation_bytes"], rel=0.03)
-    moved = max(offloaded_activation_bytes(config, layout, "cpu", stage) for stage in range(layout.pp))
+    moved = max(saved_bytes(config, layout, "cpu", stage)[1] for stage in range(layout.pp))
     assert (row["offloaded_activation_bytes"] or 0) == moved
     assert row["offloaded_bytes"] is None  # the device is the host
     ranks = commands.run_folder(results, record).read_rank_reports(world)
@@ -136,19 +136,19 @@ def test_offloaded_state_is_not_planned_on_the_gpu(strategy: str) -> None:
     state = (
         widths.optimizer + widths.host_gradients + widths.parameters * ("parameters" in layout.offloaded_state)
     ) * share
-    moved = offloaded_activation_bytes(config, layout, "cuda", 0)
+    moved = saved_bytes(config, layout, "cuda", 0)[1]
     assert on_gpu.host_bytes == pytest.approx(state + widths.host_buffer_bytes + moved, rel=1e-3)
     assert on_gpu.at_peak.keys().isdisjoint({"optimizer", *layout.offloaded_state} - {"gradients"})
     assert on_cpu.host_bytes == 0 and on_cpu.peak_bytes > on_gpu.peak_bytes + 0.9 * state
     without_offload = dataclasses.replace(
         config, checkpointing=dataclasses.replace(config.checkpointing, offload_activations=False)
     )
-    on_device = activation_bytes(config, layout, "cuda", 0)
+    on_device = saved_bytes(config, layout, "cuda", 0)[0]
     of_last_layer = moved // config.model.num_hidden_layers
-    rest = activation_bytes(without_offload, layout, "cuda", 0) - moved
+    rest = saved_bytes(without_offload, layout, "cuda", 0)[0] - moved
     # In the last layer's backward its own part is there, and that of the layer before is on its way back.
     assert rest + of_last_layer <= on_device <= rest + 2 * of_last_layer
-    assert activation_bytes(without_offload, layout, "cpu", 0) == activation_bytes(config, layout, "cpu", 0)
+    assert saved_bytes(without_offload, layout, "cpu", 0)[0] == saved_bytes(config, layout, "cpu", 0)[0]
 
 
 def test_offload_beyond_the_hosts_memory_is_refused() -> None:
