@@ -198,7 +198,6 @@ def halved(ranks: Reports) -> Reports:
     def change(gradient: TensorFingerprint) -> TensorFingerprint:
         if gradient.name != "layers.1.input_layernorm.weight":
             return gradient
-        assert gradient.square is not None and gradient.projection is not None
         return gradient._replace(square=gradient.square / 4, projection=gradient.projection / 2)
 
     return each(ranks, change, "first_gradients", "last_gradients")

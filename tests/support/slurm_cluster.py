@@ -234,6 +234,4 @@ def wait_for_step(results: Path, name: str, step: int = 5) -> Path:
                     return path.parents[1]
         return None
 
-    folder = wait_for(look, 120, f"{name} is at step {step}")
-    assert folder is not None
-    return folder
+    return wait_for(look, 120, f"{name} is at step {step}")

@@ -23,8 +23,8 @@ def test_a_calibrated_machine_is_planned_for_and_its_runs_are_predicted(tmp_path
         assert text in done.stdout
     cluster: ClusterConfig = from_dict(ClusterConfig, yaml.safe_load(path.read_text()))
     hardware = cluster.hardware
-    assert hardware is not None and hardware.calibrated and not hardware.datasheet_only
-    assert hardware.peak_flops is not None and 1e9 < hardware.peak_flops < 1e14
+    assert hardware.calibrated and not hardware.datasheet_only
+    assert 1e9 < hardware.peak_flops < 1e14
     assert 1e8 < hardware.memory_bandwidth < 1e13
     assert 1e-7 < hardware.fitted.launch_seconds < 1e-2
 

@@ -162,7 +162,6 @@ class Mark:
     def box(self) -> tuple[float, float]:
         """Return the left edge and the width of a bar, or the left edge of a tick."""
         path = re.match(r"M([-\d.]+),[-\d.]+h([-\d.]+)", self.element.attrib["d"])
-        assert path
         return float(path[1]), float(path[2])
 
     @property
@@ -298,7 +297,7 @@ def test_the_limit_stands_at_its_size_and_beyond_the_axis_is_described_alone(tre
         assert axis(trees[name], "X")(rule.x) == pytest.approx(12, abs=0.01)
     far = [record(n, s, 1.0, 100.0, memory_limit_bytes=80 * GIB) for n, s in enumerate(("ddp", "tp"), start=1)]
     chart = memory.peak(View("demo", far))
-    assert chart and "beyond the axis" in chart.alt_text and chart.spec["datasets"]["limits"] == []
+    assert "beyond the axis" in chart.alt_text and chart.spec["datasets"]["limits"] == []
 
 
 def test_bars_of_speed_are_in_order_and_have_their_spread(trees: Trees) -> None:
@@ -318,9 +317,9 @@ def corners(tree: ElementTree.Element) -> dict[str, list[tuple[float, float]]]:
     return {line.run: [(across(x), up(y)) for x, y in line.corners] for line in marks(tree, "line mark")}
 
 
-def on_front(chart: Chart | None) -> set[str]:
+def on_front(chart: Chart) -> set[str]:
     """Return the runs that a table has on the front."""
-    return {row[0] for row in chart.table.rows if "yes" in row} if chart else set()
+    return {row[0] for row in chart.table.rows if "yes" in row}
 
 
 def test_lines_connect_what_they_should(drawn: Charts, trees: Trees) -> None:
@@ -352,7 +351,7 @@ def test_the_front_is_over_all_runs_however_few_are_drawn() -> None:
     records = [record(n, f"s{n % 3}", 9.0 - n / 4, 100.0 * 1.5**n, micro_batch=n + 1) for n in range(12)]
     view = View("demo", thrice(records, 0.01))
     whole, few = tradeoffs.trade(view), tradeoffs.trade(truncate(view, 12))
-    assert whole and few and len(few.table.rows) == 4 < len(whole.table.rows) == 12
+    assert len(few.table.rows) == 4 < len(whole.table.rows) == 12
     assert on_front(whole) == on_front(few) and len(on_front(whole)) == 1, "the smallest is the fastest"
 
 
@@ -391,11 +390,11 @@ def test_without_ranked_speeds_charts_are_of_memory_and_bytes_sent() -> None:
         view = View("demo", records)
         assert not any(picture(view) for picture in TIMED)
         picture = tradeoffs.first_picture(view)
-        assert picture and picture.title == "Memory and communication" and len(picture.spec["concat"]) == 2
+        assert picture.title == "Memory and communication" and len(picture.spec["concat"]) == 2
         assert "tokens" not in json.dumps([picture.spec, picture.table.header, picture.alt_text])
     ranked = thrice([record(1, "ddp", 1.0, 9e3), record(2, "tp", 2.0, 9e2)])
     chart = speed.throughput(View("demo", [*ranked, *thrice(crowd)]))
-    assert chart and "Not drawn are the times of more ranks than cores" in chart.alt_text
+    assert "Not drawn are the times of more ranks than cores" in chart.alt_text
     crowded = [row for row in chart.table.rows if row[1] == "more ranks than cores: not comparable"]
     assert len(crowded) == 2 and all(row[2:] == ["", "", "", ""] for row in crowded)
 
@@ -404,7 +403,7 @@ def test_without_ranked_speeds_charts_are_of_memory_and_bytes_sent() -> None:
 def test_a_cost_of_checkpointing_that_repeats_do_not_show_is_marked(away: float, mark: str) -> None:
     pair = [record(1, "ddp", 2.0, 9e3), record(2, "ddp", 1.0, 7e3, checkpointing="full")]
     chart = tradeoffs.checkpointing(View("demo", thrice(pair, away)))
-    assert chart and chart.table.rows[0][-1] == f"28.6{mark}"
+    assert chart.table.rows[0][-1] == f"28.6{mark}"
     assert ("no certain difference: ddp + full checkpointing" in chart.alt_text) == bool(mark)
 
 
@@ -544,7 +543,7 @@ def test_bars_beyond_the_limit_are_drawn_when_others_are_hidden() -> None:
     chart = memory.peak(
         View("demo", [record(n, f"s{n % 5}", 1 + n / 10, 1e2 + n, seq_len=n) for n in range(MOST + 10)])
     )
-    assert chart and f"{MOST} of {MOST + 10} configurations are drawn at once" in chart.alt_text
+    assert f"{MOST} of {MOST + 10} configurations are drawn at once" in chart.alt_text
     order = chart.spec["usermeta"]["order"]
     assert len(order) == len(chart.table.rows) == MOST + 10
     visible = [place for place, strategy in enumerate(order) if strategy != "s0"]
@@ -560,7 +559,6 @@ def test_no_label_of_a_bar_is_cut_where_there_is_little_width() -> None:
     kinds = itertools.product(("fsdp_full_shard", "fsdp_hybrid_shard"), (2, 4))
     records = [record(n, s, 1.0 + n, 1e2, checkpointing="full", world_size=world) for n, (s, world) in enumerate(kinds)]
     chart = memory.peak(View("demo", [*records, record(9, "ddp", 1.0, 100.0)]))
-    assert chart
     wide, narrow = render.svgs({"wide": chart.spec, "narrow": render.fit(chart.spec, 318)}).values()
     assert "fsdp_full_shard + full checkpointing on 4 ranks" in wide and "…" not in wide + narrow
     assert narrow.count(">checkpointing on 4 ranks<") == 2
@@ -585,7 +583,7 @@ def test_small_charts_share_their_scales() -> None:
     kinds = ("none", "full", "attention", "selective")
     others = (("tp", "none", 1e2), ("zero3", "none", 1e2), ("cp", "full", 1e2))
     chart = speed.scaling(worlds(*(("ddp", kind, 1e2) for kind in kinds), *others))
-    assert chart and chart.spec["facet"]["field"] == "strategy"
+    assert chart.spec["facet"]["field"] == "strategy"
     text = render.svgs({"scaling": chart.spec})["scaling"]
     assert all(f">{strategy}</text>" in text for strategy in ("ddp", "tp", "zero3", "cp"))
     assert {datum["short"] for datum in data_of(chart.spec) if "short" in datum} == {*kinds[1:]}
@@ -600,15 +598,15 @@ def test_of_too_many_curves_the_fastest_of_every_strategy_is_drawn() -> None:
 def test_charts_have_no_empty_rows_panels_or_equal_titles() -> None:
     busy = [record(n, strategy, 1.0, 100.0, noise_warning="busy") for n, strategy in enumerate(("ddp", "tp"))]
     picture = tradeoffs.first_picture(View("busy", busy))
-    assert picture and picture.title == "Peak memory" and len(picture.spec["concat"]) == 1
+    assert picture.title == "Peak memory" and len(picture.spec["concat"]) == 1
     pipeline = record(9, "pp_1f1b", 1.0, 100.0, pp=2, exposed_communication_seconds=0.0)
     chart = speed.exposed_communication(View("demo", thrice([*SEVERAL, pipeline])))
-    assert chart and "pp_1f1b" not in str(chart.table.rows) and "part of their idle time" in chart.alt_text
+    assert "pp_1f1b" not in str(chart.table.rows) and "part of their idle time" in chart.alt_text
     sizes = itertools.product(("ddp", "tp"), (100_000, 200_000))
     panels = tradeoffs.trade(
         View("sizes", thrice([record(n, s, 1.0, 1.0, parameters=p) for n, (s, p) in enumerate(sizes)]))
     )
-    titles = [cell["title"]["text"] for cell in panels.spec["concat"]] if panels else []
+    titles = [cell["title"]["text"] for cell in panels.spec["concat"]]
     assert titles == ["With 100,000 parameters", "With 200,000 parameters"]
 
 
@@ -666,7 +664,7 @@ def test_charts_of_repeats_use_the_largest_peak_and_the_median_speed() -> None:
     records = [dataclasses.replace(record(n, "ddp", *own, repeat=n), config={"repeat": n}) for n, own in figures]
     view = View("demo", records)
     peak, step = memory.peak(view), speed.step(view)
-    assert len(view.lines) == 1 and peak and step
+    assert len(view.lines) == 1
     assert sum(row.get(part, 0) for row in data_of(peak.spec) for part in PARTS.values()) == pytest.approx(5)
     assert sum(row[part] for row in data_of(step.spec) for part in TIMES.values()) == pytest.approx(1024 / 2)
     assert "the one with the median speed" in step.alt_text
@@ -679,7 +677,7 @@ def test_figures_that_are_not_finite_are_unknown() -> None:
     charts = filter(None, (picture(View("demo", records)) for picture in PICTURES.values()))
     assert all(json.dumps([chart.spec, chart.table.rows], allow_nan=False) for chart in charts)
     throughput = speed.throughput(View("demo", thrice(records)))
-    assert throughput and "2 configurations" in throughput.alt_text
+    assert "2 configurations" in throughput.alt_text
 
 
 def test_lines_that_differ_in_more_than_ranks_form_no_curve() -> None:
@@ -689,4 +687,4 @@ def test_lines_that_differ_in_more_than_ranks_form_no_curve() -> None:
     assert speed.scaling(View("demo", apart)) is None
     batches = [record(n, "ddp", 1.0, 10.0, world_size=n, micro_batch=8 // n) for n in (1, 2, 4)]
     chart = speed.scaling(View("demo", thrice(batches)))
-    assert chart and [row[1] for row in chart.table.rows] == ["1", "2", "4"]
+    assert [row[1] for row in chart.table.rows] == ["1", "2", "4"]

@@ -162,7 +162,7 @@ def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
     leftovers = 0
     for attempt in range(60):
         with subprocess.Popen([sys.executable, "-c", _WRITER, str(run_dir)], stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+            assert writer.stdout.readline() == b"ready\n"
             time.sleep(0.013 * (attempt % 8))
             writer.send_signal(signal.SIGKILL)
         stored = read_record(run_dir)

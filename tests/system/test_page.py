@@ -554,7 +554,6 @@ def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
     assert [build_explorer(View("undrawn", records)) for records in undrawn] == [None] * 3
     repeats = [Record(fast.row | {"run_id": f"{n}", "repeat": n}, config={"repeat": n}) for n in range(3)]
     explorer = build_explorer(View("some", [slow, *repeats, failed]))
-    assert explorer is not None
     assert explorer.numbers == {"tokens_per_second": "tokens per second", "peak_allocated_bytes": "peak memory, MiB"}
     assert explorer.texts == {"strategy": "strategy", "status": "status"}
     assert [row["peak_allocated_bytes"] for row in explorer.rows] == [3, 1, None]
