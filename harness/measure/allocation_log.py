@@ -22,12 +22,13 @@ class AllocationLog(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """One block's life in a log: the line of its allocation, and the moments of its allocation and its free."""
+    """One block's life in a log: the lines and the moments of its allocation and its free."""
 
     line: int
     address: int
     allocated_at: int
     freed_at: int
+    freed_line: int
 
 
 class Ownership(NamedTuple):
@@ -63,29 +64,20 @@ class StepAnnotations:
             self.claims[address].append(ownership)
 
 
-def live_lines(log: AllocationLog, last: int) -> list[int]:
-    """Return the lines of the blocks that are live after the line `last`."""
+def allocations(log: AllocationLog) -> dict[int, Allocation]:
+    """Return every block's life by the line of its allocation; a block that stays is freed at a line after the last."""
+    moments, addresses = [*log.moments.tolist(), int(log.moments[-1]) + 1], log.addresses.tolist()
     live: dict[int, int] = {}
-    addresses, sizes = log.addresses[: last + 1].tolist(), log.bytes[: last + 1].tolist()
-    for line, (address, size) in enumerate(zip(addresses, sizes, strict=True)):
+    freed_lines: dict[int, int] = {}
+    for line, (address, size) in enumerate(zip(addresses, log.bytes.tolist(), strict=True)):
         if size > 0:
-            live[address] = line
-        else:
-            live.pop(address, None)
-    return list(live.values())
-
-
-def free_times(log: AllocationLog) -> list[int]:
-    """Return the moment of the free for every line of an allocation; it is after the log for a block that stays."""
-    freed_at = [int(log.moments[-1]) + 1] * len(log.moments)
-    live: dict[int, int] = {}
-    lines = zip(log.moments.tolist(), log.addresses.tolist(), log.bytes.tolist(), strict=True)
-    for line, (moment, address, size) in enumerate(lines):
-        if size > 0:
-            live[address] = line
+            live[address], freed_lines[line] = line, len(addresses)
         elif address in live:
-            freed_at[live.pop(address)] = moment
-    return freed_at
+            freed_lines[live.pop(address)] = line
+    return {
+        line: Allocation(line, addresses[line], moments[line], moments[freed_line], freed_line)
+        for line, freed_line in freed_lines.items()
+    }
 
 
 def name_at(spans: Sequence[OpSpan], moment: int, default: str) -> str:

@@ -15,22 +15,22 @@ _SIGNS = {"alloc": 1, "free_requested": -1}  # actions in torch's history that c
 
 
 class AllocationLogger:
-    """A logger that runs from its creation until end()."""
+    """A logger that runs from its creation until end(); this one, where allocations cannot be logged, logs nothing."""
 
-    is_complete = True  # whether, after end(), allocations and frees add up to the blocks that are live
+    is_complete = False  # whether, after end(), allocations and frees add up to the blocks that are live
     peak_bytes: int | None = None  # after end(): the peak outside pauses, where the allocator counts bytes as requested
 
     def position(self) -> int:
         """Return the moment of the next line."""
-        raise NotImplementedError
+        return 0
 
     def pause(self, is_paused: bool) -> int:
         """Exclude the lines from now on from the peak, or include them; return the moment of the next line."""
         return self.position()
 
-    def end(self) -> AllocationLog:
+    def end(self) -> AllocationLog | None:
         """Stop logging and return the log."""
-        raise NotImplementedError
+        return None
 
     def snapshot(self, annotations: StepAnnotations) -> Snapshot:
         """Return what was logged, for torch's viewer. Call end() first."""
@@ -39,6 +39,8 @@ class AllocationLogger:
 
 class CpuAllocationLog(AllocationLogger):
     """A logger of an allocator that counts requests; a moment is the number of a line."""
+
+    is_complete = True
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
@@ -98,9 +100,11 @@ class CudaAllocationLog(AllocationLogger):
         history = self.final_snapshot["device_traces"][self.device.index]
         torch.cuda.memory._record_memory_history(None)
         lines = [(self.started, address, size) for address, size in self.initial_blocks]
-        for entry in history:
-            if entry["action"] in _SIGNS:
-                lines.append((entry["time_us"], entry["addr"], _SIGNS[entry["action"]] * entry["size"]))
+        lines += [
+            (entry["time_us"], entry["addr"], _SIGNS[entry["action"]] * entry["size"])
+            for entry in history
+            if entry["action"] in _SIGNS
+        ]
         moments, addresses, sizes = np.array(lines, np.int64).reshape(-1, 3).T
         self.is_complete = sum(sizes) == sum(size for _, size in self._live_blocks(self.final_snapshot))
         return AllocationLog(moments, addresses, sizes, np.zeros_like(sizes), len(self.initial_blocks))

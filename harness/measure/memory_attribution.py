@@ -7,7 +7,6 @@ that there is no remainder.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,11 +17,10 @@ from harness.measure.allocation_log import (
     OpSpan,
     Ownership,
     StepAnnotations,
-    free_times,
-    live_lines,
+    allocations,
     name_at,
 )
-from harness.records.rank_report import MEMORY_ROLES, PeakPart
+from harness.records.rank_report import MEMORY_ROLES, AtPeak, PeakPart
 
 _MAX_SKIPPED_BLOCKS = 100  # additional blocks that one operator of the example may have requested
 
@@ -40,88 +38,73 @@ BEFORE = "allocated before the step"
 BETWEEN = "between operators"
 
 
-@dataclass(frozen=True)
-class PeakMemory:
-    """The peak: its moment, its bytes as torch requested them, and the parts, which add up to them."""
+def attribute_peak(log: AllocationLog, annotations: StepAnnotations, example: AllocationLog) -> AtPeak | None:
+    """Find the peak in a log and give each of its blocks a role, as its twin has in the example.
 
-    moment: int
-    bytes: int
-    parts: tuple[PeakPart, ...]
-
-
-def attribute_peak(log: AllocationLog, annotations: StepAnnotations) -> PeakMemory:
-    """Find the peak in a log and give each of its blocks a role.
-
-    A block that is not claimed by then takes the role for which it is claimed later: a block that becomes a gradient
-    counts as a gradient while it is computed.
+    The annotations belong to the example, which is the log itself or that of another step. A block that is not claimed
+    by the peak takes the role for which it is claimed later: a block that becomes a gradient counts as a gradient while
+    it is computed. Return None if the steps are not alike.
     """
-    line = _peak_line(log, annotations.pauses)
-    moment = int(log.moments[line])
-    freed_at = free_times(log)
-    blocks = {
-        at: Allocation(at, int(log.addresses[at]), int(log.moments[at]), freed_at[at]) for at in live_lines(log, line)
-    }
-    return _sum(moment, ((log.bytes[at], owner_at(log, annotations, block, moment)) for at, block in blocks.items()))
-
-
-def attribute_peak_by_example(
-    log: AllocationLog, example: AllocationLog, annotations: StepAnnotations
-) -> PeakMemory | None:
-    """Attribute the peak of another step's log, which has no annotations, by the example, which has them.
-
-    Python's thread requests the same blocks in the same order in both, so that each block has its twin in the example.
-    Threads of a communication backend do not, and free their blocks at their own time. A block allocated before the
-    step is recognized by its address, or else by its size. Return None if the steps are not alike.
-    """
-    line = _peak_line(log, ())
-    twins = _twins(log, example, annotations)
+    twins = _twins(log, annotations, example)
     if twins is None:
         return None
+    line = _peak_line(log, annotations.pauses if log is example else ())
     moment = max((int(example.moments[twin]) for own, twin in twins.items() if own <= line), default=0)
-    twins |= _initial_twins(log, example)
-    freed_at = free_times(example)
-    parts = []
-    for at in live_lines(log, line):
-        twin = twins.get(at)
-        if twin is None:
-            owner = ("communication", BACKEND) if log.foreign[at] else ("temporary", BEFORE)
-        else:
-            block = Allocation(twin, int(example.addresses[twin]), int(example.moments[twin]), freed_at[twin])
-            owner = owner_at(example, annotations, block, moment)
-        parts.append((log.bytes[at], owner))
-    return _sum(moment, parts)
+    blocks = allocations(example)
+    totals: Counter[tuple[str, str]] = Counter()
+    for block in allocations(log).values():
+        if block.line <= line < block.freed_line:
+            owner = ("communication", BACKEND) if log.foreign[block.line] else ("temporary", BEFORE)
+            if block.line in twins:
+                owner = owner_at(example, annotations, blocks[twins[block.line]], moment)
+            totals[owner] += int(log.bytes[block.line])
+    parts = (PeakPart(*owner, size) for owner, size in totals.items())
+    ordered = sorted(parts, key=lambda part: (MEMORY_ROLES.index(part.role), -part.bytes))
+    phase = name_at(sorted(annotations.phases), moment, "between")
+    return AtPeak(phase, totals.total(), tuple(ordered))
 
 
-def peak_without_backend(
-    log: AllocationLog, annotations: StepAnnotations, example: AllocationLog | None = None
-) -> int | None:
+def peak_without_backend(log: AllocationLog, annotations: StepAnnotations, example: AllocationLog) -> int | None:
     """Return the most bytes that were live at once, not counting the copies that the communication backend makes.
 
-    The moment at which gloo frees its copies depends on how far its threads lag behind, and NCCL makes none.
-    `annotations` belong to `example`, or to the log itself without one. Return None if the two steps are not alike.
+    The moment at which gloo frees its copies depends on how far its threads lag behind, and NCCL makes none. The
+    annotations belong to the example, as in attribute_peak. Return None if the two steps are not alike.
     """
-    requests = _requests(log, annotations.pauses if example is None else ()).tolist()
-    twins = dict(zip(requests, requests, strict=True)) if example is None else _twins(log, example, annotations)
+    twins = _twins(log, annotations, example)
     if twins is None:
         return None
-    moments = (log if example is None else example).moments
-    by_backend = {
-        line
-        for line, twin in twins.items()
-        if name_at(annotations.operators, int(moments[twin]), BETWEEN).startswith(_BACKEND_NAMESPACE)
-    }
-    by_backend |= set(np.flatnonzero((log.bytes > 0) & (log.foreign == 1)).tolist()) - set(range(log.initial_count))
-    sizes, copies = log.bytes.copy(), set()
-    for line, (address, size) in enumerate(zip(log.addresses.tolist(), log.bytes.tolist(), strict=True)):
-        if line in by_backend:
-            copies.add(address)
-        elif size > 0 or address not in copies:
-            continue
-        else:
-            copies.remove(address)
-        sizes[line] = 0
-    line = _peak_line(log._replace(bytes=sizes), annotations.pauses if example is None else ())
+    sizes = np.append(log.bytes, 0)  # the last line frees the blocks that stay
+    for block in allocations(log).values():
+        moment = int(example.moments[twins[block.line]]) if block.line in twins else -1
+        is_foreign = log.foreign[block.line] and block.line >= log.initial_count
+        if is_foreign or name_at(annotations.operators, moment, BETWEEN).startswith(_BACKEND_NAMESPACE):
+            sizes[[block.line, block.freed_line]] = 0
+    line = _peak_line(log._replace(bytes=sizes[:-1]), annotations.pauses if log is example else ())
     return int(sizes[: line + 1].sum())
+
+
+def _twins(log: AllocationLog, annotations: StepAnnotations, example: AllocationLog) -> dict[int, int] | None:
+    """Return the line of the example's twin for each block that was live before the step or that Python requested.
+
+    Python's thread requests the same blocks in the same order in both, so that each block has its twin in the example.
+    Listeners to the example's operators make some of these request more blocks, which are skipped. Threads of a
+    communication backend request and free their blocks at their own time. A block allocated before the step is
+    recognized by its address, or else by its size. Return None if the steps are not alike.
+    """
+    if log is example:
+        return {line: line for line in range(len(log.bytes))}
+    own_lines, example_lines = _requests(log, ()), _requests(example, annotations.pauses)
+    own_sizes, example_sizes = log.bytes[own_lines].tolist(), example.bytes[example_lines].tolist()
+    matches: list[int] = []
+    at = 0
+    for size in own_sizes:
+        try:
+            at = example_sizes.index(size, at, at + _MAX_SKIPPED_BLOCKS) + 1
+        except ValueError:
+            return None
+        matches.append(at - 1)
+    requested = dict(zip(own_lines.tolist(), example_lines[matches].tolist(), strict=True))
+    return requested | _initial_twins(log, example)
 
 
 def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]:
@@ -138,33 +121,6 @@ def _initial_twins(log: AllocationLog, example: AllocationLog) -> dict[int, int]
     for (_, size), twin in unmatched.items():
         by_size[size].append(twin)
     return twins | {at: by_size[size].pop(0) for at in unknown if by_size[size := int(log.bytes[at])]}
-
-
-def _twins(log: AllocationLog, example: AllocationLog, annotations: StepAnnotations) -> dict[int, int] | None:
-    """Return the line of the example's twin for each line where Python's thread requested a block.
-
-    Listeners to the example's operators make some of these request more blocks, which are skipped.
-    """
-    own_lines, example_lines = _requests(log, ()), _requests(example, annotations.pauses)
-    own_sizes, example_sizes = log.bytes[own_lines].tolist(), example.bytes[example_lines].tolist()
-    matches: list[int] = []
-    at = 0
-    for size in own_sizes:
-        try:
-            at = example_sizes.index(size, at, at + _MAX_SKIPPED_BLOCKS) + 1
-        except ValueError:
-            return None
-        matches.append(at - 1)
-    return dict(zip(own_lines.tolist(), example_lines[matches].tolist(), strict=True))
-
-
-def _sum(moment: int, blocks: "Iterable[tuple[np.int64, tuple[str, str]]]") -> PeakMemory:
-    totals: Counter[tuple[str, str]] = Counter()
-    for size, owner in blocks:
-        totals[owner] += int(size)
-    parts = (PeakPart(*owner, size) for owner, size in totals.items())
-    ordered = sorted(parts, key=lambda part: (MEMORY_ROLES.index(part.role), -part.bytes))
-    return PeakMemory(moment, sum(part.bytes for part in ordered), tuple(ordered))
 
 
 def _peak_line(log: AllocationLog, pauses: Iterable[OpSpan]) -> int:

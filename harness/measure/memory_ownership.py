@@ -12,9 +12,9 @@ from torch import Tensor
 from harness.engines.base import Engine
 from harness.layout.state_widths import StateKind
 from harness.measure import memory_snapshot
-from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations, name_at
+from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations
 from harness.measure.memory import DeviceMemory
-from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example, peak_without_backend
+from harness.measure.memory_attribution import attribute_peak, peak_without_backend
 from harness.probe import ShardSource
 from harness.records.rank_report import AtPeak, StateShard
 from harness.tensors.shard import BUCKET, GATHERED, STAGING, Shard
@@ -41,28 +41,27 @@ class OwnershipRecorder:
     def start(self) -> None:
         """Start logging, and claim the state that exists between steps."""
         self.memory.reset_peak()
-        self.logger = self.memory.begin_log() if self.memory.can_log else None
+        self.logger = self.memory.begin_log()
         with self.pause():
             self._claim_state()
 
     def end(self) -> None:
         """Stop logging."""
         self._update_peak()
-        if self.logger is not None:
-            self.log = self.logger.end()
+        self.log = self.logger.end()
 
     def position(self) -> int:
         """Return the moment of the log's next line."""
-        return self.logger.position() if self.logger is not None else 0
+        return self.logger.position()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Exclude allocations inside the block from the step's, because the measurement itself makes them."""
         self._update_peak()
-        self.is_paused, started = True, self.logger.pause(True) if self.logger else 0
+        self.is_paused, started = True, self.logger.pause(True)
         with torch.no_grad():
             yield
-        self.is_paused, ended = False, self.logger.pause(False) if self.logger else 0
+        self.is_paused, ended = False, self.logger.pause(False)
         self.memory.reset_peak()
         if ended > started:
             self.annotations.pauses.append(OpSpan(started, ended, "measuring"))
@@ -91,14 +90,12 @@ class OwnershipRecorder:
 
     def claim(self, tensors: Iterable[Tensor], role: str, detail: str) -> None:
         """Claim a role for the storages of tensors on this device from now on."""
-        if self.logger is None:
-            return
         addresses = storage_addresses(tensors, self.memory.device.type)  # offloaded tensors are not in this memory
         self.annotations.claim(self.position(), addresses, role, detail)
 
     def claim_activation(self, address: int, is_saved: bool) -> None:
         """Record that a storage is saved for backward from now on, or no longer."""
-        if self.logger is not None and not self.is_paused:
+        if not self.is_paused:
             self.annotations.claim(self.position(), [address], "activation", "saved for backward", is_saved)
 
     def _claim_state(self) -> None:
@@ -117,9 +114,8 @@ class OwnershipRecorder:
         self.claim((shard.local for shard in shards), "gradient", "gradients")
         in_buckets = [shard.local for shard in shards if shard.state_name == BUCKET]
         buckets = set(storage_addresses(in_buckets, self.memory.device.type))
-        if self.logger is not None:
-            copied = self.gradient_buckets - buckets  # DDP has copied these gradients out of its buckets
-            self.annotations.claim(self.position(), copied, "gradient", "gradients", is_owned=False)
+        copied = self.gradient_buckets - buckets  # DDP has copied these gradients out of its buckets
+        self.annotations.claim(self.position(), copied, "gradient", "gradients", is_owned=False)
         self.gradient_buckets = buckets
         dictionaries = [module._parameters for module in self.modules]  # engines replace these, and what is in them
         parameters = [parameter for each in dictionaries for parameter in each.values() if parameter is not None]
@@ -136,15 +132,13 @@ class OwnershipRecorder:
         The peak is that of `timed_log` unless it is None or its step requested other blocks. Raise RuntimeError if the
         peak of this step's log is not the allocator's.
         """
-        if self.log is None or not (self.logger and self.logger.is_complete):
+        if self.log is None or not self.logger.is_complete:
             return None
-        own = attribute_peak(self.log, self.annotations)
-        if self.logger.peak_bytes not in (None, own.bytes):
+        own = attribute_peak(self.log, self.annotations, self.log)
+        if own is not None and self.logger.peak_bytes not in (None, own.bytes):
             raise RuntimeError(f"blocks of {own.bytes} bytes are logged at the peak of {self.logger.peak_bytes}")
-        timed = attribute_peak_by_example(timed_log, self.log, self.annotations) if timed_log is not None else None
-        peak = timed or own
-        phase = name_at(sorted(self.annotations.phases), peak.moment, "between")
-        return AtPeak(phase, peak.bytes, peak.parts)
+        timed = attribute_peak(timed_log, self.annotations, self.log) if timed_log is not None else None
+        return timed or own
 
     def peak_without_backend_bytes(self, timed_log: AllocationLog | None) -> int | None:
         """Return the peak of the timed steps, or else of this one, without the communication backend's own copies.
@@ -153,13 +147,11 @@ class OwnershipRecorder:
         """
         if self.log is None or not self.memory.counts_requests:
             return None
-        if timed_log is None:
-            return peak_without_backend(self.log, self.annotations)
-        return peak_without_backend(timed_log, self.annotations, self.log)
+        return peak_without_backend(timed_log or self.log, self.annotations, self.log)
 
     def write_snapshot(self, path: Path) -> None:
         """Write the step's memory history for torch's viewer."""
-        if self.logger is not None:
+        if self.log is not None:
             memory_snapshot.write_snapshot(path, self.logger.snapshot(self.annotations))
 
 

@@ -4,7 +4,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-from harness.measure.allocation_log import Allocation, AllocationLog, StepAnnotations, free_times, name_at
+from harness.measure.allocation_log import AllocationLog, StepAnnotations, allocations, name_at
 from harness.measure.memory_attribution import owner_at
 
 Snapshot = dict[str, Any]  # as torch defines it: segments with blocks, and of every device a list of requests
@@ -18,7 +18,7 @@ def write_snapshot(path: Path, snapshot: Snapshot) -> None:
 
 def snapshot_of_host(log: AllocationLog, annotations: StepAnnotations) -> Snapshot:
     """Return a CPU's log as one device's. A block's frames are its role, the operator that made it, and the phase."""
-    freed_at, phases = free_times(log), sorted(annotations.phases)
+    blocks, phases = allocations(log), sorted(annotations.phases)
     lines: list[dict[str, Any]] = []
     for at, (moment, address, size) in enumerate(zip(log.moments, log.addresses, log.bytes, strict=True)):
         entry = {
@@ -28,9 +28,8 @@ def snapshot_of_host(log: AllocationLog, annotations: StepAnnotations) -> Snapsh
             "time_us": int(moment),
             "frames": [],
         }
-        if size > 0:
-            block = Allocation(at, int(address), int(moment), freed_at[at])
-            owner = owner_at(log, annotations, block, freed_at[at] - 1)
+        if block := blocks.get(at):
+            owner = owner_at(log, annotations, block, block.freed_at - 1)
             operator = name_at(annotations.operators, block.allocated_at, "no operator")
             phase = name_at(phases, block.allocated_at, "between phases")
             frames = [{"name": name, "filename": "", "line": 0} for name in (*owner, operator, phase)]

@@ -29,19 +29,14 @@ class Allocator(Protocol):
     log_length: Callable[[], int]  # the number of lines logged so far, which serves as the log's clock
     pause_log: Callable[[bool], int]  # exclude the lines from now on from the log's peak, or include them; their number
     end_log: Callable[[], int]  # stop logging; the most bytes that were live at once after a line outside pauses
+    set_limit: Callable[[int], object]  # requests beyond so many live bytes raise torch.OutOfMemoryError; 0 is no limit
 
     def read_log(self) -> LogLines:
         """Return the log, after end_log()."""
 
 
-class LimitedAllocator(Allocator, Protocol):
-    """The counting allocator of this process, since load_allocator()."""
-
-    set_limit: Callable[[int], object]  # requests beyond so many live bytes raise torch.OutOfMemoryError; 0 is no limit
-
-
 class AllocatorLibrary(ctypes.CDLL):
-    """The library, whose functions are those of a LimitedAllocator."""
+    """The library, whose functions are those of an Allocator."""
 
     def read_log(self) -> LogLines:
         """Return the log, after end_log()."""
@@ -54,7 +49,7 @@ def build_allocator(cache: Path) -> Path:
     return build_torch_library("the counting allocator", _SOURCE, cache, ["-O2"])
 
 
-def load_allocator(path: Path) -> LimitedAllocator:
+def load_allocator(path: Path) -> Allocator:
     """Make torch take this process's CPU memory from the allocator. Earlier tensors are not counted: call this first.
 
     Raise RuntimeError if another allocator of higher priority is registered.
@@ -70,7 +65,7 @@ def load_allocator(path: Path) -> LimitedAllocator:
     library.log_lines.restype = ctypes.c_void_p
     if library.install() != 1:
         raise RuntimeError(f"{path.name} is not torch's CPU allocator: another one has a higher priority")
-    allocator: LimitedAllocator = library
+    allocator: Allocator = library
     return allocator
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.measure.kernels import attention_backend_priority
-from harness.measure.memory import DeviceMemory, MemoryLimit
+from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
 from harness.measure.native_allocator import load_allocator
 from harness.measure.operator_log import load_operator_log
@@ -77,8 +77,7 @@ def run_rank(
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
     with join_ranks(spec) as (mesh, device), attention_backend_priority(), fp32_sums():
-        limit = MemoryLimit(spec.config.cluster.memory_budget_bytes, device, allocator)
-        memory = DeviceMemory(device, allocator, limit)
+        memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)
         heartbeat.allocated_bytes = memory.allocated_bytes
         report = build_and_train(spec, report, heartbeat, directory, mesh, memory)
         if spec.perturbs:
@@ -101,7 +100,7 @@ def build_and_train(
     probe, device = Probe(), memory.device
     heartbeat("building")
     memory.reset_peak()
-    memory.limit.enforce()
+    memory.enforce_limit()
     engine = load_engine(spec.layout.engine).build(spec.config, spec.layout, mesh, device, probe)
     start_peak_bytes = memory.peak_allocated_bytes()
     gc.collect()  # nothing is collected while it trains, and would be in the memory of every step

@@ -10,6 +10,7 @@ import torch
 from harness.config.schema import TRACED_STEPS, OptimizerSpec, RunConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
+from harness.measure.allocation_logger import PeakStepLog
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.host_usage import HostUsageMeter
 from harness.measure.memory import DeviceMemory
@@ -68,7 +69,8 @@ def train(
     usage = HostUsageMeter(driven_devices(engine, memory))
     wait_for_ranks(memory.device)
     memory.reset_peak()
-    before, times, peak_step = memory.counters(), StepTimes(memory.device), memory.track_peak_step()
+    times = StepTimes(memory.device)
+    peak_step = PeakStepLog(memory.allocator)  # which logs nothing on CUDA, where that would slow the steps
     graphs_before = compiled_graph_count()
     usage.begin()
     with probe.listen(times):
@@ -78,9 +80,9 @@ def train(
                 step("timed", config.warmup_steps + index)
         times.mark_step()
     step_seconds, phase_seconds = times.step_seconds(), times.phase_seconds()
-    host_usage, counters = usage.end(), memory.since(before)
+    host_usage, counters = usage.end(), memory.counters()
     graphs_in_timed_steps = compiled_graph_count() - graphs_before
-    memory.limit.disable()  # the run fits, and the closer measurements need memory of their own
+    memory.disable_limit()  # the run fits, and the closer measurements need memory of their own
 
     trace.warm_up()  # before the profiled step, which is not timed
     for _ in range(PROFILE_ATTEMPTS):
@@ -138,7 +140,7 @@ class FirstUpdate:
         self.fingerprinter = fingerprinter
         self.memory = memory
         self.optimizer = optimizer
-        self.listener = GradientFingerprints(fingerprinter, memory.limit.suspended)
+        self.listener = GradientFingerprints(fingerprinter, memory.limit_suspended)
         self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
         self.changes: Sequence[TensorFingerprint] = ()
 
@@ -157,7 +159,7 @@ class FirstUpdate:
             yield
         if self.engine.skipped_steps > index:  # gradients overflowed, and a smaller loss scale is next
             return
-        with self.memory.limit.suspended():
+        with self.memory.limit_suspended():
             self.moments = self.fingerprinter.state(self.engine, "optimizer", self.optimizer.gradient_state)
             self.changes = self.fingerprinter.updates(self.engine)
         self.memory.empty_cache()  # the fingerprints needed this memory

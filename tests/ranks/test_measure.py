@@ -27,7 +27,7 @@ from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import RULES, SENDS_NOTHING
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
 from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
-from harness.measure.memory import CPU, DeviceMemory
+from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
 from harness.measure.native_allocator import Allocator, build_allocator, load_allocator
 from harness.measure.step_timer import garbage_collection_disabled
@@ -40,6 +40,8 @@ from harness.util.text import UserError
 from tests.support.commands import compose_config
 
 WORLD = 4
+
+CPU = torch.device("cpu")
 
 EARLIER = [torch.ones(1000)]  # allocated before the counting allocator is there
 
@@ -169,7 +171,7 @@ def test_memory_of_a_cpu(allocator: Allocator) -> None:
     start = memory.allocated_bytes()
     tensor = torch.empty(100, dtype=torch.float32)
     assert start is not None and memory.peak_allocated_bytes() == start + 400
-    assert memory.peak_reserved_bytes() is None
+    assert memory.counters().peak_reserved_bytes is None
     unknown = DeviceMemory(torch.device("cpu"))
     unknown.reset_peak()
     assert unknown.peak_allocated_bytes() is None and unknown.allocated_bytes() is None

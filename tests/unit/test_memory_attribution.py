@@ -17,9 +17,9 @@ from torch.cuda._memory_viz import trace
 
 from harness.measure import memory_attribution, memory_snapshot
 from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations
-from harness.measure.memory_attribution import attribute_peak, attribute_peak_by_example, peak_without_backend
+from harness.measure.memory_attribution import attribute_peak, peak_without_backend
 from harness.measure.time_breakdown import TraceEvent, gpu_time_breakdown
-from harness.records.rank_report import MEMORY_ROLES
+from harness.records.rank_report import MEMORY_ROLES, AtPeak
 
 Line = tuple[int, int]  # address, bytes; negative: freed
 
@@ -30,7 +30,13 @@ def log_of(lines: list[Line], standing: int = 0, foreign: frozenset[int] = froze
     return AllocationLog(np.arange(len(lines)), addresses, sizes, is_foreign, standing)
 
 
-def parts(peak: memory_attribution.PeakMemory) -> dict[tuple[str, str], int]:
+def peak_of(log: AllocationLog, annotations: StepAnnotations, example: AllocationLog | None = None) -> AtPeak:
+    peak = attribute_peak(log, annotations, example or log)
+    assert peak is not None
+    return peak
+
+
+def parts(peak: AtPeak) -> dict[tuple[str, str], int]:
     return {(part.role, part.what): part.bytes for part in peak.parts}
 
 
@@ -63,8 +69,8 @@ ROLES = {
 
 
 def test_every_block_has_the_role_of_its_claim() -> None:
-    peak = attribute_peak(EXAMPLE, example_annotations())
-    assert (peak.moment, peak.bytes, parts(peak)) == (4, 248, ROLES)
+    peak = peak_of(EXAMPLE, example_annotations())
+    assert (peak.phase, peak.bytes, parts(peak)) == ("backward", 248, ROLES)
 
 
 def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
@@ -72,25 +78,25 @@ def test_the_latest_claim_before_the_peak_decides_the_role() -> None:
     annotations = example_annotations()
     annotations.claim(4, [3], "activation", "held", is_owned=False)
     annotations.claim(3, [2], "gradient", "gradients")
-    peak = parts(attribute_peak(EXAMPLE, annotations))
+    peak = parts(peak_of(EXAMPLE, annotations))
     assert peak["temporary", "allocated in forward"] == 40
     assert peak["gradient", "gradients"] == 100 and ("communication", "bucket") not in peak
     annotations.claim(4, [2], "gradient", "gradients", is_owned=False)
-    assert parts(attribute_peak(EXAMPLE, annotations))["gradient", "gradients"] == 30
+    assert parts(peak_of(EXAMPLE, annotations))["gradient", "gradients"] == 30
 
 
 def test_a_claim_ends_when_its_block_is_freed() -> None:
     annotations = StepAnnotations()
     annotations.claim(1, [1], "gradient", "gradients")
-    peak = attribute_peak(log_of([(1, 10), (1, -10), (1, 20)]), annotations)
+    peak = peak_of(log_of([(1, 10), (1, -10), (1, 20)]), annotations)
     assert parts(peak) == {("temporary", memory_attribution.BETWEEN): 20}
 
 
 def test_allocations_during_pauses_are_no_peak() -> None:
     annotations, log = example_annotations(), log_of([*STEP[:5], (9, 1000), (9, -1000), *STEP[5:]], standing=2)
-    assert attribute_peak(log, annotations).bytes == 1248
+    assert peak_of(log, annotations).bytes == 1248
     annotations.pauses = [OpSpan(5, 7, "measuring")]
-    assert attribute_peak(log, annotations).bytes == 248
+    assert peak_of(log, annotations).bytes == 248
 
 
 # The same step with other addresses, a copy of 500 by a backend's thread, and temporaries that are freed late.
@@ -101,9 +107,10 @@ UNLIKE = log_of([*OTHER[:2], (31, 41), *OTHER[3:], (41, -30), (77, -500)], stand
 
 def test_roles_of_another_step_follow_from_an_annotated_example() -> None:
     other = log_of([*OTHER, (41, -30), (77, -500)], standing=2, foreign=frozenset({3}))
-    peak = attribute_peak_by_example(other, EXAMPLE, example_annotations())
-    assert parts(peak) == ROLES | {("communication", memory_attribution.BACKEND): 500}
-    assert attribute_peak_by_example(UNLIKE, EXAMPLE, example_annotations()) is None
+    assert parts(peak_of(other, example_annotations(), EXAMPLE)) == ROLES | {
+        ("communication", memory_attribution.BACKEND): 500
+    }
+    assert attribute_peak(UNLIKE, example_annotations(), EXAMPLE) is None
 
 
 def test_copies_of_the_communication_backend_are_no_part_of_the_peak_without_them() -> None:
@@ -112,9 +119,10 @@ def test_copies_of_the_communication_backend_are_no_part_of_the_peak_without_the
     annotations = example_annotations()
     assert peak_without_backend(other, annotations, log_of([*STEP, (9, 9)], standing=2)) == 248
     annotations.operators = [OpSpan(4, 6, "c10d::_reduce_scatter_base_")]
-    assert peak_without_backend(EXAMPLE, annotations) == peak_without_backend(EXAMPLE, annotations, EXAMPLE) == 240
+    for log in (EXAMPLE, EXAMPLE._replace()):
+        assert peak_without_backend(log, annotations, EXAMPLE) == 240
     annotations.operators = [OpSpan(4, 6, "_c10d_functional::all_gather_into_tensor")]  # its result is the layout's
-    assert peak_without_backend(EXAMPLE, annotations) == 248
+    assert peak_without_backend(EXAMPLE, annotations, EXAMPLE) == 248
     assert peak_without_backend(UNLIKE, annotations, EXAMPLE) is None
 
 
@@ -122,7 +130,7 @@ def test_blocks_that_only_the_example_allocates_are_skipped() -> None:
     example = log_of([*STEP[:3], (8, 3), (8, -3), *STEP[3:]], standing=2)
     annotations = StepAnnotations()
     annotations.claim(6, [4], "gradient", "gradients")
-    assert parts(attribute_peak_by_example(EXAMPLE, example, annotations))["gradient", "gradients"] == 30
+    assert parts(peak_of(EXAMPLE, annotations, example))["gradient", "gradients"] == 30
 
 
 @st.composite
@@ -155,9 +163,9 @@ def test_parts_add_up_to_the_peak(history: tuple[list[Line], int], data: st.Data
         annotations.claim(moment, [address], role, "x", is_owned=data.draw(st.booleans()))
     log = log_of(lines, standing)
     totals = list(itertools.accumulate(size for _, size in lines))
-    peak = attribute_peak(log, annotations)
+    peak = peak_of(log, annotations)
     assert peak.bytes == max(totals[max(0, standing - 1) :]) == sum(part.bytes for part in peak.parts)
-    twin = attribute_peak_by_example(log, log, annotations)
+    twin = attribute_peak(log._replace(), annotations, log)
     assert twin is None or parts(twin) == parts(peak)
 
 
@@ -185,8 +193,9 @@ def test_a_gpu_log_attributes_blocks_of_its_allocator() -> None:
     annotations.claim(history.position(), [first.untyped_storage().data_ptr()], "parameter", "first")
     annotations.claim(history.position(), [other.untyped_storage().data_ptr()], "gradient", "other")
     del other
-    peak = attribute_peak(history.end(), annotations)
-    sums = {part.role: part.bytes for part in peak.parts}
+    log = history.end()
+    assert log is not None
+    sums = {part.role: part.bytes for part in peak_of(log, annotations).parts}
     assert sums["parameter"] == 4 << 20 and sums["gradient"] == 3 << 20
 
 

@@ -119,7 +119,9 @@ def begin_log() -> CudaAllocationLog:
 
 def peak_parts(log: CudaAllocationLog, annotations: StepAnnotations) -> dict[str, int]:
     """Return the bytes at the peak by role, and the sum of all."""
-    peak = attribute_peak(log.end(), annotations)
+    lines = log.end()
+    peak = attribute_peak(lines, annotations, lines)
+    assert peak is not None
     return {part.role: part.bytes for part in peak.parts} | {"all": peak.bytes}
 
 
@@ -178,19 +180,19 @@ def test_a_history_that_lost_entries_is_not_complete(allocator: AllocatorHistory
 DEVICE = torch.device("cuda", 0)
 
 
-@pytest.mark.parametrize(("backend", "can_log"), [("native", True), ("cudaMallocAsync", False)])
-def test_only_torchs_own_allocator_has_a_history(monkeypatch: pytest.MonkeyPatch, backend: str, can_log: bool) -> None:
-    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
-    assert DeviceMemory(DEVICE).can_log is can_log
-
-
-def test_the_history_loads_no_unwinder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "requested"), [("native", {"context": None, "stacks": "python"}), ("cudaMallocAsync", {})]
+)
+def test_only_torchs_own_allocator_has_a_history(
+    monkeypatch: pytest.MonkeyPatch, backend: str, requested: dict[str, Any]
+) -> None:
     """With stacks='all', its default, torch's C++ code loads an unwinder even where no stack is kept."""
+    monkeypatch.setattr(torch.cuda.memory, "get_allocator_backend", lambda: backend)
     options: dict[str, Any] = {}
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda enabled, **named: options.update(named))
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda device: {"segments": [], "device_traces": [[]]})
-    CudaAllocationLog(DEVICE)
-    assert options == {"context": None, "stacks": "python"}
+    logger = DeviceMemory(DEVICE).begin_log()
+    assert options == requested and isinstance(logger, CudaAllocationLog) is bool(requested)
 
 
 def test_peaks_of_requests_and_of_waiting_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
