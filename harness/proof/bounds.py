@@ -8,7 +8,7 @@ trainings are apart is the noise floor, and other trainings may deviate by a mul
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from harness.proof.deviations import ROUNDING, Aspect, Difference, differences, largest
+from harness.proof.deviations import ROUNDING, Aspect, Difference, differences
 from harness.records.rank_report import TrainingReport
 
 LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison proves nothing
@@ -38,7 +38,8 @@ class NoiseFloors:
 
     def aspect(self, aspect: Aspect, compute: str) -> float:
         """Return the floor of an aspect, which is assumed where the reference trained once."""
-        return self.of_aspects.get(aspect, assumed_floor(aspect, compute))
+        of_loss, of_gradient = ASSUMED_FLOORS[compute]
+        return self.of_aspects.get(aspect, of_loss if aspect.measure == "loss" else of_gradient)
 
     def bound(self, difference: Difference, multiple: float, compute: str) -> float | None:
         """Return the largest honest value of a difference; None where rounding alone may deviate too far."""
@@ -53,7 +54,9 @@ def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: 
     largest difference until one step later; that of the global norm starts at the floor of the norms of tensors.
     """
     perturbation = list(differences(reference, [perturbed], compute))
-    floors = {difference.aspect: difference.value for difference in largest(perturbation).values()}
+    floors: dict[Aspect, float] = {}
+    for aspect, value, _ in perturbation:
+        floors[aspect] = max(value, floors.get(aspect, 0.0))
     steps = len(reference.losses)
     first_norm = floors.get(Aspect("norm", "first_gradients"), 0.0)
     for measure, least in (("loss", 0.0), ("global norm", first_norm)):
@@ -61,12 +64,6 @@ def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: 
         values = [floors[aspect] for aspect in series]
         floors |= {aspect: max(least, *values[: step + 2]) for step, aspect in enumerate(series)}
     return NoiseFloors(floors, {difference.where: difference.value for difference in perturbation})
-
-
-def assumed_floor(aspect: Aspect, compute: str) -> float:
-    """Return the floor of an aspect that was not measured."""
-    of_loss, of_gradient = ASSUMED_FLOORS[compute]
-    return of_loss if aspect.measure == "loss" else of_gradient
 
 
 def deviation_bound(

@@ -55,16 +55,6 @@ def differences(reference: TrainingReport, ranks: Sequence[TrainingReport], comp
             yield from _tensor_differences(moment, reference, ranks, ROUNDING[compute])
 
 
-def largest(all_differences: Iterable[Difference]) -> dict[Aspect, Difference]:
-    """Return the largest difference of each aspect."""
-    by_aspect: dict[Aspect, Difference] = {}
-    for difference in all_differences:
-        known = by_aspect.get(difference.aspect)
-        if known is None or difference.value > known.value:
-            by_aspect[difference.aspect] = difference
-    return by_aspect
-
-
 def _tensor_differences(
     moment: str, reference: TrainingReport, ranks: Sequence[TrainingReport], rounding: float
 ) -> Iterator[Difference]:

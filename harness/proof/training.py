@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from harness.config.strategy import AXES
@@ -154,14 +154,3 @@ def deviation_problems(comparison: Comparison) -> Iterator[str]:
                 f"{quantity} deviates by {worst.deviation:.2e} ({worst.where}){bound}; the {floor} noise floor is"
                 f" {worst.floor:.1e}"
             )
-
-
-def largest_deviation(checks: Iterable[Check]) -> Check | None:
-    """Return the check with the largest deviation."""
-    return max(checks, key=lambda check: check.deviation, default=None)
-
-
-def largest_floor(checks: Iterable[Check]) -> float | None:
-    """Return the largest noise floor of some checks; None if there is none, or if it is not finite."""
-    floor = max((check.floor for check in checks), default=math.inf)
-    return floor if math.isfinite(floor) else None

@@ -44,8 +44,6 @@ from harness.proof.training import (
     cross_rank_mismatches,
     deviation_problems,
     dropout_rng_problems,
-    largest_deviation,
-    largest_floor,
     overflow_problems,
 )
 from harness.records.rank_report import RankReport
@@ -160,9 +158,9 @@ def deviation_columns(comparison: Comparison) -> Cells:
     columns: Cells = {"proven_steps": comparison.proven_steps}
     checks_of = {"loss": comparison.of_loss(), "grad": comparison.of_gradient(), "update": comparison.of_update_norm()}
     for prefix, checks in checks_of.items():
-        worst = largest_deviation(checks)
-        columns[f"{prefix}_deviation"] = None if worst is None else _finite(worst.deviation)
-        columns[f"{prefix}_floor"] = largest_floor(checks) if comparison.is_floor_measured else None
+        columns[f"{prefix}_deviation"] = _finite(max((check.deviation for check in checks), default=math.inf))
+        floor = max((check.floor for check in checks), default=math.inf)
+        columns[f"{prefix}_floor"] = _finite(floor) if comparison.is_floor_measured else None
     return columns
 
 
