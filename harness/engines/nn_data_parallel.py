@@ -28,8 +28,10 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             f" {count}"
         )
     if config.checkpointing.name != "none":
-        name = config.checkpointing.name
-        yield f"checkpointing={name} is lost when nn.DataParallel copies the model: choose checkpointing=none"
+        yield (
+            f"checkpointing={config.checkpointing.name} is lost when nn.DataParallel copies the model: choose"
+            " checkpointing=none"
+        )
     if config.train.loss_chunks > 1:
         yield f"train.loss_chunks={config.train.loss_chunks} is not supported by nn.DataParallel: choose 1"
     if config.train.compile:

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from harness.config.strategy import DEGREES
 from harness.engines.deepspeed.config import deepspeed_config
 from harness.engines.deepspeed.widths import reduces_to_owner_rank
-from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
+from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
@@ -114,5 +115,6 @@ def pipeline_facts(layout: Layout) -> dict[str, str]:
     """Return the class of a pipeline's schedule and the stages that it takes; nothing without a pipeline."""
     if not layout.pp_enabled:
         return {}
-    schedule = (SINGLE_STAGE_SCHEDULES | MULTI_STAGE_SCHEDULES)[layout.schedule].__name__
-    return {"schedule": schedule, "scheduled": "stages[0]" if layout.schedule in SINGLE_STAGE_SCHEDULES else "stages"}
+    schedule = SCHEDULES[layout.schedule]
+    scheduled = "stages" if issubclass(schedule, PipelineScheduleMulti) else "stages[0]"
+    return {"schedule": schedule.__name__, "scheduled": scheduled}

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.hardware import FittedHardware
 from harness.cost_model.pipeline import PassKind
-from harness.engines.torch.pipeline_parallel import MULTI_STAGE_SCHEDULES, SINGLE_STAGE_SCHEDULES
+from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.layout.layout import Layout
 from harness.simulator.kernel_work import Movement, Transfers
 from harness.simulator.operator_stream import Launch, StreamRecorder
@@ -85,13 +86,13 @@ class EmptyStage(PipelineStage):
 def record_rank(layout: Layout, micro_batches: int, rank: int) -> list[Launch]:
     """Return what one rank of the layout's pipeline launches in one step."""
     recorder = StreamRecorder(layout, rank, "cpu")
-    schedules: dict[Any, Any] = {**SINGLE_STAGE_SCHEDULES, **MULTI_STAGE_SCHEDULES}
+    schedule_of_layout = SCHEDULES[layout.schedule]
     with fake_process_group(rank, layout.pp):
         places = [rank + layout.pp * index for index in range(layout.virtual_stages)]
         stages = [EmptyStage(place, layout.num_stages, recorder) for place in places]
-        held: Any = stages[0] if layout.schedule in SINGLE_STAGE_SCHEDULES else stages
+        own: Any = stages if issubclass(schedule_of_layout, PipelineScheduleMulti) else stages[0]
         loss = lambda output, target: output.sum()  # noqa: E731
-        schedule = schedules[layout.schedule](held, micro_batches, loss_fn=loss, scale_grads=False)
+        schedule = schedule_of_layout(own, micro_batches, loss_fn=loss, scale_grads=False)
         rows = torch.zeros(micro_batches, 1)
         with pipeline_stages(), recorder.attach(), TransferMode(recorder):
             arguments = (rows,) if stages[0].is_first else ()

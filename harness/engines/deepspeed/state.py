@@ -9,7 +9,7 @@ Masters and moments lie on the host in the same layout under strategy.offload, a
 these are separate buffers for the whole run, into which each gradient is copied when it is reduced and summed.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -123,17 +123,25 @@ def offloaded_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iter
     flat: Any = master_buffers(optimizer)[0].grad
     for owned in partition:
         yield from owned.shards(param_slices, owned.view_in(flat))
-    host_sums = optimizer.accumulated_grads_in_cpu
-    on_device = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
+    on_device: Any = getattr(optimizer.averaged_gradients.get(0), "flat_partition", None)
+    for owned in partition if on_device is not None else ():
+        yield from owned.shards(param_slices, owned.view_in(on_device), STAGING)
+    yield from unreduced_shards(optimizer, param_slices, optimizer.accumulated_grads_in_cpu, STAGING)
+
+
+def unreduced_shards(
+    optimizer: Any, param_slices: ParamSlices, host_sums: Mapping[int, Tensor], state_name: str
+) -> Iterator[Shard]:
+    """Yield whole gradients of stages 1 and 2 that are not yet reduced.
+
+    One that was copied to a bucket is a view of it, which the next gradient overwrites.
+    """
     in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
-    for owned in partition:
-        if on_device is not None:
-            yield from owned.shards(param_slices, owned.view_in(on_device), STAGING)
     for parameter in all_parameters(optimizer):
         host_sum = host_sums.get(optimizer.get_param_id(parameter))
         for gradient in (parameter.grad, parameter.grad_accum, host_sum):
             if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield full_shard(parameter, gradient.view(parameter.shape), param_slices, STAGING)
+                yield full_shard(parameter, gradient.view(parameter.shape), param_slices, state_name)
 
 
 def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
@@ -151,13 +159,7 @@ def flat_gradient_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[
     elif partition and sums:
         for owned, tensor in zip(partition, sums, strict=True):
             yield from owned.shards(param_slices, tensor.view(-1)[owned.start : owned.stop])
-    state_name: str = STAGING if reduced or sums else ""
-    in_buckets = {bucket.untyped_storage().data_ptr() for bucket in reduction_buckets(optimizer)}
-    for parameter in all_parameters(optimizer):
-        for gradient in (parameter.grad, parameter.grad_accum):
-            # A gradient that was copied to a bucket is a view of it, which the next gradient overwrites.
-            if gradient is not None and gradient.untyped_storage().data_ptr() not in in_buckets:
-                yield full_shard(parameter, gradient, param_slices, state_name)
+    yield from unreduced_shards(optimizer, param_slices, {}, STAGING if reduced or sums else "")
     flat = master_buffers(optimizer)[0].grad  # set only while AdamW runs
     if flat is not None and not reduced:
         for owned in partition:
@@ -184,11 +186,8 @@ def without_padding(optimizer: Any, partition: Sequence[OwnedSlice], reduced: Se
 def reduction_buckets(optimizer: Any) -> Iterator[Tensor]:
     """Yield the buffers into which gradients are copied to be reduced; BF16_Optimizer has none."""
     for bucket in getattr(optimizer, "ipg_buckets", {}).values():
-        if is_stage_3(optimizer):
-            if bucket.buffer is not None:
-                yield bucket.buffer
-        else:
-            yield from bucket.buffer
+        buffers = [bucket.buffer] if is_stage_3(optimizer) else bucket.buffer
+        yield from (buffer for buffer in buffers if buffer is not None)
 
 
 def offload_buffers(optimizer: Any) -> Iterator[Tensor]:

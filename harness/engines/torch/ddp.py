@@ -66,26 +66,18 @@ class ReplicatedParams:
 
     def accumulate_in_masters(self) -> None:
         """Register hooks that add every gradient to its master's, within DDP's buckets if DDP synchronizes."""
-        master_of = {parameter: self.masters[name] for name, parameter in self.parameters.items()}
-
-        def accumulate(parameter: Tensor) -> None:
-            move_grad_to_master(parameter, master_of[parameter])  # type: ignore[index]
-
+        master_of: dict[Tensor, nn.Parameter] = {own: self.masters[name] for name, own in self.parameters.items()}
         wrappers = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
         for module in wrappers:
             self.buckets.append([])
             module.register_comm_hook((self, module.process_group, self.buckets[-1]), reduce_into_masters)
-        if wrappers:
 
-            def accumulate_unless_synchronizing(parameter: Tensor) -> None:
-                if not self.is_synchronizing:  # else DDP copies it to its bucket, for reduce_into_masters
-                    accumulate(parameter)
+        def accumulate(parameter: Tensor) -> None:
+            if not (wrappers and self.is_synchronizing):  # else DDP copies it to its bucket, for reduce_into_masters
+                move_grad_to_master(parameter, master_of[parameter])
 
-            hook = accumulate_unless_synchronizing
-        else:
-            hook = accumulate
         for parameter in self.parameters.values():
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def sync_context(self, last: bool, part: int = 0) -> Iterator[None]:

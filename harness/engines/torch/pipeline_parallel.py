@@ -13,6 +13,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.utils.checkpoint import GraphExecGroup
 
 from harness.config.schema import RunConfig
@@ -24,9 +25,12 @@ from harness.layout.partition import Stage
 from harness.probe import Probe
 
 # GPipe: arXiv 1811.06965. 1F1B and its interleaved form: arXiv 2104.04473. Zero bubble (ZB1P): arXiv 2401.10241.
-SINGLE_STAGE_SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-
-MULTI_STAGE_SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+SCHEDULES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 class Pipeline:
@@ -53,17 +57,10 @@ class Pipeline:
             ProbedPipelineStage(index, stage, config, shape, device, group, parallel, probe)
             for index, stage in enumerate(stages)
         ]
+        schedule = SCHEDULES[layout.schedule]
+        own = pipeline_stages if issubclass(schedule, PipelineScheduleMulti) else pipeline_stages[0]
         # The last stage computes its loss itself, so that logits live no longer than in other layouts.
-        loss_fn = self.scale_loss
-        self.schedule: Any
-        if layout.schedule in SINGLE_STAGE_SCHEDULES:
-            self.schedule = SINGLE_STAGE_SCHEDULES[layout.schedule](
-                pipeline_stages[0], self.num_micro_batches, loss_fn=loss_fn, scale_grads=False
-            )
-        else:
-            self.schedule = MULTI_STAGE_SCHEDULES[layout.schedule](
-                list(pipeline_stages), self.num_micro_batches, loss_fn=loss_fn, scale_grads=False
-            )
+        self.schedule = schedule(own, self.num_micro_batches, loss_fn=self.scale_loss, scale_grads=False)
 
     def __call__(self, micro_batches: Sequence[Batch]) -> Tensor | None:
         """Return the mean loss, detached, on the last stage's rank and None elsewhere."""

@@ -192,7 +192,7 @@ def compiled_again(ordinary: Any, self: Any, phase: str, *arguments: Any) -> Non
 
 def other_schedule(run_dir: str) -> None:
     """Run GPipe in place of 1F1B, which trains the same but keeps every micro-batch."""
-    pipeline_parallel.SINGLE_STAGE_SCHEDULES["1f1b"] = pipeline_parallel.ScheduleGPipe
+    pipeline_parallel.SCHEDULES["1f1b"] = pipeline_parallel.ScheduleGPipe
     worker_main.main(run_dir)
 
 
