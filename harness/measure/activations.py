@@ -4,7 +4,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def _version(tensor: Tensor) -> int:
 
 
 class ActivationMeter:
-    """A context that measures the most bytes saved for backward at once, around a step or its forwards and backwards.
+    """A meter of the most bytes saved for backward at once in measure(), around a step or its forwards and backwards.
 
     It counts the whole of every storage that autograd saves: activations and the inputs that it keeps. A storage that a
     parameter or buffer of the model uses at that moment is not counted, including gathered parameters. Only the inputs
@@ -73,19 +72,12 @@ class ActivationMeter:
         self.saved_bytes = 0  # saved for backward at present
         self._handle_counts: Counter[int] = Counter()  # the number of handles that keep each storage
         self._recomputed: set[int] = set()  # identities of storages that count until they are freed
-        self._hooks: saved_tensors_hooks | None = None
 
-    def __enter__(self) -> "ActivationMeter":
-        self._hooks = saved_tensors_hooks(self._pack, _unpack)
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(error_type, error, trace)
-        self._hooks = None
+    @contextmanager
+    def measure(self) -> Iterator["ActivationMeter"]:
+        """Count what is saved inside the block, until it is released."""
+        with saved_tensors_hooks(self._pack, _unpack):
+            yield self
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -174,8 +166,7 @@ class ActivationMeter:
     def _retain(self, saved_storages: dict[int, Storage]) -> None:
         for identity, storage in saved_storages.items():
             if self._handle_counts[identity] == 0:
-                self._count(storage, storage.bytes)
-                self._report(storage, True)
+                self._count(storage, True)
             self._handle_counts[identity] += 1
         self.peak_bytes = max(self.peak_bytes, self.saved_bytes)
         self.peak_offloaded_bytes = max(self.peak_offloaded_bytes, self._offloaded_bytes)
@@ -185,22 +176,17 @@ class ActivationMeter:
             self._handle_counts[identity] -= 1
             if self._handle_counts[identity] == 0:
                 del self._handle_counts[identity]
-                self._count(storage, -storage.bytes)
+                self._count(storage, False)
                 self._offloaded.discard(identity)
-                self._report(storage, False)
 
-    def _count(self, storage: Storage, size: int) -> None:
-        if self._is_counted(storage):
-            self.saved_bytes += size
+    def _count(self, storage: Storage, is_saved: bool) -> None:
+        size = storage.bytes if is_saved else -storage.bytes
         if storage.identity in self._offloaded:
             self._offloaded_bytes += size
-
-    def _report(self, storage: Storage, is_saved: bool) -> None:
-        if self._on_saved is not None and self._is_counted(storage):
-            self._on_saved(storage.address, is_saved)
-
-    def _is_counted(self, storage: Storage) -> bool:
-        return self._device is None or storage.device == self._device.type
+        if self._device is None or storage.device == self._device.type:
+            self.saved_bytes += size
+            if self._on_saved is not None:
+                self._on_saved(storage.address, is_saved)
 
 
 def _unpack(saved: "Tensor | _SavedHandle") -> Tensor:

@@ -72,8 +72,8 @@ MovedTensors = list[tuple[Tensor, int]]
 _Selector = Callable[[CollectiveCall], MovedTensors]
 
 
-def _all(*names: str) -> _Selector:
-    return lambda call: [(tensor, 1) for name in names for tensor in iter_tensors(call.arguments[name])]
+def _all(name: str) -> _Selector:
+    return lambda call: [(tensor, 1) for tensor in iter_tensors(call.arguments[name])]
 
 
 def _times_group(name: str) -> _Selector:
@@ -100,52 +100,57 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
             yield from iter_tensors(item)
 
 
-_C10D: dict[str, tuple[str, _Selector]] = {
-    "allreduce_": ("all_reduce", _all("tensors")),
-    "allreduce_coalesced_": ("all_reduce", _all("tensors")),
-    "allgather_": ("all_gather", _all("output_tensors")),
-    "allgather_coalesced_": ("all_gather", _all("output_lists")),
-    "_allgather_base_": ("all_gather", _all("output_tensor")),
-    "allgather_into_tensor_coalesced_": ("all_gather", _all("outputs")),
-    "reduce_scatter_": ("reduce_scatter", _all("input_tensors")),
-    "_reduce_scatter_base_": ("reduce_scatter", _all("input_tensor")),
-    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _all("inputs")),
-    "alltoall_": ("all_to_all", _all("input_tensors")),
-    "alltoall_base_": ("all_to_all", _all("input")),
-    "broadcast_": ("broadcast", _all("tensors")),
-    "reduce_": ("reduce", _all("tensors")),
-    "scatter_": ("scatter", _all("input_tensors")),
-    "gather_": ("gather", _unless_root),
-    "send": ("send", _all("tensors")),
+# By operator, the operation, and the argument with the tensors that make up S.
+_C10D = {
+    "allreduce_": ("all_reduce", "tensors"),
+    "allreduce_coalesced_": ("all_reduce", "tensors"),
+    "allgather_": ("all_gather", "output_tensors"),
+    "allgather_coalesced_": ("all_gather", "output_lists"),
+    "_allgather_base_": ("all_gather", "output_tensor"),
+    "allgather_into_tensor_coalesced_": ("all_gather", "outputs"),
+    "reduce_scatter_": ("reduce_scatter", "input_tensors"),
+    "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
+    "alltoall_": ("all_to_all", "input_tensors"),
+    "alltoall_base_": ("all_to_all", "input"),
+    "broadcast_": ("broadcast", "tensors"),
+    "reduce_": ("reduce", "tensors"),
+    "scatter_": ("scatter", "input_tensors"),
+    "send": ("send", "tensors"),
 }
 
-_FUNCTIONAL: dict[str, tuple[str, _Selector]] = {
-    "all_reduce": ("all_reduce", _all("input")),
-    "all_reduce_": ("all_reduce", _all("input")),
-    "all_reduce_coalesced": ("all_reduce", _all("inputs")),
-    "all_reduce_coalesced_": ("all_reduce", _all("inputs")),
-    "all_gather_into_tensor": ("all_gather", _times_group("input")),
-    "all_gather_into_tensor_out": ("all_gather", _times_group("input")),
-    "all_gather_into_tensor_coalesced": ("all_gather", _times_group("inputs")),
-    "reduce_scatter_tensor": ("reduce_scatter", _all("input")),
-    "reduce_scatter_tensor_out": ("reduce_scatter", _all("input")),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _all("inputs")),
-    "all_to_all_single": ("all_to_all", _all("input")),
-    "broadcast": ("broadcast", _all("input")),
-    "broadcast_": ("broadcast", _all("input")),
-    "isend": ("send", _all("tensor")),
-    "batch_p2p_ops": ("send", _sends),
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "input"),
+    "all_reduce_": ("all_reduce", "input"),
+    "all_reduce_coalesced": ("all_reduce", "inputs"),
+    "all_reduce_coalesced_": ("all_reduce", "inputs"),
+    "reduce_scatter_tensor": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_out": ("reduce_scatter", "input"),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
+    "all_to_all_single": ("all_to_all", "input"),
+    "broadcast": ("broadcast", "input"),
+    "broadcast_": ("broadcast", "input"),
+    "isend": ("send", "tensor"),
+}
+
+# Their output, which is S, is no argument.
+_FUNCTIONAL_GATHERS = {
+    "all_gather_into_tensor": "input",
+    "all_gather_into_tensor_out": "input",
+    "all_gather_into_tensor_coalesced": "inputs",
 }
 
 RULES: dict[str, tuple[str, _Selector]] = {
-    **{f"c10d::{name}": rule for name, rule in _C10D.items()},
-    **{
-        f"{namespace}::{name}": rule
-        for namespace in ("_c10d_functional", "_c10d_functional_autograd")
-        for name, rule in _FUNCTIONAL.items()
-    },
+    **{f"c10d::{name}": (operation, _all(argument)) for name, (operation, argument) in _C10D.items()},
+    "c10d::gather_": ("gather", _unless_root),
     "_dtensor::shard_dim_alltoall": ("all_to_all", _all("input")),
 }
+for _namespace in ("_c10d_functional", "_c10d_functional_autograd"):
+    RULES |= {
+        f"{_namespace}::{name}": (operation, _all(argument)) for name, (operation, argument) in _FUNCTIONAL.items()
+    }
+    RULES |= {f"{_namespace}::{name}": ("all_gather", _times_group(key)) for name, key in _FUNCTIONAL_GATHERS.items()}
+    RULES[f"{_namespace}::batch_p2p_ops"] = ("send", _sends)
 
 SENDS_NOTHING = {
     "c10d::recv_",

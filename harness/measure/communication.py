@@ -1,8 +1,8 @@
 """The bytes that one rank must send, counted from the collective operators that really run.
 
-A dispatch mode sees every operator of c10d:: and _c10d_functional::, including those of DDP's reducer, FSDP2, DeepSpeed
-and pipelines, with tensors and group as arguments. An operator of these namespaces without a rule in collective_rules
-raises an error, so that none is missed.
+The profiled step's dispatch mode sees every operator of c10d:: and _c10d_functional::, including those of DDP's
+reducer, FSDP2, DeepSpeed and pipelines, with tensors and group as arguments. An operator of these namespaces without a
+rule in collective_rules raises an error, so that none is missed.
 """
 
 import sys
@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.cost_model.communication import LAYOUT, LAYOUT_CALLERS, SCALARS
 from harness.measure.collective_rules import (
-    NAMESPACES,
     RULES,
     SENDS_NOTHING,
     SENT_PER_BYTE,
@@ -45,43 +42,25 @@ class UncountedCollectiveError(RuntimeError):
 _Key = tuple[str, tuple[int, ...], str, str]  # operation, group's ranks, dtype, purpose
 
 
-class CommunicationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that counts collectives while it is entered. It slows all operators, so do not time such a step.
+class CommunicationCounter:
+    """A counter of the collectives that run through it.
 
     `on_collective` is called after every collective, with all tensors that it reads or writes. One without a rule
     raises UncountedCollectiveError where it runs.
     """
 
-    def __init__(self, on_collective: Callable[[CollectiveCall, list[Tensor]], None] | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, on_collective: Callable[[CollectiveCall, list[Tensor]], None]) -> None:
         self._on_collective = on_collective
         self._bytes: dict[_Key, float] = defaultdict(float)
         self._sizes: dict[_Key, Counter[int]] = defaultdict(Counter)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return True so that torch does not run compiled code operator by operator while this mode is entered."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(tensor_type, DTensor) for tensor_type in types):
-            return NotImplemented  # torch dispatches the plain operators that it consists of afterwards
-        return self.run(func, args, kwargs or {})
-
     def run(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Run an operator of plain tensors, count it if it is a collective, and return its result.
-
-        Another mode may call this, because two modes would each slow every operator.
-        """
-        if func.namespace not in NAMESPACES:
-            return func(*args, **kwargs)
+        """Run an operator of one of NAMESPACES on plain tensors, count it, and return its result."""
         call = CollectiveCall.of(func, args, kwargs)
         if call.operator not in SENDS_NOTHING:
             self._count(call)
         result = func(*args, **kwargs)
-        if self._on_collective is not None and (call.operator in RULES or "recv" in call.operator):
+        if call.operator in RULES or "recv" in call.operator:
             self._on_collective(call, [*iter_tensors(list(call.arguments.values())), *iter_tensors(result)])
         return result
 
@@ -120,8 +99,3 @@ def _bytes_by_dtype(tensors: MovedTensors) -> Counter[str]:
     for tensor, times in tensors:
         sizes[str(tensor.dtype).removeprefix("torch.")] += tensor.numel() * tensor.element_size() * times
     return sizes
-
-
-def bytes_sent(traffic: Sequence[Traffic]) -> float:
-    """Return all bytes that a rank must send."""
-    return sum(entry.bytes_sent for entry in traffic)

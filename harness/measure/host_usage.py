@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -25,15 +25,7 @@ SAMPLE_SECONDS = 0.2  # the time between two samples of clocks and processes
 MIN_ENERGY_SECONDS = 2.0  # shorter steps have no energy: NVML's counter moves every few tens of milliseconds
 
 
-class _Counters(NamedTuple):
-    """Counters that only grow, read at one moment."""
-
-    seconds: float
-    cpu_seconds: float
-    helper_cpu_seconds: float
-    core_seconds: float
-    busy_seconds: float
-    stolen_seconds: float | None
+Counters = dict[str, float | None]  # those that only grow, read at one moment, by the names of HostUsage
 
 
 class HostUsageMeter:
@@ -69,10 +61,9 @@ class HostUsageMeter:
 
     def end(self) -> HostUsage:
         """Return what was used since begin()."""
-        last, first = _read_counters(self.helpers), self.first
-        energy_joules = (
-            _energy_joules(self.nvml_devices) if last.seconds - first.seconds >= MIN_ENERGY_SECONDS else None
-        )
+        last = _read_counters(self.helpers)
+        used: dict[str, Any] = {name: _difference(first, last[name]) for name, first in self.first.items()}
+        energy_joules = _energy_joules(self.nvml_devices) if used["seconds"] >= MIN_ENERGY_SECONDS else None
         self.stop_sampling.set()
         if self.nvml_devices:
             self.sampler.join()
@@ -82,17 +73,12 @@ class HostUsageMeter:
         return HostUsage(
             pid=os.getpid(),
             host=socket.gethostname(),
-            seconds=last.seconds - first.seconds,
-            cpu_seconds=last.cpu_seconds - first.cpu_seconds,
-            helper_cpu_seconds=last.helper_cpu_seconds - first.helper_cpu_seconds,
             cores=len(_own_cores()),
-            core_seconds=last.core_seconds - first.core_seconds,
-            busy_seconds=last.busy_seconds - first.busy_seconds,
-            stolen_seconds=_difference(first.stolen_seconds, last.stolen_seconds),
             peak_rss_bytes=peak_rss_bytes(),
             energy_joules=_difference(self.energy_joules, energy_joules),
             clocks_lowered=None if self.throttle_reasons is None else sorted(self.throttle_reasons),
             device_pids=None if pids is None else sorted(pids),
+            **used,
         )
 
 
@@ -108,8 +94,13 @@ def peak_rss_bytes() -> int | None:
     return next((int(words[1]) * 1024 for words in lines if words[0] == "VmHWM:"), None)
 
 
-def _read_counters(helpers: Sequence[psutil.Process]) -> _Counters:
-    return _Counters(time.perf_counter(), time.process_time(), sum(map(_cpu_seconds, helpers)), *_core_seconds())
+def _read_counters(helpers: Sequence[psutil.Process]) -> Counters:
+    of_processes: Counters = {
+        "seconds": time.perf_counter(),
+        "cpu_seconds": time.process_time(),
+        "helper_cpu_seconds": sum(map(_cpu_seconds, helpers)),
+    }
+    return of_processes | _core_seconds()
 
 
 def _cpu_seconds(process: psutil.Process) -> float:
@@ -125,7 +116,7 @@ def _own_cores() -> tuple[int, ...]:
     return tuple(sorted(os.sched_getaffinity(0) if sys.platform == "linux" else range(psutil.cpu_count() or 1)))
 
 
-def _core_seconds() -> tuple[float, float, float | None]:
+def _core_seconds() -> Counters:
     """Return all, busy and stolen seconds since boot of the cores that this process may use, by a single reading.
 
     Busy excludes interrupts, because part of the kernel's work for our own sockets is done there.
@@ -137,9 +128,13 @@ def _core_seconds() -> tuple[float, float, float | None]:
         by_core = psutil.cpu_times(percpu=True)
         times = [by_core[core] for core in own if core < len(by_core)]
     # The time of virtual machines that run here is already part of user time.
-    total = sum(sum(entry) - getattr(entry, "guest", 0.0) - getattr(entry, "guest_nice", 0.0) for entry in times)
-    busy = sum(entry.user + entry.system + entry.nice for entry in times)
-    return total, busy, sum(entry.steal for entry in times) if hasattr(times[0], "steal") else None
+    return {
+        "core_seconds": sum(
+            sum(entry) - getattr(entry, "guest", 0.0) - getattr(entry, "guest_nice", 0.0) for entry in times
+        ),
+        "busy_seconds": sum(entry.user + entry.system + entry.nice for entry in times),
+        "stolen_seconds": sum(entry.steal for entry in times) if hasattr(times[0], "steal") else None,
+    }
 
 
 def _nvml_devices(devices: Sequence[torch.device]) -> list[NvmlDevice]:

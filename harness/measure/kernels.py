@@ -37,20 +37,3 @@ def attention_backend_priority() -> Iterator[None]:
     """Make torch's attention use the first kernel of _PRIORITY that can run. The order on a CPU is torch's own."""
     with sdpa_kernel(_PRIORITY, set_priority=True):
         yield
-
-
-class KernelUse:
-    """The implementations that ran in a step."""
-
-    def __init__(self) -> None:
-        self.attention: set[str] = set()
-        self.optimizer: set[str] = set()
-        self.activation_functions = 0
-
-    def record(self, operator: str) -> None:
-        """Record an operator that ran, such as aten::_fused_adamw_."""
-        self.activation_functions += operator in ACTIVATION_FUNCTIONS
-        if operator in ATTENTION:
-            self.attention.add(ATTENTION[operator])
-        if operator in OPTIMIZER:
-            self.optimizer.add(OPTIMIZER[operator])

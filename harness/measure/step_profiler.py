@@ -2,22 +2,21 @@
 
 import functools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from harness.engines.base import Engine
 from harness.layout.layout import Layout, group_axes, is_data_parallel_axis
 from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
-from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, CollectiveCall
+from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, CollectiveCall, iter_tensors
 from harness.measure.communication import CommunicationCounter
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
-from harness.measure.kernels import KernelUse
+from harness.measure.kernels import ACTIVATION_FUNCTIONS, ATTENTION, OPTIMIZER
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder, bytes_by_device, state_shards
 from harness.models.build import compiled_graph_count
@@ -37,8 +36,11 @@ def profile_step(
 ) -> Iterator["StepListener"]:
     """Profile the one step inside the block; the listener's result() is complete afterwards."""
     listener = StepListener(engine, memory, fingerprinter, layout)
-    with probe.listen(listener), listener:
+    watch = OperatorWatchBesideDynamo if compiled_graph_count() else OperatorWatch
+    listener.recorder.start()
+    with probe.listen(listener), listener.activations.measure(), watch(listener):
         yield listener
+    listener.recorder.end()
 
 
 class StepListener(Listener):
@@ -52,7 +54,7 @@ class StepListener(Listener):
         self.gradient_fingerprints = GradientFingerprints(fingerprinter)
         self.activations = ActivationMeter(engine.model, self.recorder.claim_activation, memory.device)
         self.communication = CommunicationCounter(self.on_collective)
-        self.kernels = KernelUse()
+        self.operators: set[str] = set()  # the names of those that ran
         self.flops = 0
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
@@ -60,18 +62,6 @@ class StepListener(Listener):
         self.recomputations = 0
         self.in_flight = self.max_in_flight = self.split_backwards = 0
         self.sampled_peak_bytes = 0  # the highest peak at which gradients were sampled
-        self.exit_stack = ExitStack()
-
-    def __enter__(self) -> "StepListener":
-        self.recorder.start()
-        watch = OperatorWatchBesideDynamo if compiled_graph_count() else OperatorWatch
-        for mode in (self.activations, watch(self)):
-            self.exit_stack.enter_context(mode)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.exit_stack.close()
-        self.recorder.end()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -117,12 +107,6 @@ class StepListener(Listener):
             shards = state_shards(engine, "gradients")
             self.gradient_dtypes = {shard.dtype for shard in shards if shard.state_name != STAGING}
 
-    def on_operator(self, name: str, started: int) -> None:
-        """Record an operator that ran since the moment `started` of the log."""
-        self.kernels.record(name)
-        if self.recorder.add_operator(name, started):  # else memory has no new peak
-            self.sample_gradients()
-
     def sample_gradients(self, may_be_largest: bool = False) -> None:
         """Claim and measure the present gradients if memory has a new peak or gradients may be at their largest."""
         if self.recorder.is_paused:
@@ -157,9 +141,9 @@ class StepListener(Listener):
             at_peak=self.recorder.at_peak(timed_log),
             peak_without_backend_bytes=self.recorder.peak_without_backend_bytes(timed_log),
             communication=self.communication.traffic(),
-            attention_kernels=tuple(sorted(self.kernels.attention)),
-            optimizers=tuple(sorted(self.kernels.optimizer)),
-            layers_compiled=not self.kernels.activation_functions,
+            attention_kernels=sorted({ATTENTION[name] for name in self.operators & ATTENTION.keys()}),
+            optimizers=sorted({OPTIMIZER[name] for name in self.operators & OPTIMIZER.keys()}),
+            layers_compiled=self.operators.isdisjoint(ACTIVATION_FUNCTIONS),
         )
 
 
@@ -198,10 +182,13 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         started = recorder.position()
         result = listener.communication.run(func, args, kwargs) if operator.communicates else func(*args, **kwargs)
         if operator.packs:
-            recorder.claim(_tensor_leaves((args, kwargs, result)), "communication", f"{operator.name} buffers")
+            tensors = iter_tensors([args, list(kwargs.values()), result])
+            recorder.claim(tensors, "communication", f"{operator.name} buffers")
         if operator.has_flops:
             listener.flops += operator_flops(func, args, kwargs, result)
-        listener.on_operator(operator.name, started)
+        listener.operators.add(operator.name)
+        if recorder.add_operator(operator.name, started):  # else memory has no new peak
+            listener.sample_gradients()
         return result
 
 
@@ -238,8 +225,3 @@ def known_operator(func: Any) -> KnownOperator:
         packs=func.namespace in _PACKING_NAMESPACES,
         has_flops=has_flops(func),
     )
-
-
-def _tensor_leaves(value: Any) -> Iterator[Tensor]:
-    leaves: list[Any] = tree_leaves(value)
-    return (leaf for leaf in leaves if isinstance(leaf, Tensor))

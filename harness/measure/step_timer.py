@@ -73,15 +73,13 @@ class StepTimes(Listener):
         self.spans.append((len(self.steps) - 1, name, start, self.clock.mark()))
 
     def step_seconds(self) -> list[float]:
-        """Return the seconds of each step."""
+        """Return the seconds of each step, once the device has passed the last one."""
         if self.clock.on_gpu:
             torch.cuda.synchronize()
         return [self.clock.seconds(a, b) for a, b in pairwise(self.steps)]
 
     def phase_seconds(self) -> dict[str, list[float]]:
-        """Return the seconds of each phase, summed per step."""
-        if self.clock.on_gpu:
-            torch.cuda.synchronize()
+        """Return the seconds of each phase, summed per step, after step_seconds() has waited for the device."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * (len(self.steps) - 1))
         for step, name, start, end in self.spans:
             sums[name][step] += self.clock.seconds(start, end)

@@ -125,7 +125,7 @@ def trained(config: RunConfig) -> tuple[int, int]:
     tokens = torch.zeros(config.train.micro_batch, config.train.seq_len, dtype=torch.int64)
     with Live() as live:
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
+    with ActivationMeter(module).measure() as meter, probe.listen(Hearing(meter)):
         loss_function(module(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     return meter.peak_bytes, live.peak_bytes
 

@@ -18,14 +18,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import gelu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.strategy import StrategyConfig
 from harness.layout.layout import group_axes, resolve_layout
 from harness.measure.activations import ActivationMeter
-from harness.measure.collective_rules import RULES, SENDS_NOTHING
-from harness.measure.communication import CommunicationCounter, UncountedCollectiveError, bytes_sent
+from harness.measure.collective_rules import NAMESPACES, RULES, SENDS_NOTHING
+from harness.measure.communication import CommunicationCounter, UncountedCollectiveError
 from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder
@@ -212,8 +214,8 @@ def test_an_unknown_collective_is_refused() -> None:
     with torch.library._scoped_library("_c10d_functional", "FRAGMENT") as library:
         library.define("invented_collective(Tensor input, str group_name) -> Tensor")
         library.impl("invented_collective", lambda tensor, group: tensor.clone(), "CPU")
-        with CommunicationCounter(), pytest.raises(UncountedCollectiveError, match="invented_collective"):
-            torch.ops._c10d_functional.invented_collective(torch.ones(2), "0")
+        with pytest.raises(UncountedCollectiveError, match="invented_collective"):
+            traffic_of(lambda: torch.ops._c10d_functional.invented_collective(torch.ones(2), "0"))
 
 
 @pytest.mark.parametrize(
@@ -272,13 +274,29 @@ def activation_bytes_of(model: nn.Module, checkpointed: bool = False) -> int:
     meter = ActivationMeter(model)
     for block in model.children():
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
-    with meter:
+    with meter.measure():
         model(torch.ones(BATCH, HIDDEN)).sum().backward()
     return meter.peak_bytes
 
 
-def traffic_of(action: Callable[[], object]) -> list[Traffic]:
-    with CommunicationCounter() as counter:
+class Counting(TorchDispatchMode):
+    """A dispatch mode that counts the collectives of plain tensors, as the profiled step's does."""
+
+    def __init__(self, counter: CommunicationCounter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        if func.namespace in NAMESPACES:
+            return self.counter.run(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+def traffic_of(action: Callable[[], object]) -> Sequence[Traffic]:
+    counter = CommunicationCounter(lambda call, tensors: None)
+    with Counting(counter):
         action()
     return counter.traffic()
 
@@ -351,7 +369,7 @@ def test_bytes_of_each_operation(rank: int) -> None:
     ]
     with fake_process_group(rank, WORLD):
         for action, sent in operations:
-            assert bytes_sent(traffic_of(action)) == sent[rank]
+            assert sum(entry.bytes_sent for entry in traffic_of(action)) == sent[rank]
 
 
 # ---------------------------------------------------------------- activations
@@ -364,7 +382,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
     for block in model:
         block.meter = meter if checkpointed else None  # type: ignore[assignment]
     with garbage_collection_disabled():  # what is held must go with its last reference, not with the collector
-        with meter:
+        with meter.measure():
             for _ in range(3):
                 model(torch.ones(BATCH, HIDDEN)).sum().backward()
             one_by_one = meter.peak_bytes
@@ -380,7 +398,7 @@ def test_micro_batches_add_up_only_when_they_are_in_flight_together(checkpointed
 def test_an_activation_in_the_place_of_a_freed_weight_is_counted() -> None:
     """An engine frees gathered weights, and the identity of their storages is that of later ones."""
     layer = nn.Linear(8, 8, bias=False)
-    with ActivationMeter(layer) as meter:
+    with ActivationMeter(layer).measure() as meter:
         layer(torch.ones(2, 8, requires_grad=True)).sum().backward()  # saves the weight, too
         gathered, identity = meter.peak_bytes, layer.weight.untyped_storage()._cdata
         layer.weight.data = torch.empty(0)
@@ -397,7 +415,7 @@ def test_the_meter_leaves_autograd_as_it_was() -> None:
     model = network().to(torch.bfloat16)
     data = torch.ones(BATCH, HIDDEN, dtype=torch.bfloat16)
     plain = torch.autograd.grad(model(data).sum(), list(model.parameters()))
-    with (meter := ActivationMeter(model)):
+    with ActivationMeter(model).measure() as meter:
         measured = torch.autograd.grad(model(data).sum(), list(model.parameters()))
         assert all(torch.equal(a, b) for a, b in zip(plain, measured, strict=True))
         saved = torch.ones(4, requires_grad=True).exp()

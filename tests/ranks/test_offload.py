@@ -187,7 +187,7 @@ def test_each_storage_is_copied_once_and_gradients_are_the_same_bits(checkpointi
         materialize(model, config.model, 0, CPU, torch.float32)
         meter = ActivationMeter(model, device=torch.device("cuda"))  # on which nothing lies: the host is not counted
         probe.listener = counted = Counted(meter)
-        with meter:
+        with meter.measure():
             loss = loss_function(model(tokens), tokens)
             loss.backward()
         gradients.append([parameter.grad for parameter in model.parameters()])

@@ -61,7 +61,7 @@ def test_a_chunked_loss_is_the_same_and_saves_one_chunk_of_logits(vocab_size: in
             parameter.grad, gradient, rtol=tolerance, atol=tolerance * float(gradient.abs().max())
         )
     del loss
-    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)):
+    with ActivationMeter(module).measure() as meter, probe.listen(Hearing(meter)):
         module(tokens, tokens).backward()
     config = run(model, precision, micro_batch=2, global_batch=4)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, loss_chunks=CHUNKS))

@@ -117,7 +117,7 @@ def test_a_tensor_parallel_rank_saves_the_predicted_bytes(
     tokens = torch.zeros(2, 64, dtype=torch.int64)
     model = dataclasses.replace(family, attention=attention)
     with cut_model(tp, sequence_parallel, precision, checkpointing, model) as module:
-        with ActivationMeter(module) as meter:
+        with ActivationMeter(module).measure() as meter:
             loss = loss_function(module(tokens), tokens)
         measured = meter.saved_bytes
         del loss
@@ -258,7 +258,7 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
     waiting: list[tuple[Tensor, Tensor]] = []
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
-    with ActivationMeter(module) as meter, probe.listen(Hearing(meter)), Live() as live:
+    with ActivationMeter(module).measure() as meter, probe.listen(Hearing(meter)), Live() as live:
         for kind, _ in schedule_order(layout.schedule, layout.pp, layout.virtual_stages, count, pp_rank):
             if kind == "forward":
                 stage_input = arriving.pop(0)
