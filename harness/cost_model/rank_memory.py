@@ -87,24 +87,24 @@ class RankStep:
         torch's schedules but 1F1B wait for all sends at the end of the step.
         """
         own = self.sharding
-        keeps_sent, kept = own.layout.schedule != "1f1b", Counter[str]()
+        others = Counter[str]()
         for index, stage in enumerate(own.activations):
             pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
             sent, sent_back = start.forwards[index], awaiting + start.done[index]
-            if not keeps_sent:
+            if own.layout.schedule == "1f1b":
                 sent, sent_back = pending, min(1, sent_back)
             if index == start.stage:  # the pass itself has a tape
                 pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
             elif start.done[index] < own.micro_batches:
-                kept["buffers"] += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
+                others["buffers"] += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
             passes = pending + awaiting
-            kept.update(
+            others.update(
                 activations=passes * stage.before_backward,
                 buffers=sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes,
                 loss=pending * stage.log_probability_bytes,
                 temporaries=awaiting * stage.deferred_grad_bytes,
             )
-        return kept
+        return others
 
     def starts(self, pp_rank: int) -> list[BackwardStart]:
         """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike.
