@@ -58,6 +58,7 @@ class BackwardStart(NamedTuple):
     done: PassCounts  # whose backward is complete
     forwards: PassCounts  # whose forward has run
     is_last: bool = False  # whether it is the stage's last one of the step
+    holds_sent: bool = False  # whether the rank still refers to the last send of its warm-up, whose backward is done
 
     def later(self, micro_batches: int) -> "BackwardStart":
         """Return the same start after so many more micro-batches have gone through every stage."""
@@ -68,7 +69,8 @@ class BackwardStart(NamedTuple):
 def backward_starts(layout: Layout, micro_batches: int, pp_rank: int) -> list[BackwardStart]:
     """Return the starts of a rank's backwards in a step.
 
-    Several starts with the same kept passes are represented by the last, because sent tensors may accumulate.
+    Several starts with the same kept passes are represented by the last, because sent tensors may accumulate. torch's
+    Schedule1F1B refers to the last send of its warm-up, that of the last forward but one, until its cool-down.
     """
     schedule = layout.schedule if layout.pp_enabled else "1f1b"
     pp_rank = 0 if schedule == "gpipe" else pp_rank  # all of its ranks begin with all forwards
@@ -85,6 +87,7 @@ def _backward_starts(
         starts_of_few = _backward_starts(schedule, pp, virtual_stages, few, pp_rank)
         return tuple(start.later(micro_batches - few) if all(start.done) else start for start in starts_of_few)
     starts: dict[object, BackwardStart] = {}
+    warm_up = pp - pp_rank
     pending, awaiting, done, forwards = ([0] * virtual_stages for _ in range(4))
     for kind, stage in schedule_order(schedule, pp, virtual_stages, micro_batches, pp_rank):
         if kind == "forward":
@@ -92,7 +95,9 @@ def _backward_starts(
             forwards[stage] += 1
             continue
         is_last = done[stage] + 1 == micro_batches
-        start = BackwardStart(kind, stage, tuple(pending), tuple(awaiting), tuple(done), tuple(forwards), is_last)
+        holds_sent = schedule == "1f1b" and 0 < warm_up - 1 <= done[stage] <= micro_batches - warm_up
+        counts = map(tuple, (pending, awaiting, done, forwards))
+        start = BackwardStart(kind, stage, *counts, is_last, holds_sent)
         starts[kind, stage, start.pending, start.awaiting_weight_grad, tuple(map(bool, done)), is_last] = start
         (awaiting if kind == "weights" else pending)[stage] -= 1
         (awaiting if kind == "inputs" else done)[stage] += 1

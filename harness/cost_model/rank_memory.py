@@ -84,7 +84,8 @@ class RankStep:
     def kept_of_others(self, start: BackwardStart) -> Bytes:
         """Return what the rank keeps of other passes when a backward starts.
 
-        torch's schedules but 1F1B wait for all sends at the end of the step.
+        torch's schedules but 1F1B wait for all sends at the end of the step. A finished send of gloo refers to what it
+        has sent, and one of NCCL does not.
         """
         own = self.sharding
         others = Counter[str]()
@@ -92,7 +93,7 @@ class RankStep:
             pending, awaiting = start.pending[index], start.awaiting_weight_grad[index]
             sent, sent_back = start.forwards[index], awaiting + start.done[index]
             if own.layout.schedule == "1f1b":
-                sent, sent_back = pending, min(1, sent_back)
+                sent, sent_back = pending + (start.holds_sent and own.is_cpu), min(1, sent_back)
             if index == start.stage:  # the pass itself has a tape
                 pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
             elif start.done[index] < own.micro_batches:

@@ -244,7 +244,8 @@ def test_sent_tensors_accumulate_in_all_schedules_but_1f1b(schedule: str, sent: 
 def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int, int]:
     """Return the most bytes alive in a rank's step beside its inputs, and the most saved for backward.
 
-    The step runs without its neighbors.
+    The step runs without its neighbors. In torch's Schedule1F1B a rank refers to the gradient that it sent last, and to
+    the last send of its warm-up, that of the last forward but one, until its cool-down.
     """
     stage, probe = split_into_stages(config.model, layout)[pp_rank], Probe()
     dtype = getattr(torch, config.precision.compute)
@@ -258,16 +259,21 @@ def measured_step(config: RunConfig, layout: Layout, pp_rank: int) -> tuple[int,
     waiting: list[tuple[Tensor, Tensor]] = []
     halves: list[list[dict[str, Any]]] = []
     sent: list[Tensor | None] = []
+    warm_up, of_warm_up, done = layout.pp - pp_rank, [], 0
     with ActivationMeter(module).measure() as meter, probe.listen(Hearing(meter)), Live() as live:
         for kind, _ in schedule_order(layout.schedule, layout.pp, layout.virtual_stages, count, pp_rank):
             if kind == "forward":
                 stage_input = arriving.pop(0)
                 waiting.append((stage_input, module(stage_input, tokens) if stage.holds_head else module(stage_input)))
                 sent += [] if stage.holds_head or layout.schedule == "1f1b" else [waiting[-1][1].detach()]
+                if layout.schedule == "1f1b" and len(arriving) == count - warm_up + 1:
+                    of_warm_up = [waiting[-1][1].detach()]
             elif kind == "weights":
                 with GraphExecGroup():
                     stage_backward_weight(module.parameters(), halves.pop(0))
             else:
+                of_warm_up = of_warm_up if done <= count - warm_up else []
+                done += 1
                 stage_input, output = waiting.pop(0)
                 outputs, back = [output], None if stage.holds_head else [received[-1 - len(waiting)].detach()]
                 del output
