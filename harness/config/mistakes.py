@@ -74,10 +74,11 @@ def known_keys() -> dict[str, Any]:
 
 def _keys_of(cls: type, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, hint in typing.get_type_hints(cls).items():
-        if HFModelInfo not in typing.get_args(hint):
-            yield f"{prefix}{name}", hint
-        if is_group(hint):
-            yield from _keys_of(hint, f"{prefix}{name}.")
+        if HFModelInfo in typing.get_args(hint):
+            continue
+        yield f"{prefix}{name}", hint
+        for group in filter(is_group, (hint, *typing.get_args(hint))):  # one that may be null, too
+            yield from _keys_of(group, f"{prefix}{name}.")
 
 
 def unknown_choice(group: str, value: str) -> str:
@@ -115,9 +116,9 @@ def unknown_key(key: str, value: str) -> str:
     instead = similar_settings(key, value)
     if instead:
         return f"{key} is not a key: did you mean {join_words(instead, 'or')}?"
-    group = key.partition(".")[0]
-    if "." in key and isinstance(known_keys().get(group), type):
-        names = [entry.removeprefix(f"{group}.") for entry in known_keys() if entry.startswith(f"{group}.")]
+    group = key.rpartition(".")[0]
+    names = [entry.removeprefix(f"{group}.") for entry in known_keys() if group and entry.rpartition(".")[0] == group]
+    if names:
         return f"{key} is not a key: choose one of {', '.join(names)}"
     return f"{key} is not a key of the configuration: `harness --cfg job` prints all of them"
 

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies
 
+from harness.config.arguments import normalize_arguments
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config
 from harness.config.fingerprint import make_run_id, result_affecting_keys
+from harness.config.from_dict import is_group
 from harness.config.hydra import compose_values
+from harness.config.mistakes import known_keys
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import estimate_memory
@@ -194,6 +197,15 @@ def plan(overrides: list[str]) -> None:
 @pytest.mark.parametrize("overrides", commands(), ids=" ".join)
 def test_a_command_of_the_guide_can_be_planned(overrides: list[str]) -> None:
     plan(overrides)
+
+
+def test_every_key_of_a_clusters_hardware_is_a_setting() -> None:
+    """Also those that the cluster's file does not have, as the price; a group is set by its keys."""
+    keys = [name for name, hint in known_keys().items() if name.startswith("cluster.hardware.") and not is_group(hint)]
+    hardware = compose_values(*normalize_arguments(["cluster=8xh100", *(f"{key}=7" for key in keys)]))["cluster"][
+        "hardware"
+    ]
+    assert len(keys) > 25 and {*hardware.pop("fitted").values(), *hardware.values()} == {7}
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
