@@ -51,11 +51,26 @@ def expected_bytes(
             dp_bytes(config, layout, widths, gathered, reduced, 1 + (is_sent and widths.all_reduces_gradients)),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
             cp_bytes(config, layout, stage, shape),
-            {"pp send": float(transfers)},
+            {"pp send": transfers + tied_bytes(config, layout, stage, rank if is_padded else None)},
         ):
             for name, size in sent.items():
                 expected[name] += size  # shards of fully_shard may lie along cp, too
     return dict(expected)
+
+
+def tied_bytes(config: RunConfig, layout: Layout, stage: Stage, rank: int | None) -> float:
+    """Return the bytes of its shard of a tied table's gradient that an end of a pipeline sends to the other end.
+
+    Shards are equal runs of rows, the last ones shorter; without a rank they are an even share.
+    """
+    if not config.model.tie_word_embeddings or stage.holds_embedding == stage.holds_head:
+        return 0.0
+    table, shards = "embed_tokens.weight", layout.shard_count("gradients")
+    if rank is None:
+        return local_numel(config.model, layout, stage)[table] / shards * config.precision.accumulate_bytes
+    rows, width = local_shapes(config.model, layout, stage, rank)[table]
+    part, index = math.ceil(rows / shards), layout.shard_index(rank) if shards > 1 else 0
+    return float(min(part, max(0, rows - index * part)) * width * config.precision.accumulate_bytes)
 
 
 def tp_bytes(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.communication import tied_bytes
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
 from harness.cost_model.pipeline import BackwardStart, PassKind
@@ -49,6 +50,7 @@ class Sharding:
         # Whether autograd adds one gradient of a matrix to another, as it does with those that DeepSpeed's own linear
         # function returns. Those of torch's are views, which it leaves as they are.
         self.sums_in_place = widths.recomputes_last_projection
+        self.is_tied = config.model.tie_word_embeddings and not layout.pp_enabled
         self.shape = micro_batch_shape(config, layout, device)
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
         self.even_sizes = local_sizes(config.model, layout, stages)  # of the parameters, each an even share
@@ -159,7 +161,7 @@ class Sharding:
         matrix = self.vocabulary_grad_bytes
         accumulated = matrix * self.has_16_bit_grads if each.new_gradients else self.grad_accumulate_bytes
         each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
-        each.live["temporaries_waiting"] = matrix * self.config.model.tie_word_embeddings
+        each.live["temporaries_waiting"] = matrix * self.is_tied
 
     def leave_head(self, each: Pass) -> None:
         """Reduce the head's gradient."""
@@ -196,8 +198,8 @@ class Sharding:
         if not each.activations.stage.holds_embedding:
             each.put(gradients=new)
             return
-        matrix, is_tied = self.vocabulary_grad_bytes, self.config.model.tie_word_embeddings
-        computed = max((1 + is_tied) * matrix + shape.whole_hidden_bytes, (3 - self.sums_in_place) * matrix * is_tied)
+        matrix, tied = self.vocabulary_grad_bytes, self.vocabulary_grad_bytes * self.is_tied
+        computed = max(matrix + tied + shape.whole_hidden_bytes, (3 - self.sums_in_place) * tied)
         if not new:
             each.put(gradients=0, temporaries=max(computed, self.grad_accumulate_bytes))
         elif self.has_16_bit_grads:
@@ -209,8 +211,9 @@ class Sharding:
     # The moments of a step outside of passes.
 
     def step(self, tape: Tape) -> None:
-        """Run the optimizer."""
-        tape.touch(gradients=sum(self.gradients), temporaries=self.foreach_bytes)
+        """Receive the gradient of a tied table from the other end of the pipeline, and run the optimizer."""
+        received = round(sum(tied_bytes(self.config, self.layout, stage, None) for stage in self.stages))
+        tape.touch(gradients=sum(self.gradients), temporaries=max(received, self.foreach_bytes))
 
     @property
     def foreach_bytes(self) -> int:
@@ -239,6 +242,6 @@ class Sharding:
         """
         groups = each.groups
         head = groups.head.elements
-        if groups.root.elements and each.activations.stage.holds_head and not self.config.model.tie_word_embeddings:
+        if groups.root.elements and each.activations.stage.holds_head and not self.is_tied:
             head = 0 if self.reduces_groups else groups.root.elements
         return round(each.new_gradients * (head + following * groups.layer.elements) / groups.elements)

@@ -64,7 +64,7 @@ class DistributedDataParallel(Sharding):
         """Free the old buckets in the last backward of a step, once it has filled the first new one."""
         super().enter_layer(each, following)
         each.put()
-        head = 0 if self.config.model.tie_word_embeddings else each.groups.head.elements
+        head = 0 if self.is_tied else each.groups.head.elements
         limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
         if each.is_last and head + (following + 1) * each.groups.layer.elements >= limit:
             each.drop("buffers_old")

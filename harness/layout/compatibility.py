@@ -78,7 +78,6 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
         yield str(error)
     takes_rounds = schedule in ("interleaved_1f1b", "zero_bubble")
     rules = {
-        "tied_stages": config.model.tie_word_embeddings,
         "plain_schedule": schedule in ("gpipe", "1f1b") and layout.virtual_stages > 1,
         "interleaved_schedule": schedule == "interleaved_1f1b" and layout.virtual_stages == 1,
         "few_micro_batches": micro_batches < p,

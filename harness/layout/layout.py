@@ -100,6 +100,13 @@ class Layout:
         coordinates = self.coordinates(rank)
         return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
 
+    def shard_index(self, rank: int) -> int:
+        """Return which of the data-parallel shards of a state the rank holds, from 0 on."""
+        coordinates, index = self.coordinates(rank), 0
+        for axis in self.sharding_axes:
+            index = index * self.axis_sizes[axis] + coordinates[axis]
+        return index
+
     def group_name(self, *axes: str) -> str:
         """Return the name of the group along these axes, without axes of a single rank: `dp_shard+cp`."""
         return "+".join(axis for axis, size in self.axis_sizes.items() if axis in axes and size > 1)

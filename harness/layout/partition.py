@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 
@@ -76,8 +76,8 @@ def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[
     if layers is None:
         profile = model_profile(model)
         layer = numel(profile.layer_shapes)  # which stands for all of them
-        ends = (numel(profile.embedding_shapes) / layer, numel(profile.head_shapes) / layer)
-        layers = balanced_layers(depth, *ends, count)
+        head = numel(profile.head_shapes) + model.vocab_size * model.hidden_size * model.tie_word_embeddings
+        layers = balanced_layers(depth, numel(profile.embedding_shapes) / layer, head / layer, count)
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
         raise UserError(
             f"strategy.layers_per_stage={list(layers)} must be {count} numbers of 1 or more for strategy.pp={pp}"
@@ -120,6 +120,7 @@ class ShardedParameter:
     is_vocabulary: bool  # whether that is the vocabulary, which a layout may leave whole
     layer: int | None  # the index of its layer
     is_embedding: bool
+    is_copy: bool  # whether it is the last stage's own copy of a tied embedding, which is its head
     # What is gathered and reduced with it: its layer's index, `embedding` or `head`, which are one where they are tied.
     group: str
 
@@ -142,6 +143,8 @@ class ShardedParameter:
 
     def is_in(self, stage: Stage) -> bool:
         """Return whether the parameter is in this stage."""
+        if self.is_copy:
+            return stage.holds_head and not stage.holds_embedding
         if self.layer is not None:
             return stage.first_layer <= self.layer < stage.first_layer + stage.layers
         return stage.holds_embedding if self.is_embedding else stage.holds_head
@@ -161,7 +164,9 @@ def _sharded_parameters(model: ModelConfig) -> tuple[ShardedParameter, ...]:
         group = end if layer is None else str(layer)
         is_vocabulary = profile.tensor_plan.get(name.rpartition(".")[0]) == "vocabulary"
         dim = tp_shard_dim(name, model)
-        parameters.append(ShardedParameter(name, shape, dim, is_vocabulary, layer, is_embedding, group))
+        parameters.append(ShardedParameter(name, shape, dim, is_vocabulary, layer, is_embedding, False, group))
+    if model.tie_word_embeddings:
+        parameters += [replace(each, is_copy=True) for each in parameters if each.is_embedding and each.is_vocabulary]
     return tuple(parameters)
 
 

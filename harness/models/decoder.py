@@ -137,11 +137,14 @@ class Decoder(nn.Module):
         # The chunks of every sequence that this rank has; None where it has whole sequences.
         self.sequence_chunks: SequenceChunks | None = None
         first, last = stage.holds_embedding, stage.holds_head
+        self.holds_embedding = first
         self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size) if first else None
         has_positions = first and model.architecture.learned_positions
         self.embed_positions = nn.Embedding(model.context_length, model.hidden_size) if has_positions else None
         self.layers = nn.ModuleDict({str(index): Block(model) for index in stage.layer_indices})
         self.norm = build_norm(model) if last else None
+        if last and not first and model.tie_word_embeddings:  # a copy, of which only the head makes use
+            self.embed_tokens = nn.Embedding(model.vocab_size, model.hidden_size)
         self.lm_head = Head(model.hidden_size, model.vocab_size, bias=False) if last else None
         self.loss_chunks = 1
         self.tie_weights()
@@ -164,7 +167,7 @@ class Decoder(nn.Module):
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return hidden states, logits, or the mean loss where targets are given; `hidden` may be token ids."""
         chunks = self.sequence_chunks or ((0, hidden.shape[1]),)
-        if self.embed_tokens is not None:
+        if self.holds_embedding:
             hidden = self.embed(hidden, chunks)
         learned = self.config.architecture.learned_positions
         rotary = () if learned else rotary_tables(chunks, self.config, hidden.device, hidden.dtype)

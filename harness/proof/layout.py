@@ -11,7 +11,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_zero import partition_elements
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import local_numel, stages_of_rank, tp_shard_dim
+from harness.layout.partition import local_numel, split_into_stages, stages_of_rank, tp_shard_dim
 from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 from harness.records.rank_report import Box, RankReport, StateShard
 from harness.tensors.shard import GATHERED
@@ -171,6 +171,7 @@ def _ownership_problems(
 ) -> Iterator[str]:
     """Yield parameters whose elements are not all there, or are on more or fewer ranks than the layout has copies."""
     shapes = model_profile(model).parameter_shapes
+    stages = Counter(name for stage in split_into_stages(model, layout) for name in local_numel(model, layout, stage))
     owners: dict[tuple[str, str], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, owned in enumerate(by_rank):
         for shard in owned:
@@ -183,7 +184,7 @@ def _ownership_problems(
         label = f"{kind} of {name}" + (f" ({state_name})" if state_name else "")
         boxes = owners[name, state_name]
         is_cut = tp_shard_dim(name, model, layout.vocabulary_parallel) is not None
-        copies = layout.world_size // (shards * layout.pp * (layout.tp if is_cut else 1))
+        copies = stages[name] * layout.world_size // (shards * layout.pp * (layout.tp if is_cut else 1))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: ranks have shards of it, but the model has no such parameter"

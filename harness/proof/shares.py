@@ -43,7 +43,7 @@ def _share_problems(
         whole = {name: shard_numel(name, shapes[name], model, layout, 1, place=place) for name in shares}
         expected = sum(min(share, whole[name]) for name, share in shares.items())
     elif layout.data_parallel == "fsdp":
-        index = shard_index(layout, rank)
+        index = layout.shard_index(rank)
         expected = sum(shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
     else:
         return
@@ -51,11 +51,3 @@ def _share_problems(
     for label, elements in numel.items():
         if elements < expected:
             yield f"{label}: rank {rank} holds {elements} elements, and its share is {expected:.0f}"
-
-
-def shard_index(layout: Layout, rank: int) -> int:
-    """Return which of the data-parallel shards of a state a rank holds, from 0 on."""
-    coordinates, index = layout.coordinates(rank), 0
-    for axis in layout.sharding_axes:
-        index = index * layout.axis_sizes[axis] + coordinates[axis]
-    return index

@@ -110,6 +110,18 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.vocabulary_shifted, f"tp {SMALL_TENSOR}", "loss deviates"),
         (faults.norms_not_summed, f"tp_sp {SMALL_TENSOR}", "layernorm.weight's "),
         (faults.other_weights, "pp_1f1b", "layers.3."),
+        (
+            faults.tied_gradients_apart,
+            "pp_1f1b model.tie_word_embeddings=true",
+            "embed_tokens.weight's first gradients",
+        ),
+        (
+            faults.tied_gradients_twice,
+            "pp_1f1b model.tie_word_embeddings=true",
+            "embed_tokens.weight's first gradients",
+        ),
+        (faults.tied_norm_twice, "pp_1f1b model.tie_word_embeddings=true", "global norm at step 0"),
+        (faults.tied_at_one_end, "pp_1f1b model.tie_word_embeddings=true", "is not the same on all ranks"),
         (faults.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
         (
             faults.lower_stage,  # without accumulation both stages send the same

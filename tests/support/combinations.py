@@ -98,11 +98,14 @@ def model_parallel(strategy: str, world_size: int = 2, checkpointing: str = "non
     return Combination(strategy, world_size, (f"checkpointing={checkpointing}", *size.options()))
 
 
+TIED = "model.tie_word_embeddings=true"  # in a pipeline both ends have the table
+
 MODEL_PARALLEL = [
     model_parallel(strategy, world_size, kind)
     for world_size, kinds in CHECKPOINTING.items()
     for kind, strategy in itertools.product(kinds, TENSOR + PIPELINES[world_size])
 ] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
+MODEL_PARALLEL += [each._replace(options=(*each.options, TIED)) for each in map(model_parallel, PIPELINE)]
 
 # --- precision: the layouts in which each must mean the same
 

@@ -47,7 +47,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.mesh import replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
     from harness.engines.torch.optimizer import build_optimizer
-    from harness.engines.torch.pipeline_parallel import Pipeline
+    from harness.engines.torch.pipeline_parallel import Pipeline, TiedTable
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.layout.partition import stages_of_rank
     from harness.models.build import apply_model_transforms, build_model
@@ -76,9 +76,13 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     else:
         parallel = ReplicatedParams(parts, config, device)
     scaler = LossScaler(config.precision, layout.dp * layout.cp)
+    tied = None
     runner: MicroBatchRunner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks)
     if layout.pp_enabled:
-        runner = Pipeline(stages, config, layout, mesh.get_group("pp"), device, parallel, probe, scaler)
+        group = mesh.get_group("pp")
+        runner = Pipeline(stages, config, layout, group, device, parallel, probe, scaler)
+        if config.model.tie_word_embeddings and "embed_tokens.weight" in parallel.parameters:
+            tied = TiedTable(parallel.master_param("embed_tokens.weight"), group, device)
     partition_group = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
     optimizer = build_optimizer(master_params(parallel), config, partition_group)
-    return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizer)
+    return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizer, tied)

@@ -18,6 +18,7 @@ from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad,
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.micro_batches import GradAccumulationLoop, MicroBatchRunner
 from harness.engines.torch.optimizer import build_optimizer
+from harness.engines.torch.pipeline_parallel import TiedTable
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
@@ -41,6 +42,7 @@ class TorchEngine:
         probe: Probe,
         loss_scaler: LossScaler,
         optimizer: torch.optim.Optimizer,
+        tied: TiedTable | None = None,
     ) -> None:
         self.model: nn.Module = torch.nn.ModuleList(parts)
         self.parallel = parallel
@@ -54,6 +56,7 @@ class TorchEngine:
         self.loss_scaler = loss_scaler
         self.max_grad_norm = config.train.gradient_clipping
         self.optimizer = optimizer
+        self.tied = tied
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Run one step; see Engine.step."""
@@ -64,17 +67,21 @@ class TorchEngine:
             for master in masters:
                 assert master.grad is not None
                 master.grad = reduce_partial_grad(master.grad)
+            if self.tied is not None:
+                self.tied.sum_gradients()
             self.loss_scaler.unscale([master.grad for master in masters if master.grad is not None])
         self.probe.gradients_ready(self)
         with self.probe.phase("norm"):
             gradients = [master.grad for master in masters if master.grad is not None]
-            loss, grad_norm = self.reduce_loss_and_norm(loss, gradients)
+            copy = self.tied.master if self.tied is not None and self.tied.is_copy else None
+            counted = [master.grad for master in masters if master.grad is not None and master is not copy]
+            loss, grad_norm = self.reduce_loss_and_norm(loss, counted)
         with self.probe.phase("optimizer"):
             if self.loss_scaler.update_and_check(grad_norm):
                 if self.max_grad_norm:
                     clip_gradients(gradients, grad_norm, self.max_grad_norm)
                 self.optimizer.step()
-            del gradients
+            del gradients, counted
             self.parallel.sync_model_params()
         return StepResult(loss, grad_norm)
 

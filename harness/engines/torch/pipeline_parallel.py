@@ -1,10 +1,12 @@
 """Pipeline parallelism by torch.distributed.pipelining: each rank holds stages and sends activations to the next."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from harness.config.schema import RunConfig
 from harness.engines.base import Batch
 from harness.engines.torch.data_parallel import DataParallel
+from harness.engines.torch.grad_norm import local_part
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
@@ -74,6 +77,37 @@ class Pipeline:
     def scale_loss(self, loss: Tensor, targets: Tensor) -> Tensor:
         """Return a micro-batch's share of the step's mean loss, scaled; the schedule passes `targets`, unused here."""
         return loss * (self.loss_scaler.factor / self.num_micro_batches)
+
+
+@dataclass(frozen=True)
+class TiedTable:
+    """The table that the first stage of a pipeline has as embedding and the last as head, each with its own copy."""
+
+    master: nn.Parameter
+    group: ProcessGroup  # of the pipeline
+    device: torch.device  # of the group's messages
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the other end's table counts in a sum over parameters, and not this one."""
+        return self.group.rank() > 0
+
+    def sum_gradients(self) -> None:
+        """Add the gradient of the other end's table, from its other use, to this one's in place, and so there.
+
+        Both ends then make the same update. A sum of two is the same in either order, to the bit.
+        """
+        assert self.master.grad is not None
+        local = local_part(self.master.grad)
+        if not local.numel():  # as large on the other end
+            return
+        peer = dist.get_global_rank(self.group, 0 if self.is_copy else self.group.size() - 1)
+        sent = local.to(self.device)
+        received = torch.empty_like(sent)
+        messages = [(dist.isend, sent), (dist.irecv, received)]
+        for work in dist.batch_isend_irecv([dist.P2POp(way, part, peer, self.group) for way, part in messages]):
+            work.wait()
+        local += received.to(local.device)
 
 
 def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import RowwiseParallel
 
 from harness.config.strategy import AXES
-from harness.engines.torch import grad_norm
+from harness.engines.torch import data_parallel, grad_norm
 from harness.models.init_weights import materialize
 from harness.records.run_folder import read_run_spec
 from harness.worker import main as worker_main
@@ -64,6 +64,35 @@ STAGE = f"{TORCH}.pipeline_parallel.PipelineStage"
 def boundary_sent_twice(ordinary: Any, self: Any, chunk: int) -> Any:
     """Send every activation to the next stage a second time."""
     return 2 * ordinary(self, chunk)
+
+
+TIED = f"{TORCH}.pipeline_parallel.TiedTable.sum_gradients"
+
+
+@replaces(TIED)
+def tied_gradients_apart(_: Any, self: Any) -> None:
+    """Leave the gradient of each use of a tied table on its own end of the pipeline."""
+
+
+@replaces(TIED)
+def tied_gradients_twice(ordinary: Any, self: Any) -> None:
+    """Count both uses of a tied table twice."""
+    ordinary(self)
+    self.master.grad *= 2
+
+
+@replaces(TIED, of_rank=1)
+def tied_at_one_end(ordinary: Any, self: Any) -> None:
+    """Send the last stage's gradient of a tied table, and leave out the first stage's there."""
+    own = self.master.grad.clone()
+    ordinary(self)
+    self.master.grad.copy_(own)
+
+
+@replaces(f"{TORCH}.engine.TorchEngine.reduce_loss_and_norm")
+def tied_norm_twice(ordinary: Any, self: Any, loss: Any, _: Any) -> Any:
+    """Count both copies of a tied table's gradient in the global norm."""
+    return ordinary(self, loss, [master.grad for master in data_parallel.master_params(self.parallel)])
 
 
 @replaces(f"{TORCH}.tensor_parallel.apply_tensor_parallel")
