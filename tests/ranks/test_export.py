@@ -76,7 +76,7 @@ BY_TORCHRUN = (
     "strategy=tp_sp checkpointing=full",
     "strategy=fsdp_tp world_size=4",
     "strategy=pp_gpipe checkpointing=full",
-    *("strategy=pp_interleaved", "strategy=pp_zero_bubble"),
+    *("strategy=pp_interleaved model.tie_word_embeddings=true", "strategy=pp_zero_bubble"),
     *(f"strategy={strategy} precision=bf16_mixed" for strategy in ("zero2", "zero3", "fsdp_full_shard")),
 )
 

@@ -9,7 +9,7 @@ from harness.proof.deviations import _mean, copies_of_tensors, differences
 from harness.records.rank_report import RankReport
 from harness.runner import reference_runs
 from tests.support import faults, replayed_faults
-from tests.support.combinations import TENSOR_SIZE, Combination, in_precision, model_parallel
+from tests.support.combinations import TENSOR_SIZE, TIED, Combination, in_precision, model_parallel
 from tests.support.commands import Entry, assert_not_proven, long, run_with
 
 DDP, FSDP, ZERO2 = (Combination(name, 2, ("checkpointing=none",)) for name in ("ddp", "fsdp_full_shard", "zero2"))
@@ -27,6 +27,8 @@ DROPPED = "model=gpt_tiny model.dropout=0.1"
 DROPPING = Combination("tp", 2, (*DROPPED.split(), "checkpointing=full"))
 
 HEADS = "the heads of rank 0 drew the masks of tensor-parallel ranks [None], and [0] are expected"
+
+TIED_ENDS = f"pp_1f1b {TIED}"
 
 GPT_SP = "tp_sp model=gpt_tiny"
 
@@ -110,18 +112,10 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.vocabulary_shifted, f"tp {SMALL_TENSOR}", "loss deviates"),
         (faults.norms_not_summed, f"tp_sp {SMALL_TENSOR}", "layernorm.weight's "),
         (faults.other_weights, "pp_1f1b", "layers.3."),
-        (
-            faults.tied_gradients_apart,
-            "pp_1f1b model.tie_word_embeddings=true",
-            "embed_tokens.weight's first gradients",
-        ),
-        (
-            faults.tied_gradients_twice,
-            "pp_1f1b model.tie_word_embeddings=true",
-            "embed_tokens.weight's first gradients",
-        ),
-        (faults.tied_norm_twice, "pp_1f1b model.tie_word_embeddings=true", "global norm at step 0"),
-        (faults.tied_at_one_end, "pp_1f1b model.tie_word_embeddings=true", "is not the same on all ranks"),
+        (faults.tied_gradients_apart, TIED_ENDS, "norm of embed_tokens.weight's last gradients"),
+        (faults.tied_gradients_twice, TIED_ENDS, "norm of embed_tokens.weight's last gradients"),
+        (faults.tied_at_one_end, TIED_ENDS, "the parameter of embed_tokens.weight is not the same on all ranks"),
+        (faults.tied_norm_twice, TIED_ENDS, "global norm at step"),
         (faults.clipped_elsewhere, "tp precision=bf16_mixed", "first moments"),
         (
             faults.lower_stage,  # without accumulation both stages send the same

@@ -56,7 +56,6 @@ from tests.support.processes import run_python
         ("strategy=pp_1f1b strategy.layers_per_stage=[1,2]", "their sum model.num_hidden_layers=4"),
         ("strategy=pp_1f1b strategy.layers_per_stage=[4,x]", "strategy.layers_per_stage=x is not a whole number"),
         ("strategy=ddp strategy.layers_per_stage=[2,2]", "strategy.layers_per_stage=[2, 2] needs strategy.pp"),
-        ("strategy=pp_1f1b model.tie_word_embeddings=true", "model.tie_word_embeddings=true ties the first stage"),
         ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
         (
             "strategy=ddp_pp strategy.schedule=zero_bubble world_size=4",
