@@ -96,8 +96,8 @@ def _backward_starts(
             continue
         is_last = done[stage] + 1 == micro_batches
         holds_sent = schedule == "1f1b" and 0 < warm_up - 1 <= done[stage] <= micro_batches - warm_up
-        counts = map(tuple, (pending, awaiting, done, forwards))
-        start = BackwardStart(kind, stage, *counts, is_last, holds_sent)
+        passes = (tuple(pending), tuple(awaiting), tuple(done), tuple(forwards))
+        start = BackwardStart(kind, stage, *passes, is_last, holds_sent)
         starts[kind, stage, start.pending, start.awaiting_weight_grad, tuple(map(bool, done)), is_last] = start
         (awaiting if kind == "weights" else pending)[stage] -= 1
         (awaiting if kind == "inputs" else done)[stage] += 1

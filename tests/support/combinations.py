@@ -105,7 +105,8 @@ MODEL_PARALLEL = [
     for world_size, kinds in CHECKPOINTING.items()
     for kind, strategy in itertools.product(kinds, TENSOR + PIPELINES[world_size])
 ] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
-MODEL_PARALLEL += [each._replace(options=(*each.options, TIED)) for each in map(model_parallel, PIPELINE)]
+
+TIED_ENDS = [each._replace(options=(*each.options, TIED)) for each in map(model_parallel, PIPELINE)]
 
 # --- precision: the layouts in which each must mean the same
 
@@ -124,7 +125,7 @@ def in_precision(precision: str) -> list[Combination]:
     ]
 
 
-COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *in_precision("bf16_mixed")]
+COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *TIED_ENDS, *in_precision("bf16_mixed")]
 
 LONG = [
     *_LONG,

@@ -10,7 +10,6 @@ from harness.config.hardware import HardwareConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
-from harness.cost_model.communication import tied_bytes
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
@@ -106,11 +105,6 @@ def estimate_step_time(
     communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - slowest.replica_share)
     if layout.pp_enabled:
         communication["pp"] = _transfer_seconds(step) * (micro_batches * timing.blocking_transfers + layout.pp - 1)
-        tied, stride = (
-            tied_bytes(config, layout, kinds[0][0][0], None),
-            layout.world_size - layout.world_size // layout.pp,
-        )
-        communication["pp"] += (tied > 0) * send_seconds(tied, stride, gpus_per_node, hardware)
     # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
     # pass in shorter parts, and zero bubble fills a part of the wait.
     every = sum(rank.per_micro_batch * len(places) for rank, (_, places) in zip(ranks, kinds, strict=True))
