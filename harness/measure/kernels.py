@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness.config.schema import OPTIMIZERS
@@ -15,6 +16,8 @@ _PRIORITY = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+
+CUDNN_FIRST = (9, 10)  # the major compute capabilities on which torch prefers cuDNN's attention: Hopper, Blackwell
 
 ATTENTION = {
     "aten::_scaled_dot_product_flash_attention": "flash",
@@ -33,7 +36,24 @@ ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them in
 
 
 @contextmanager
-def attention_backend_priority() -> Iterator[None]:
-    """Make torch's attention use the first kernel of _PRIORITY that can run. The order on a CPU is torch's own."""
-    with sdpa_kernel(_PRIORITY, set_priority=True):
+def attention_backend_priority(prefers_cudnn: bool = False) -> Iterator[None]:
+    """Make torch's attention use the first kernel of _PRIORITY that can run, or cuDNN's before it.
+
+    The order on a CPU is torch's own.
+    """
+    first = [SDPBackend.CUDNN_ATTENTION] if prefers_cudnn else []
+    with sdpa_kernel([*first, *(kernel for kernel in _PRIORITY if kernel not in first)], set_priority=True):
         yield
+
+
+def prefers_cudnn(device: torch.device) -> bool:
+    """Return whether torch prefers cuDNN's attention on a device, as it does where that is twice as fast as flash.
+
+    torch settles its order when it first chooses a kernel on CUDA, over any order that was set before (sdp_utils.cpp,
+    priority_order). So it chooses one here.
+    """
+    if device.type != "cuda":
+        return False
+    tensor = torch.zeros(1, 1, 8, 8, device=device)
+    torch._fused_sdp_choice(tensor, tensor, tensor)
+    return bool(torch._C._get_sdp_priority_order()[0] == SDPBackend.CUDNN_ATTENTION.value)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from harness.measure.operator_log import OperatorLog
@@ -110,7 +111,20 @@ def _gpu_event(event: Any) -> TraceEvent:
         event.name(),
         event.start_ns(),
         event.end_ns(),
-        event.activity_type(),
+        activity_of(event),
         event.start_thread_id(),
         event.correlation_id(),
     )
+
+
+def activity_of(event: Any) -> str:
+    """Return the type of a profiler's entry as trace files name it, by its name and device up to torch 2.11."""
+    if hasattr(event, "activity_type"):
+        return str(event.activity_type())
+    name: str = event.name()
+    if event.device_type() == DeviceType.CPU:
+        other = "cuda_runtime" if name.startswith(("cu", "hip")) else "cpu_op"
+        return "user_annotation" if event.is_user_annotation() else other
+    if event.is_user_annotation():
+        return "gpu_user_annotation"
+    return {"Memcpy": "gpu_memcpy", "Memset": "gpu_memset"}.get(name[:6], "kernel")

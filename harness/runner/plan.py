@@ -39,8 +39,9 @@ from harness.runner.resolve import computes_bf16, load_precision_preset, load_st
 from harness.util import native_build
 from harness.util.text import UserError, count_text, format_bytes
 
-# The first release of torch whose fake process group fills what a rank gets by a collective (FakeProcessGroup.hpp).
-FILLING_RELEASE = (2, 13)
+# The first release of torch whose pipelines can be played alone, and whose fake process group fills what a rank gets by
+# any collective (FakeProcessGroup.hpp).
+PLAYED_RELEASE = (2, 13)
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,12 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         problem = described_cluster(config.cluster).world_size_problem(layout.world_size)
         if problem:
             yield problem
-    rank, last_rank = config.simulate.rank, layout.world_size - 1
+    rank, last_rank, is_old = config.simulate.rank, layout.world_size - 1, torch_release() < PLAYED_RELEASE
     rules = {
         "simulated_compile": is_simulated and config.train.compile,
         "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
-        "virtual_release": is_virtual and torch_release() < FILLING_RELEASE,
+        "simulated_release": is_simulated and is_old,
+        "virtual_release": is_virtual and is_old and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel),
         "virtual_nodes": is_virtual and config.cluster.nodes > 1,
         "virtual_devices": is_virtual and drives_several_devices(layout),
     }

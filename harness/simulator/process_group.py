@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._C import _distributed_c10d as reducer
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.pipelining import schedules
-from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -34,12 +33,17 @@ def fake_process_group(rank: int, world_size: int) -> Iterator[None]:
 
 
 def pipeline_stages() -> AbstractContextManager[Any]:
-    """Return a context in which stages do not ask the other ranks for their votes, which no rank would send."""
-    return mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", decide_inference_mode)
+    """Return a context in which stages do not ask the other ranks for their votes, which no rank would send.
+
+    They do so since torch 2.13.
+    """
+    return mock.patch.object(schedules._PipelineSchedule, "_warmup_p2p", decide_inference_mode, create=True)
 
 
 def decide_inference_mode(schedule: Any, stages: Sequence[Any], has_backward: bool, p2p_done: bool) -> None:
     """Give every stage the mode that it votes for, as _PipelineSchedule._warmup_p2p does if all ranks vote alike."""
+    from torch.distributed.pipelining.stage import InferenceMode  # type: ignore[attr-defined]
+
     for stage in stages:
         needs_dynamic = InferenceMode.needs_dynamic(stage._user_meta, has_backward)
         stage._inference_mode = InferenceMode.DYNAMIC if needs_dynamic else InferenceMode.STATIC

@@ -20,7 +20,7 @@ from harness.data.corpus import Corpus
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
 from harness.measure.gradient_fingerprint import Fingerprinter
-from harness.measure.kernels import attention_backend_priority
+from harness.measure.kernels import CUDNN_FIRST, attention_backend_priority
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
 from harness.measure.step_profiler import StepListener, profile_step
@@ -128,14 +128,15 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
     """Return a context with stand-ins for the kernels and functions of the request's device, and for other ranks."""
     hardware, is_cuda = request.config.cluster.hardware, request.device == "cuda"
     layout, rank = request.layout, request.rank
+    capability = hardware.compute_capability if hardware else 9
     with (
         accelerate_process(rank, layout.world_size) if layout.engine == "accelerate" else nullcontext(),
         deepspeed_process(request.device, request.device_bytes) if layout.uses_deepspeed_zero else nullcontext(),
-        cuda_api(hardware.compute_capability if hardware else 9) if is_cuda else nullcontext(),
+        cuda_api(capability) if is_cuda else nullcontext(),
         cuda_kernels() if is_cuda else nullcontext(),
         ddp_reducer(),
         pipeline_stages(),
-        attention_backend_priority(),
+        attention_backend_priority(is_cuda and capability in CUDNN_FIRST),
         fake_process_group(rank, layout.world_size),
     ):
         yield

@@ -51,6 +51,7 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
         around(PipelineStage, "get_fwd_recv_ops", partial(receives_filled, RECEIVED_HIDDEN_STATE)),
         around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
         around(schedules, "_batch_p2p", start_and_hold),
+        around(dist, "reduce_scatter_tensor", scatter_own_part),
         filled_parts(device) if layout.uses_deepspeed_zero else nullcontext(),
         fake_process_group(rank, layout.world_size),
     ):
@@ -62,6 +63,12 @@ def keep_bucket(group: dist.ProcessGroup, bucket: GradBucket) -> Future[Tensor]:
     buffer = bucket.buffer()
     dist.all_reduce(buffer, group=group)
     return completed(buffer)
+
+
+def scatter_own_part(scatter: Any, output: Tensor, input: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    """Reduce and scatter a tensor; before torch 2.13 the fake group does not write the output."""
+    output.copy_(input.flatten()[: output.numel()].view_as(output))
+    return scatter(output, input, *arguments, **keywords)
 
 
 def own_vocabulary(vocab_size: int, layout: Layout, rank: int) -> range:

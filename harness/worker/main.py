@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
-from harness.measure.kernels import attention_backend_priority
+from harness.measure.kernels import attention_backend_priority, prefers_cudnn
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
 from harness.measure.native_allocator import load_allocator
@@ -76,7 +76,7 @@ def run_rank(
     """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
-    with join_ranks(spec) as (mesh, device), attention_backend_priority(), fp32_sums():
+    with join_ranks(spec) as (mesh, device), attention_backend_priority(prefers_cudnn(device)), fp32_sums():
         memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)
         heartbeat.allocated_bytes = memory.allocated_bytes
         report = build_and_train(spec, report, heartbeat, directory, mesh, memory)

@@ -53,7 +53,7 @@ IDENTITIES = """
 import json, sys
 from harness.hardware.machine import Machine
 from harness.runner.plan import make_plan
-from harness.util.text import UserError
+from harness.runner.resolve import UserError  # wherever it is defined
 from tests.support.commands import compose
 machine = Machine("cpu", "cpu", 1, 2, 0, (2**34,), 2)
 found = []

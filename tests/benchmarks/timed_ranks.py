@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.engines.base import load_engine
-from harness.measure.kernels import attention_backend_priority
+from harness.measure.kernels import attention_backend_priority, prefers_cudnn
 from harness.models.dropout_rng import dropout_seed
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
@@ -43,7 +43,7 @@ def train_alone(run_dir: str) -> None:
 
     spec = read_run_spec(Path(run_dir))
     moments: Moments = []
-    with process_group(spec) as (mesh, device), attention_backend_priority():
+    with process_group(spec) as (mesh, device), attention_backend_priority(prefers_cudnn(device)):
         rank, config = int(os.environ["RANK"]), spec.config
         engine = load_engine(spec.layout.engine).build(config, spec.layout, mesh, device, Probe())
         torch.manual_seed(dropout_seed(config.train.seed, spec.layout, rank))

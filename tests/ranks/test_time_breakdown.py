@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._autograd import DeviceType
 
 from harness.measure.operator_log import OperatorLog, build_operator_log, load_operator_log
-from harness.measure.step_trace import StepTrace
+from harness.measure.step_trace import StepTrace, activity_of
 from harness.measure.time_breakdown import (
     TraceEvent,
     cpu_time_breakdown,
@@ -217,6 +219,25 @@ def alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+def test_torch_2_11_does_not_name_the_types_of_its_profilers_entries() -> None:
+    """Its entries on one H200, on which every run ended in an AttributeError."""
+    listed = (
+        ("harness.step", "CPU", True, "user_annotation"),
+        ("harness.step", "CUDA", True, "gpu_user_annotation"),
+        ("aten::mm", "CPU", False, "cpu_op"),
+        ("cudaLaunchKernel", "CPU", False, "cuda_runtime"),
+        ("cuLaunchKernelEx", "CPU", False, "cuda_runtime"),
+        ("nvjet_hsh_128x256", "CUDA", False, "kernel"),
+        ("Memcpy DtoH (Device -> Pinned)", "CUDA", False, "gpu_memcpy"),
+        ("Memset (Device)", "CUDA", False, "gpu_memset"),
+    )
+    for name, device, is_mark, activity in listed:
+        entry = Mock(spec=["name", "device_type", "is_user_annotation"])
+        entry.name.return_value, entry.is_user_annotation.return_value = name, is_mark
+        entry.device_type.return_value = getattr(DeviceType, device)
+        assert activity_of(entry) == activity
 
 
 def test_the_operator_log_lists_what_torchs_profiler_lists(operator_log: OperatorLog, alone: None) -> None:

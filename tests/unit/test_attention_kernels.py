@@ -197,6 +197,9 @@ def call(
 def test_the_kernel_is_the_one_that_torch_would_choose(attention: SDPAParams, kernel: SDPBackend) -> None:
     with attention_backend_priority():
         assert choose_kernel(attention) == kernel
+    with attention_backend_priority(prefers_cudnn=True):  # on Hopper
+        is_cudnn = kernel is CUDNN or (kernel is FLASH and attention.query.shape[-1] <= 128)
+        assert choose_kernel(attention) == (CUDNN if is_cudnn else kernel)
 
 
 def test_disabled_kernels_are_not_chosen() -> None:

@@ -97,10 +97,14 @@ def virtual_config(*overrides: str) -> RunConfig:
     return compose_config("strategy=ddp", "data=synthetic", "launch=virtual", *overrides)
 
 
-def test_a_virtual_run_needs_a_process_group_that_fills_results(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_alone_need_a_torch_that_plays_what_their_layout_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_plan, "torch_release", lambda: (2, 12))
-    with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13: the fake process group"):
-        make_plan(virtual_config(), CPU)
+    make_plan(virtual_config("train.global_batch=8"), CPU)
+    for strategy in ("strategy=pp_1f1b", "strategy=cp", "strategy=tp_sp"):
+        with pytest.raises(UserError, match=r"^launch=virtual needs torch 2\.13 for pipelines, context and sequence"):
+            make_plan(virtual_config(strategy), CPU)
+    with pytest.raises(UserError, match=r"^launch=simulated needs torch 2\.13"):
+        make_plan(virtual_config("launch=simulated"), CPU)
 
 
 def test_a_virtual_run_needs_the_device_of_one_rank() -> None:
