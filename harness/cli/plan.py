@@ -4,6 +4,7 @@ import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from harness.planner.plan import LayoutPlan, plans
 from harness.planner.row import csv_text, planned_row, refused_row
@@ -70,6 +71,10 @@ def main(options: Namespace) -> None:
     if page is not None and page.suffix not in PAGES:
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
+    if any(prediction.can_be_replayed for entry in entries if entry.result for prediction in entry.predictions):
+        from harness.planner.replay import replay_best  # it imports what runs need
+
+        entries = [replay_best(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]
     if page is not None:
         searches = [(entry, entry.result) for entry in entries if entry.result is not None]
         if not searches:

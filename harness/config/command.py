@@ -58,7 +58,10 @@ class SweepConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """The configuration of what a sweep does with predictions, for which the machine has to be described."""
+    """The configuration of what commands do with predictions, for which the machine has to be described."""
+
+    # Whether `harness plan` simulates the fastest layouts of a search whose prediction leaves open whether they fit.
+    simulate: bool = True
 
     # The number of configurations that a sweep measures, those with the best predicted speed; null means all.
     top: Top | None = None

@@ -78,8 +78,14 @@ class StackMemory:
     # The tensors of the whole residual stream, in each layer of a forward with sequence parallelism, that collectives
     # read and that the allocator cannot use again before the host has seen their end.
     collective_tensors: int = 0
-    # The share of activations and temporaries by which torch's allocator holds more than is allocated. It is fitted.
+    # The share of activations and temporaries by which torch's allocator holds more than is allocated; for the stack
+    # harness, of all that does not rest between steps. It is fitted.
     fragmentation: float = 0.0
+    # The same for the stack harness where ZeRO's stage 3 gathers each layer for its use; the factor by which either is
+    # rarely exceeded; and the share that the allocator at most cannot give back to a device that is full.
+    gathering_fragmentation: float = 0.0
+    most_over_usual: float = 1.0
+    lasting_fragmentation: float = 0.0
     # The range of measured over predicted peak bytes in published measurements of this stack, 94 of 100 rows inside;
     # null means that there are none.
     measured_over_predicted: tuple[float, float] | None = None

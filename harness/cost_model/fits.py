@@ -78,12 +78,12 @@ def fit_verdict(memory: RankMemory, capacity_bytes: float, stack: StackMemory) -
     """Return whether a rank fits a device of this memory.
 
     It is `no` if model state, or the lower end of what is allocated at the peak, exceeds the device, since torch gives
-    back segments that nothing fills before it runs out, and `likely` if the upper end of what is reserved does not.
+    back segments that nothing fills before it runs out, and `likely` if the upper end of what it must have does not.
     The CUDA context takes its part of the device.
     """
     low, high = stack.measured_over_predicted or UNMEASURED_RANGE
     low_bytes = max(memory.estimate.peak_bytes * low, float(memory.resting_bytes))
-    high_bytes = memory.reserved_bytes * high
+    high_bytes = memory.served_bytes * high
     available = capacity_bytes - memory.estimate.process_bytes
     possible: Fits = "likely" if high_bytes <= available else "tight"
     return FitVerdict("no" if low_bytes > available else possible, low_bytes, high_bytes)

@@ -31,9 +31,9 @@ WORKSPACE_BYTES = 2 * CUBLAS_WORKSPACE_BYTES[1]  # allocated from a rank's first
 GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
-# (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: a context and its libraries,
-# as commonly reported, not measured here.
-PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 500_000_000}
+# (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: in use on one H200
+# beside torch's allocator, with NCCL (torch 2.11, CUDA 13: 1.39e9, and 1.80e9 under DeepSpeed's stages 1 and 2).
+PROCESS_BYTES = {"cpu": 400_000_000, "cuda": 1_800_000_000}
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
@@ -25,6 +26,14 @@ from harness.util.text import parse_bytes
 SECONDS_PER_HOUR = 3600
 
 
+class Replay(NamedTuple):
+    """What a simulated device said of the fullest rank, whose allocations torch's allocator serves there."""
+
+    is_enough: bool  # whether the device's memory was
+    reserved_bytes: int | None  # None where it was not
+    run_id: str
+
+
 @dataclass(frozen=True)
 class Prediction:
     """What is predicted of one configuration on a cluster; each part is worked out when it is needed."""
@@ -34,6 +43,7 @@ class Prediction:
     cluster: DescribedCluster
     stack: StackConfig
     state_widths: Callable[[RunConfig, Layout], StateWidths]  # of the layout's engine
+    replay: Replay | None = None  # None where nothing was simulated
 
     @cached_property
     def widths(self) -> StateWidths:
@@ -55,7 +65,8 @@ class Prediction:
         """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
         config, layout, device = self.config, self.layout, self.cluster.device
         if self.is_runnable:
-            return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), device)
+            gathers = layout.zero_stage == 3
+            return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), device, gathers)
         return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)
 
     @property
@@ -65,9 +76,17 @@ class Prediction:
 
     @cached_property
     def verdict(self) -> FitVerdict:
-        """Whether the highest rank fits a device, by the errors on file, and its host's memory."""
+        """Whether the highest rank fits a device, by the errors on file or a simulation, and its host's memory."""
         verdict = fit_verdict(self.peak, self.available_bytes, self.judged_stack)
+        if self.replay is not None:
+            verdict = dataclasses.replace(verdict, fits="likely" if self.replay.is_enough else "no")
         return verdict if self.room.host_holds(self.memory) else dataclasses.replace(verdict, fits="no")
+
+    @property
+    def can_be_replayed(self) -> bool:
+        """Whether a simulation can tell whether it fits, where the plan cannot; with offload it would take too long."""
+        is_open = self.verdict.fits == "tight" and self.cluster.device == "cuda" and not self.memory.host_bytes
+        return is_open and self.is_runnable and not self.is_of_nearest_decoder and not self.config.train.compile
 
     @property
     def judged_stack(self) -> StackMemory:

@@ -34,7 +34,9 @@ class RankMemory:
 
     estimate: MemoryEstimate
     resting_bytes: int  # allocated between steps
-    reserved_bytes: int  # the most that torch's allocator takes from the device
+    reserved_bytes: int  # the most that torch's allocator usually takes from a device with room for it
+    most_reserved_bytes: int  # what it rarely exceeds
+    served_bytes: int  # what a device must have for it, since it gives back what it caches before it runs out
 
 
 def predict_highest_rank(
@@ -48,11 +50,18 @@ def predict_highest_rank(
     return stack_rank_memory(*highest, stack.memory, compute_capability)
 
 
-def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device) -> RankMemory:
-    """Return a rank's memory with the stack `harness`; a CPU's allocator takes nothing beyond what is requested."""
-    lasting = (estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
-    reserved = estimate.peak_bytes if device == "cpu" else reserved_bytes(memory, estimate, 0, 0)
-    return RankMemory(estimate, sum(lasting), reserved)
+def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device, gathers: bool) -> RankMemory:
+    """Return a rank's memory with the stack `harness`; a CPU's allocator takes nothing beyond what is requested.
+
+    On a GPU freed blocks of gathered parameters and of reduced gradients, of other sizes and streams than activations,
+    stay reserved beside them, most where each layer is gathered for its use.
+    """
+    lasting = sum(estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
+    if device == "cpu":
+        return RankMemory(estimate, lasting, *[estimate.peak_bytes] * 3)
+    usual, peak = memory.gathering_fragmentation if gathers else memory.fragmentation, estimate.peak_bytes
+    shares = (usual, usual * memory.most_over_usual, memory.lasting_fragmentation)
+    return RankMemory(estimate, lasting, *(in_segments(peak + share * (peak - lasting)) for share in shares))
 
 
 def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Iterator[str]:
@@ -141,7 +150,8 @@ def stack_rank_memory(step: RankStep, pp_rank: int, memory: StackMemory, compute
     collectives = memory.collective_tensors * own.config.model.num_hidden_layers * shape.whole_hidden_bytes * is_ahead
     absent_gradients = sum(own.gradients) - max(estimate.at_peak["gradients"], sum(own.sums))
     resting = step.lasting_bytes + workspaces + sum(own.sums) * rests + received
-    return RankMemory(estimate, resting, reserved_bytes(memory, estimate, absent_gradients, collectives))
+    reserved = reserved_bytes(memory, estimate, absent_gradients, collectives)
+    return RankMemory(estimate, resting, reserved, reserved, reserved)
 
 
 def workspace_bytes(memory: StackMemory, compute_capability: int) -> int:
@@ -164,4 +174,9 @@ def reserved_bytes(memory: StackMemory, estimate: MemoryEstimate, absent_gradien
     at_peak = estimate.at_peak
     dynamic = sum(at_peak.get(name, 0) for name in ("activations", "loss", "temporaries"))
     total = estimate.peak_bytes + absent_gradients + max(dynamic * memory.fragmentation, collectives)
-    return math.ceil(total / SEGMENT_BYTES) * SEGMENT_BYTES
+    return in_segments(total)
+
+
+def in_segments(size: float) -> int:
+    """Return bytes rounded up to whole segments."""
+    return math.ceil(size / SEGMENT_BYTES) * SEGMENT_BYTES

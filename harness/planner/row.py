@@ -27,7 +27,7 @@ SEARCH = "search"  # the strategy that stands for all of them
 _OF_LIBRARY = ("engine", "options", "literature")
 
 # The settings that a search chooses, which a run's command line has from its answer; a stack is a plan's alone.
-_CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.")
+_CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.", "plan.simulate.")
 
 # The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
 PLACE_COLUMNS = {
@@ -43,7 +43,7 @@ PLAN_COLUMNS = {
     "datasheet_only": "Whether no published measurement stands behind the efficiencies of the cluster's devices.",
     "fits": "Whether the fullest rank fits a device: likely, tight or no, by the interval of its peak.",
     "predicted_peak_low_bytes": "The lower end of the interval of allocated bytes.",
-    "predicted_peak_high_bytes": "The upper end of the interval, of the bytes that the allocator reserves.",
+    "predicted_peak_high_bytes": "The upper end of the interval, of the bytes that the allocator must have.",
     "predicted_step_low_seconds": "The lower end of the interval of the step time, by the errors on file.",
     "predicted_step_high_seconds": "The upper end; nine of ten measured steps are to lie between both.",
     "process_bytes": "The bytes of a device outside torch's allocator, such as CUDA's context.",

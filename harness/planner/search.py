@@ -44,6 +44,7 @@ class SearchResult:
     valid: int = 0  # of the others, those that could run
     memory_estimates: int = 0  # exact ones; the lower bound spared all others
     best: list[Prediction] = field(default_factory=list)  # the fastest that fit, fastest first
+    refuted: list[Prediction] = field(default_factory=list)  # fast ones that fit by their peak, but not simulated
     front: list[Prediction] = field(default_factory=list)  # the fastest in its memory, fastest first, fitting or not
     problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
 

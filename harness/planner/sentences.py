@@ -104,6 +104,7 @@ def misfit_sentences(result: SearchResult) -> Iterator[str]:
 def search_sentences(result: SearchResult) -> Iterator[str]:
     """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
     yield say("counts", result=result)
+    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
     for prediction in result.best[1:]:
         yield separation(prediction, result.best[0])
     yield from memory_sentences(result)

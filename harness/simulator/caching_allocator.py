@@ -18,7 +18,7 @@ from harness.simulator.allocator_blocks import (
     MemoryBlock,
     Pool,
 )
-from harness.simulator.fake_memory import Request
+from harness.simulator.fake_memory import EMPTY_CACHE, Request
 from harness.util.text import format_bytes
 
 MIN_BLOCK_BYTES = 512  # kMinBlockSize: every size is a multiple of it
@@ -255,7 +255,9 @@ def replay(requests: Iterable[Request], allocator: CachingAllocator, peaks_from:
     for number, request in enumerate(requests):
         if number == peaks_from:
             allocator.reset_peaks()
-        if request.bytes < 0 and request.identity in addresses:
+        if request.identity == EMPTY_CACHE:
+            allocator.empty_cache()
+        elif request.bytes < 0 and request.identity in addresses:
             allocator.free(addresses.pop(request.identity))
         elif request.bytes > 0 and not request.is_paused:
             try:

@@ -144,7 +144,6 @@ STAND_INS: dict[str, Any] = {
     "get_device_name": lambda device=None: SIMULATED_DEVICE_NAME,
     "is_bf16_supported": lambda including_emulation=True: True,
     "nvtx": SimpleNamespace(range_push=_nothing, range_pop=_nothing),
-    "empty_cache": _nothing,
     "reset_peak_memory_stats": _nothing,
     "memory_stats": lambda device=None: {"num_alloc_retries": 0},
 }

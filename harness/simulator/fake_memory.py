@@ -21,11 +21,14 @@ from harness.measure.native_allocator import LogLines
 from harness.simulator import cuda_api
 from harness.simulator.stand_ins import around
 
-WORKSPACE = -1  # stands for the identity of a kernel's own memory, which is no storage's
+# They stand for identities, which no storage has.
+WORKSPACE = -1  # of a kernel's own memory
+EMPTY_CACHE = -2  # of a request that the allocator give back what it has cached
+CUBLAS_WORKSPACES = (-3, -4)  # of those that cuBLAS keeps, for forward and for the thread that runs backward
 
 
 class Request(NamedTuple):
-    """A storage that is allocated, or freed: then its bytes are negative."""
+    """A storage that is allocated, or freed: then its bytes are negative; or EMPTY_CACHE, of no bytes."""
 
     identity: int
     bytes: int
@@ -113,6 +116,10 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         lines = [(identity, size, 0) for identity, size in (*self.initial_sizes, *requests)]
         return np.array(lines, np.int64).reshape(-1, 3)
 
+    def empty_cache(self) -> None:
+        """Have the allocator give back what it has cached."""
+        self.requests.append(Request(EMPTY_CACHE, 0, cuda_api.current_stream().number, self.is_log_paused))
+
     def observe(self, storage: torch.UntypedStorage) -> None:
         """Count a storage from now on, unless it is counted already."""
         identity = storage._cdata
@@ -156,6 +163,7 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
     with (
         around(torch.UntypedStorage, "resize_", counted_resize),
         mock.patch.object(torch.cuda, "memory_allocated", lambda device=None: counter.live_bytes()),
+        mock.patch.object(torch.cuda, "empty_cache", counter.empty_cache),
         around(ShardingPropagator, "_propagate_tensor_meta_non_cached", uncounted_shape),
         counter,
     ):

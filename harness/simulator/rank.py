@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from harness.config.strategy import AXES
-from harness.cost_model.memory import PROCESS_BYTES
+from harness.cost_model.memory import PROCESS_BYTES, WORKSPACE_BYTES
 from harness.data.corpus import Corpus
 from harness.engines.base import load_engine
 from harness.hardware.machine import usable_cores
@@ -35,7 +35,7 @@ from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMem
 from harness.simulator.cuda_api import cuda_api
 from harness.simulator.cuda_kernels import cuda_kernels
 from harness.simulator.deepspeed_process import deepspeed_process
-from harness.simulator.fake_memory import StorageCounter, count_storages
+from harness.simulator.fake_memory import CUBLAS_WORKSPACES, StorageCounter, count_storages
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.operator_stream import StreamRecorder
 from harness.simulator.process import StepRequest
@@ -168,7 +168,11 @@ def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_prog
         start_peak_bytes = counter.peak_bytes()
         batches = Batches(RANDOM_TOKENS, config, layout, rank, device)
         begin(WARM_UP)
+        if request.device == "cuda":
+            for identity in CUBLAS_WORKSPACES:
+                counter.set_size(identity, WORKSPACE_BYTES // len(CUBLAS_WORKSPACES))
         engine.step(batches(0))
+        counter.empty_cache()  # as the worker does after the first update
         memory = DeviceMemory(device, counter)  # type: ignore[arg-type]  # it has methods where a library has functions
         fingerprinter = ShapeFingerprinter(config.model, config.train.seed, device)
         begin(PROFILED, 1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from harness.config.stack import load_stack
-from harness.cost_model.memory import WORKSPACE_BYTES, estimate_memory
+from harness.cost_model.memory import estimate_memory
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.layout.layout import resolve_layout
 from harness.proof.simulation import NO_REFERENCE, verify_simulation
@@ -88,7 +88,7 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         return [report.reason]
     widths = widths_of(config, layout)
     proof = verify_simulation(config, layout, widths, [report]).parts.get("proof", {})
-    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
+    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes
     peak = report.profiled.peak_allocated_bytes or 0
     return [*proof.get("problems", ()), *(["the peak is beyond the plan's"] if peak > 1.002 * planned else [])]
 

@@ -15,12 +15,12 @@ from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
-from harness.cost_model.memory import WORKSPACE_BYTES, estimate_memory, saved_bytes
+from harness.cost_model.memory import estimate_memory, saved_bytes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
 from harness.proof.step import checkpointing_problems, kernel_problems, schedule_problems, volume_problems
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import FUSED_KERNELS, RankReport
 from harness.simulator.process import StepRequest
 from tests.support.commands import compose_config, long, widths_of
 from tests.support.simulated_steps import simulate_steps
@@ -86,7 +86,7 @@ def problems(entry: Case, ranks: list[RankReport]) -> list[str]:
     planned_flops = executed_flops(config, layout, "cuda", widths.recomputes_last_projection)
     result = [*kernel_problems(config, ranks)]
     result += [f"{flops} operations, planned {planned_flops}"] if flops != planned_flops else []
-    is_fused = {kernel in ("flash", "efficient") for rank in ranks for kernel in rank.profiled.attention_kernels}
+    is_fused = {kernel in FUSED_KERNELS for rank in ranks for kernel in rank.profiled.attention_kernels}
     if is_fused != {takes_fused_kernel(config, "cuda")}:
         result.append(f"attention ran as {ranks[0].profiled.attention_kernels}")
     for rank in ranks:
@@ -134,7 +134,7 @@ def peak_problems(entry: Case, widths: StateWidths, ranks: list[RankReport]) -> 
         chosen = fullest_rank(config, layout, widths, split_into_stages(config.model, layout))
         if peaks[chosen] < peak:
             return [f"rank {chosen} has {peaks[chosen]} bytes at its peak, others {peak}"]
-    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes - WORKSPACE_BYTES  # no kernel runs
+    planned = estimate_memory(config, layout, widths, "cuda").peak_bytes
     is_right = peak == pytest.approx(planned, rel=PEAK_OF_MOMENTS if takes_moments else EXACT_PEAK)
     return [] if is_right else [f"the peak is {peak} bytes, {peak / planned:.4f} x the plan"]
 

@@ -1,23 +1,27 @@
 """The plans in results/published/plans, and the page "Which layout" of the documentation, which is made of them.
 
-`python -m tests.support.published_plans` searches all of them again in a minute and a half, and writes the reports of
-some, layouts.csv with one or two layouts of each, and both pages. `--pages` writes the pages alone from layouts.csv.
+`python -m tests.support.published_plans` searches all of them again, simulates what their plans leave open, and
+writes the reports of some, layouts.csv with one or two layouts of each, and both pages. It takes some twenty minutes;
+simulations in the folder `--results` are used again. `--pages` writes the pages alone from layouts.csv.
 """
 
+import dataclasses
 import math
 import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from harness.config.strategy import DEGREES
-from harness.cost_model.prediction import Prediction
+from harness.cost_model.prediction import Prediction, Replay
 from harness.planner.plan import LayoutPlan
+from harness.planner.replay import replay_best, with_best
 from harness.planner.row import csv_text, planned_row
 from harness.records.schema import Row
 from harness.report.plan_page import write_page
-from tests.support.campaigns import FLAG, parse_options, read_table
+from tests.support.campaigns import FLAG, Line, parse_options, read_table, write_table
 from tests.support.page_templates import render_page
 from tests.support.planned import planned
 
@@ -33,7 +37,9 @@ PAGE = ROOT / "docs" / "which-layout.md"
 
 GIB = 2**30
 
-LAYOUTS_SIMULATED = ROOT / "results" / "simulator" / "layouts.csv"  # rows of the page, by the commands that it has
+LAYOUTS_SIMULATED = ROOT / "results" / "simulator" / "layouts.csv"  # what the searches simulated
+
+SIMULATED_COLUMNS = ("search", "layout", "peak_bytes", "run_id", "is_enough", "reserved_bytes")
 
 SOURCE_OF_TINY_MODELS = "Megatron-LM golden values"  # whose step times the host decides
 
@@ -90,17 +96,43 @@ def rows_of(search: str, plan: LayoutPlan) -> list[Row]:
     ]
 
 
-def publish() -> None:
-    """Search everything, and write reports and rows."""
+def publish(results: Path) -> None:
+    """Search everything, simulating in a folder of results what the plans leave open, and write reports and rows."""
     rows: list[Row] = []
+    simulated: list[Line] = []
     for search, report in SEARCHES.items():
-        plan = planned(*search.split())
+        plan = replay_best(planned(*search.split(), f"results_dir={results}"), print)
         rows += rows_of(search, plan)
+        simulated += simulated_lines(search, plan)
         if report and plan.result is not None:
             shutil.rmtree(PUBLISHED / report, ignore_errors=True)
             write_page(PUBLISHED / report / "report.md", plan, plan.result, search.split())
         print(f"planned {search}", flush=True)
     LAYOUTS.write_text(csv_text(rows), encoding="utf-8")
+    write_table(LAYOUTS_SIMULATED, SIMULATED_COLUMNS, simulated)
+
+
+def simulated_lines(search: str, plan: LayoutPlan) -> Iterator[Line]:
+    """Yield a line for each layout of a search that was simulated."""
+    assert plan.result is not None
+    for prediction in (*plan.result.refuted, *plan.result.best):
+        if prediction.replay is not None:
+            replay = {"is_enough": prediction.replay.is_enough, "reserved_bytes": prediction.replay.reserved_bytes}
+            known = {"peak_bytes": prediction.memory.peak_bytes, "run_id": prediction.replay.run_id}
+            yield {"search": f"harness plan {search}", "layout": prediction.label()} | known | replay
+
+
+def with_recorded_simulations(search: str, plan: LayoutPlan) -> LayoutPlan:
+    """Return the plan of a search with what is on file of its simulations."""
+    lines = {
+        line["layout"]: line for line in read_table(LAYOUTS_SIMULATED) if line["search"] == f"harness plan {search}"
+    }
+    replays = {
+        name: Replay(line["is_enough"] == "True", int(float(line["reserved_bytes"] or 0)) or None, line["run_id"])
+        for name, line in lines.items()
+    }
+    simulated = [dataclasses.replace(entry, replay=replays.get(entry.label())) for entry in plan.predictions]
+    return with_best(plan, simulated)
 
 
 def pages(rows: Sequence[dict[str, str]]) -> dict[Path, str]:
@@ -143,7 +175,7 @@ def which_layout(rows: Sequence[dict[str, str]]) -> str:
         alone=len(fastest) - len(least),
         errors=plan_errors(),
         reserved=reserved_beyond_allocated(),
-        simulated=read_table(LAYOUTS_SIMULATED),
+        refuted=[line for line in read_table(LAYOUTS_SIMULATED) if line["is_enough"] != "True"],
         small=small_batch(fastest),
     )
 
@@ -231,10 +263,10 @@ def degrees(row: dict[str, str]) -> str:
 
 
 def memory_mark(row: dict[str, str]) -> str:
-    """Return the mark of a layout that may not fit, or that a simulation ended with *oom*."""
-    keys = ("model", "cluster", "overrides", "seq_len")
-    ended = [entry for entry in read_table(LAYOUTS_SIMULATED) if all(entry[key] == row[key] for key in keys)]
-    return "⁴" if any(entry["status"] == "oom" for entry in ended) else "³" if row["fits"] == "tight" else ""
+    """Return the mark of a layout that may not fit, or of which a simulation says that it does."""
+    own = (row["search"], row["layout"])
+    is_simulated = any((line["search"], line["layout"]) == own for line in read_table(LAYOUTS_SIMULATED))
+    return "⁴" if is_simulated else "³" if row["fits"] == "tight" else ""
 
 
 def layout_line(row: dict[str, str]) -> str:
@@ -266,8 +298,9 @@ def least_line(row: dict[str, str], fastest: dict[str, str]) -> str:
 
 def main() -> None:
     """Publish the plans, or write the pages of those that are published."""
-    if not parse_options(__doc__, pages=FLAG | {"help": "write the pages alone"}).pages:
-        publish()
+    options = parse_options(__doc__, pages=FLAG | {"help": "write the pages alone"}, results={"type": Path})
+    if not options.pages:
+        publish(options.results or Path(tempfile.mkdtemp()))
     for path, text in pages(read_rows()).items():
         path.write_text(text, encoding="utf-8")
 

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from harness.simulator.allocator_blocks import MIB, PLACE, AllocatorSettings, MemoryBlock, parse_allocator_settings
-from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError
+from harness.simulator.caching_allocator import CachingAllocator, OutOfDeviceMemoryError, replay
+from harness.simulator.fake_memory import EMPTY_CACHE, Request
 from harness.util.text import UserError
 
 GIB = 2**30
@@ -73,6 +74,15 @@ def test_a_sequence_by_hand(name: str) -> None:
             allocator.empty_cache()
         else:
             assert allocator.readings["reserved_bytes"] == int(size) * MIB
+
+
+def test_a_program_can_give_back_what_is_cached() -> None:
+    """As DeepSpeed does before it flattens parameters, and the worker after the first update."""
+    requests = [Request(1, 64 * MIB, 0, False), Request(1, -64 * MIB, 0, False), Request(EMPTY_CACHE, 0, 0, False)]
+    for end, reserved in ((2, 64 * MIB), (3, 0)):
+        allocator = allocator_of()
+        replay(requests[:end], allocator, 0)
+        assert allocator.readings["reserved_bytes"] == reserved
 
 
 def test_fragments_run_out_of_memory_where_pages_do_not() -> None:

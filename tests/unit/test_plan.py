@@ -80,7 +80,7 @@ Capture = pytest.CaptureFixture[str]
 
 def printed(capsys: Capture, *words: str) -> str:
     """Return what a plan prints."""
-    assert main(["plan", *words]) == 0
+    assert main(["plan", "plan.simulate=false", *words]) == 0
     return capsys.readouterr().out
 
 

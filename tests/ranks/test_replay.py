@@ -1,0 +1,62 @@
+"""Searches whose best layouts are simulated before they are called likely to fit."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.cost_model.prediction import Prediction
+from harness.planner.replay import replay_best
+from harness.planner.sentences import search_sentences
+from harness.simulator.process import StepRequest
+from tests.support.campaigns import read_table
+from tests.support.commands import ROOT, compose_layout, long
+from tests.support.planned import planned
+from tests.support.simulated_steps import simulate_steps
+
+SEARCH = (
+    *("model=350m", "model.num_hidden_layers=4", "cluster=8xh100", "precision=bf16_mixed", "train.seq_len=1024"),
+    *("train.global_batch=64", "cluster.hardware.memory=5.9GiB"),
+)
+
+
+def is_served(prediction: Prediction) -> bool:
+    """Return whether the allocator of a simulated device serves the rank, with all micro-batches of the plan."""
+    request = StepRequest(
+        prediction.config, prediction.layout, prediction.memory.rank, device_bytes=prediction.available_bytes
+    )
+    (report,) = simulate_steps([request])
+    assert report.status in ("ok", "oom"), report.reason
+    return report.status == "ok"
+
+
+def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
+    """The device has more memory than the planned peak of the fastest, and too little for its allocator."""
+    lines: list[str] = []
+    before = planned(*SEARCH, f"results_dir={tmp_path}")
+    after = replay_best(before, lines.append)
+    fastest, second = before.predictions[:2]
+    assert fastest.fits and fastest.verdict.fits == "tight" and not is_served(fastest)
+    assert after.result is not None and [entry.label() for entry in after.result.refuted] == [fastest.label()]
+    (line,) = (line for line in search_sentences(after.result) if "ends with oom" in line)
+    assert line.startswith(fastest.label())
+    assert after.predictions[0].label() == second.label() and after.predictions[0].verdict.fits == "likely"
+    assert is_served(second) and len(lines) == 2
+    assert after.result.best == after.predictions
+
+
+ON_H200 = [row for row in read_table(ROOT / "results" / "first_gpu" / "memory.csv") if row["launch"] == "virtual"]
+
+# Blocks that wait for the stream of overlapped gradients are not modelled, and with one warm-up step DDP allocates its
+# buckets anew in the timed one, which a simulation does not have.
+FARTHER = {"zero2_tuned": 0.09, "ddp": 0.07}
+
+
+@pytest.mark.parametrize("row", [row if number in (2, 25) else long(row) for number, row in enumerate(ON_H200)])
+def test_a_simulated_rank_reserves_what_it_did_on_a_gpu(row: dict[str, str]) -> None:
+    overrides = row["overrides"].split()
+    config, layout = compose_layout(int(dict(word.split("=") for word in overrides)["world_size"]), *overrides)
+    (report,) = simulate_steps([StepRequest(config, layout, device_bytes=None)])
+    measured = int(row["peak_reserved_bytes"])
+    assert report.peak_reserved_bytes == pytest.approx(measured, rel=FARTHER.get(config.strategy.name, 0.03))
+    if config.strategy.name not in FARTHER:
+        assert report.peak_allocated_bytes == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.003)
