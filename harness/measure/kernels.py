@@ -39,7 +39,8 @@ ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them in
 def attention_backend_priority(prefers_cudnn: bool = False) -> Iterator[None]:
     """Make torch's attention use the first kernel of _PRIORITY that can run, or cuDNN's before it.
 
-    The order on a CPU is torch's own.
+    The order on a CPU is torch's own. Under context parallelism cuDNN's is not to be preferred: torch's causal masks
+    (torch.nn.attention.bias) call flash or the efficient kernel themselves, and one kernel should run on all ranks.
     """
     first = [SDPBackend.CUDNN_ATTENTION] if prefers_cudnn else []
     with sdpa_kernel([*first, *(kernel for kernel in _PRIORITY if kernel not in first)], set_priority=True):

@@ -136,7 +136,7 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
         cuda_kernels() if is_cuda else nullcontext(),
         ddp_reducer(),
         pipeline_stages(),
-        attention_backend_priority(is_cuda and capability in CUDNN_FIRST),
+        attention_backend_priority(is_cuda and capability in CUDNN_FIRST and not layout.cp_enabled),
         fake_process_group(rank, layout.world_size),
     ):
         yield

@@ -76,7 +76,11 @@ def run_rank(
     """Join the other ranks and train. Return the report of this rank, whose identity is filled in already."""
     allocator = load_allocator(Path(spec.allocator)) if spec.allocator else None
     heartbeat("joining")
-    with join_ranks(spec) as (mesh, device), attention_backend_priority(prefers_cudnn(device)), fp32_sums():
+    with (
+        join_ranks(spec) as (mesh, device),
+        attention_backend_priority(prefers_cudnn(device) and not spec.layout.cp_enabled),
+        fp32_sums(),
+    ):
         memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)
         heartbeat.allocated_bytes = memory.allocated_bytes
         report = build_and_train(spec, report, heartbeat, directory, mesh, memory)

@@ -150,6 +150,7 @@ SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
 CASES = [
     f"single x 1 model=1b precision=fp32 {TWO_LAYERS}",
     f"cp x 2 model=7b precision=fp32 {TWO_LAYERS} strategy.data_parallel=ddp",
+    f"cp x 2 model=7b precision=bf16_mixed {TWO_LAYERS}",
     f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS}",
     f"tp x 2 model=1b precision=fp32 {TWO_LAYERS} checkpointing=selective",
     # The peak is in the first layer's MLP, when both of its widening matrices have made gradients of their input.

@@ -176,7 +176,6 @@ def which_layout(rows: Sequence[dict[str, str]]) -> str:
         errors=plan_errors(),
         reserved=reserved_beyond_allocated(),
         refuted=[line for line in read_table(LAYOUTS_SIMULATED) if line["is_enough"] != "True"],
-        small=small_batch(fastest),
     )
 
 
@@ -206,24 +205,6 @@ def reserved_beyond_allocated() -> dict[str, object]:
         "published": f"{int(published['measured_bytes']) / GIB:.1f}",
         "simulated": f"{int(published['simulated_bytes']) / GIB:.1f}",
         "model": published["model"],
-    }
-
-
-def small_batch(fastest: Sequence[dict[str, str]]) -> dict[str, str]:
-    """Return what the simulation of 7b says of the layout that is planned as the fastest with a larger batch."""
-    (own,) = (row for row in fastest if (row["model"], row["cluster"]) == ("7b", "8xh100"))
-    rows = read_table(SIMULATED / "simulated_7b" / "runs.csv")
-    same = ("strategy", "checkpointing", "micro_batch", "seq_len", "world_size")
-    (row,) = (row for row in rows if all(row[key] == own[key] for key in same))
-    assert row["strategy"] == "zero1" and row["grad_accumulation"] == "1"
-    first = max(rows, key=lambda entry: float(entry["tokens_per_second"]))
-    return {
-        "sequences": row["global_batch"],
-        "planned_sequences": own["global_batch"],
-        "planned": f"{int(own['predicted_peak_bytes']) / GIB:.0f}",
-        "allocated": f"{int(row['peak_allocated_bytes']) / GIB:.0f}",
-        "fastest": first["strategy"],
-        "behind": f"{100 * (1 - float(row['tokens_per_second']) / float(first['tokens_per_second'])):.0f}",
     }
 
 
