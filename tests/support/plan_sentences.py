@@ -131,8 +131,13 @@ def detail(row: Row) -> list[str]:
         if row[f"at_peak_{column}_bytes"]
     )
     reserved = row["peak_reserved_bytes"]
-    least = "" if row["stack"] == "nanotron" else "at least "
-    more = f"; torch reserves {least}{size_text(reserved)}" if reserved else ""
+    more = f"; torch reserves about {size_text(reserved)}" if reserved else ""
+    if reserved and row["stack"] == "harness":
+        lasting = sum(row[f"at_peak_{part}_bytes"] or 0 for part in ("parameter", "optimizer", "workspace"))
+        share = 2.4 * (0.36 if row["zero_stage"] == 3 else 0.15)
+        beyond = share * (row["predicted_peak_bytes"] - lasting)
+        most = math.ceil((row["predicted_peak_bytes"] + beyond) / 2**21) * 2**21
+        more += f", rarely more than {size_text(most)}"
     peak = size_text(row["predicted_peak_bytes"])
     name, low, high = range_of(row)
     limits = [row["predicted_peak_low_bytes"], row["predicted_peak_high_bytes"]]
@@ -140,7 +145,7 @@ def detail(row: Row) -> list[str]:
     seconds = ", ".join(f"{part} {size:.4g} s" for part, size in parts_of_step(row).items() if size)
     return [
         f"memory: rank {row['peak_rank']} peaks at {peak} in {row['peak_phase']}: {parts}{more}.",
-        f"fits: {row['fits']}: measured peaks of {name} were {low} to {high} of predicted ones, so that this one lies"
+        f"fits: {row['fits']}: measured peaks of {name} were {low} to {high} of predicted ones, so that this one needs"
         f" between {size_text(limits[0])} and {size_text(limits[1])}; {size_text(available)} of a device are for"
         " tensors.",
         f"step: {row['predicted_step_seconds']:.4g} s: {seconds}.",

@@ -13,7 +13,7 @@ from harness.cli.main import main
 from tests.support import pages
 from tests.support.plan_sentences import GIB, Row, columns_of_step, label, needed, range_of, size_text
 
-SETTINGS = "model=7b cluster=8xh100 train.micro_batch=2"
+SETTINGS = "plan.simulate=false model=7b cluster=8xh100 train.micro_batch=2"
 
 FULL = "model=70b cluster=8xrtx4090 checkpointing=none train.global_batch=8 train.micro_batch=1"
 
@@ -32,7 +32,7 @@ def plan(request: pytest.FixtureRequest, browser: Browser, tmp_path_factory: pyt
     """Return the page of a search, opened, and its text; what the page fetches or complains of fails the test."""
     path, printed = tmp_path_factory.mktemp("plan") / "plan.html", io.StringIO()
     with contextlib.redirect_stdout(printed):
-        assert main(["plan", "plan.simulate=false", "--explain", "--report", str(path), *request.param.split()]) == 0
+        assert main(["plan", "--explain", "--report", str(path), *request.param.split()]) == 0
     opened = browser.new_page(viewport={"width": 1280, "height": 900})
     problems: list[str] = []
     opened.on("console", lambda message: problems.append(message.text))

@@ -32,12 +32,13 @@ SEARCH = (
     "train.global_batch=64",
     "strategy.tp=1",
     "strategy.cp=1",
+    "plan.simulate=false",
 )
 
 
 def report_of(folder: Path, *arguments: str) -> tuple[str, list[dict[str, str]]]:
     """Return the page of a search as Markdown, and the rows beside it."""
-    assert main(["plan", "--report", str(folder / "report.md"), "plan.simulate=false", *arguments]) == 0
+    assert main(["plan", "--report", str(folder / "report.md"), *arguments]) == 0
     with open(folder / "plans.csv", newline="") as file:
         return (folder / "report.md").read_text(), list(csv.DictReader(file))
 
