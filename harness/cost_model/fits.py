@@ -78,8 +78,8 @@ def fit_verdict(memory: RankMemory, capacity_bytes: float, stack: StackMemory) -
     """Return whether a rank fits a device of this memory.
 
     It is `no` if model state, or the lower end of what is allocated at the peak, exceeds the device, since torch gives
-    back segments that nothing fills before it runs out, and `likely` if the upper end of what it must have does not.
-    The CUDA context takes its part of the device.
+    back segments that nothing fills before it runs out. It is `likely` if the upper end of what a device must have does
+    not. The CUDA context takes its part of the device.
     """
     low, high = stack.measured_over_predicted or UNMEASURED_RANGE
     low_bytes = max(memory.estimate.peak_bytes * low, float(memory.resting_bytes))

@@ -27,10 +27,10 @@ SECONDS_PER_HOUR = 3600
 
 
 class Replay(NamedTuple):
-    """What a simulated device said of the fullest rank, whose allocations torch's allocator serves there."""
+    """How the fullest rank ended on a simulated device, by a model of torch's allocator."""
 
-    is_enough: bool  # whether the device's memory was
-    reserved_bytes: int | None  # None where it was not
+    is_enough: bool  # whether the device had enough memory
+    reserved_bytes: int | None  # None where it had not
     run_id: str
 
 
@@ -84,7 +84,7 @@ class Prediction:
 
     @property
     def can_be_replayed(self) -> bool:
-        """Whether a simulation can tell whether it fits, where the plan cannot; with offload it would take too long."""
+        """Whether the plan leaves open if it fits, and a simulation would tell; with offload that takes too long."""
         is_open = self.verdict.fits == "tight" and self.cluster.device == "cuda" and not self.memory.host_bytes
         return is_open and self.is_runnable and not self.is_of_nearest_decoder and not self.config.train.compile
 

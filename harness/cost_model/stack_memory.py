@@ -36,7 +36,7 @@ class RankMemory:
     resting_bytes: int  # allocated between steps
     reserved_bytes: int  # the most that torch's allocator usually takes from a device with room for it
     most_reserved_bytes: int  # what it rarely exceeds
-    served_bytes: int  # what a device must have for it, since it gives back what it caches before it runs out
+    served_bytes: int  # what a device must have: the allocator gives back its cache before it runs out
 
 
 def predict_highest_rank(
