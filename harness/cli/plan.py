@@ -1,14 +1,17 @@
 """harness plan OVERRIDES: the memory and time of layouts on any cluster, predicted without starting anything."""
 
+import dataclasses
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-from harness.planner.plan import LayoutPlan, plans
+from harness.cost_model.prediction import Prediction
+from harness.planner.plan import LayoutPlan, against_words, plans
 from harness.planner.row import csv_text, planned_row, refused_row
 from harness.planner.sentences import (
+    against_lines,
     basis_sentences,
     detail_lines,
     explanation,
@@ -55,10 +58,26 @@ def text_lines(entries: Sequence[LayoutPlan], explains: bool) -> Iterator[str]:
         number += len(plan.predictions)
     yield from dict.fromkeys(line for plan in entries for line in sentences(plan))
     yield from (f"refused: {plan.swept}: {plan.refusal}" for plan in entries if plan.refusal)
-    predictions = [prediction for plan in entries for prediction in plan.predictions]
-    for position, prediction in enumerate(predictions, 1):
-        for line in explanation(prediction) if explains else ():
-            yield f"{position}: {line}"
+    yield from explanations([entry for plan in entries for entry in plan.predictions]) if explains else ()
+
+
+def explanations(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield the arithmetic of each figure of predictions, which are numbered as in their table."""
+    for number, prediction in enumerate(predictions, 1):
+        yield from (f"{number}: {line}" for line in explanation(prediction))
+
+
+def side_by_side(entries: Sequence[LayoutPlan]) -> list[LayoutPlan]:
+    """Return two plans with one prediction each: the best of a search, or its smallest layout where none fits.
+
+    Raises UserError if there are more plans, or one has no prediction.
+    """
+    shown = [[*entry.predictions, *(entry.result.front[-1:] if entry.result else ())][:1] for entry in entries]
+    if len(shown) != 2 or not all(shown):
+        raise UserError("--against compares one plan with one other: leave out lists of values and sweeps")
+    return [
+        dataclasses.replace(entry, predictions=first, result=None) for entry, first in zip(entries, shown, strict=True)
+    ]
 
 
 def main(options: Namespace) -> None:
@@ -71,6 +90,8 @@ def main(options: Namespace) -> None:
     if page is not None and page.suffix not in PAGES:
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
     entries = plans(arguments)
+    if options.against:
+        entries += plans(against_words(arguments, options.against))
     if any(prediction.can_be_replayed for entry in entries if entry.result for prediction in entry.predictions):
         from harness.planner.replay import replay_best  # it imports what runs need
 
@@ -82,9 +103,12 @@ def main(options: Namespace) -> None:
         from harness.report.plan_page import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
+    entries = side_by_side(entries) if options.against else entries
     if output == "table":
         shown = [(entry.swept, line) for entry in entries for line in entry.predictions]
-        if shown:
+        if options.against:
+            print("\n".join(against_lines(*(line for _, line in shown))))
+        elif shown:
             print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
         for text in text_lines(entries, options.explain):
             print(sanitize(text))

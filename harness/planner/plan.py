@@ -51,6 +51,13 @@ def plans(arguments: Sequence[str]) -> list[LayoutPlan]:
     return entries
 
 
+def against_words(arguments: Sequence[str], against: Sequence[str]) -> list[str]:
+    """Return the settings of a plan with others in the place of those of the same key or group."""
+    keys = {word.lstrip("+").partition("=")[0] for word in against}
+    others = [word for word in arguments if not {word.partition("=")[0], word.partition(".")[0]} & keys]
+    return [*others, *against]
+
+
 def planned_or_refused(combination: LayoutPlan) -> LayoutPlan:
     """Return a combination of settings with its predictions, or with the reason why it cannot be planned."""
     try:

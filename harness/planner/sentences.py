@@ -34,6 +34,8 @@ TERMS = {
     "rest": "rest of the step",
 }
 
+_FORMATS = {"s": ".4g", "tokens/s": ",.0f", "%": ".1f", "GiB": ".2f"}  # of figures side by side, by their units
+
 _SELDOM = {"copies", *(f"exposed {axis}" for axis in AXES)}  # parts of a step without a column where no layout has any
 
 say = Sentences(
@@ -45,8 +47,18 @@ say = Sentences(
 
 def separation(prediction: Prediction, fastest: Prediction) -> str:
     """Return in one sentence which part of the step's time separates a layout from the fastest one."""
-    part = max(TERMS, key=lambda name: prediction.parts_of_step[name] - fastest.parts_of_step[name])
-    return say("separation", entry=prediction, first=fastest, part=part)
+    return say("separation", entry=prediction, first=fastest, part=_slower_part(prediction, fastest))
+
+
+def against_sentence(prediction: Prediction, other: Prediction) -> str:
+    """Return in one sentence which of two layouts is slower, and the part of the step's time that says why."""
+    faster, slower = sorted((prediction, other), key=lambda entry: entry.step_seconds)
+    return say("against", entry=slower, faster=faster, part=_slower_part(slower, faster))
+
+
+def _slower_part(prediction: Prediction, faster: Prediction) -> str:
+    """Return the part of the step that takes most longer than in a faster layout."""
+    return max(TERMS, key=lambda name: prediction.parts_of_step[name] - faster.parts_of_step[name])
 
 
 def memory_sentences(result: SearchResult) -> Iterator[str]:
@@ -115,11 +127,49 @@ def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list
     """Return a table of predictions, and under it what each layout is, after the settings that differ in a sweep."""
     rows = [_table_cells(number, prediction) for number, prediction in enumerate(predictions, 1)]
     columns = [name for name in rows[0] if name not in _SELDOM or any(row[name] != "0" for row in rows)]
-    lines = [columns, *([row[name] for name in columns] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    table = ["  ".join(map(str.rjust, line, widths)) for line in lines]
+    table = _aligned([columns, *([row[name] for name in columns] for row in rows)])
     labels = (f"{text}: {entry.label()}".removeprefix(": ") for text, entry in zip(swept, predictions, strict=True))
     return [*table, "", *(f"{number}  {label}" for number, label in enumerate(labels, 1))]
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return lines of cells as text in which each column ends at one place."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return ["  ".join(map(str.rjust, line, widths)) for line in lines]
+
+
+def against_lines(first: Prediction, other: Prediction) -> list[str]:
+    """Return a table of two layouts side by side, of what their steps take, their memory and what a rank sends."""
+    figures = _figures(first), _figures(other)
+    lines = [["", "1", "2", "2 less 1"], ["fits", first.verdict.fits, other.verdict.fits, ""]]
+    for name in figures[0] | figures[1]:
+        values = [side.get(name, 0.0) for side in figures]
+        if any(values):
+            shown = _FORMATS[name.split()[-1]]
+            lines.append([name, *(format(value, shown) for value in (*values, values[1] - values[0]))])
+    width = max(len(line[0]) for line in lines)
+    table = _aligned([[line[0].ljust(width), *line[1:]] for line in lines])
+    return [*table, "", f"1  {first.label()}", f"2  {other.label()}", against_sentence(first, other)]
+
+
+def _figures(prediction: Prediction) -> dict[str, float]:
+    """Return what two layouts are compared by, each by its name with a unit; parts are indented under their sum."""
+    memory, sent = prediction.memory, prediction.sent_bytes
+    sizes: dict[str, float] = {
+        "peak": memory.peak_bytes,
+        **{f"  {part}": memory.at_peak.get(part, 0) for part in PEAK_PARTS},
+        "reserved": prediction.peak.reserved_bytes if prediction.cluster.device == "cuda" else 0,
+        "of the host": memory.host_bytes,
+        "sent by a rank in a step": sum(sent.values()),
+        **{f"  {name}": size for name, size in sent.items()},
+    }
+    return {
+        "step s": prediction.step_seconds,
+        **{f"  {TERMS[part]} s": seconds for part, seconds in prediction.parts_of_step.items()},
+        "tokens/s": prediction.tokens_per_second,
+        "MFU %": 100 * (prediction.mfu or 0.0),
+        **{f"{name} GiB": size / 2**30 for name, size in sizes.items()},
+    }
 
 
 def _table_cells(number: int, prediction: Prediction) -> dict[str, str]:

@@ -9,7 +9,20 @@ from typing import Any
 import pytest
 
 from harness.cli.main import main
-from tests.support.plan_sentences import AXES, Row, columns_of_step, label, needed, size_text, unexplained
+from harness.planner.plan import against_words
+from tests.support.plan_sentences import (
+    AXES,
+    GIB,
+    PARTS,
+    Row,
+    columns_of_step,
+    label,
+    longer,
+    needed,
+    parts_of_step,
+    size_text,
+    unexplained,
+)
 
 LAYOUTS = (
     "model=7b strategy=fsdp_full_shard cluster=8xh100",
@@ -148,3 +161,49 @@ def test_the_text_of_a_search_follows_from_its_rows(
         assert faster["predicted_step_seconds"] <= slower["predicted_step_seconds"]
         assert faster["predicted_peak_bytes"] > slower["predicted_peak_bytes"]
     assert all(needed(row) <= row["memory_limit_bytes"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "against"),
+    [
+        (LAYOUTS[0], "strategy=zero3 checkpointing=full"),
+        (LAYOUTS[5], "strategy=fsdp_hybrid_shard"),
+        (LAYOUTS[3], "strategy=ddp train.micro_batch=2"),
+        (SEARCHES[0], "strategy=ddp"),
+        (SEARCHES[3], "strategy.zero_stage=3"),  # a search against one in fewer layouts, neither with one that fits
+    ],
+)
+def test_two_layouts_side_by_side_are_those_of_their_rows(
+    settings: str, against: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*settings.split(), "plan.simulate=false", "--against", *against.split()]
+    rows: list[Row] = json.loads("\n".join(text_of(capsys, "format=json", *words)))
+    lines = text_of(capsys, *words)
+    table, (one, two, sentence) = lines[: lines.index("")], lines[lines.index("") + 1 :][:3]
+    assert [one, two] == [f"{number}  {label(row)}" for number, row in enumerate(rows, 1)]
+    shown = {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line.strip()) for line in table[2:])}
+    assert table[1].split()[1:] == [row["fits"] for row in rows]
+    columns = {"step s": "predicted_step_seconds", "tokens/s": "tokens_per_second", "peak GiB": "predicted_peak_bytes"}
+    columns |= {"reserved GiB": "peak_reserved_bytes", "sent by a rank in a step GiB": "communication_bytes"}
+    columns |= {f"{part} GiB": f"at_peak_{word}_bytes" for part, word in PARTS.items()}
+    figures = {name: [row[column] / (GIB if "GiB" in name else 1) for row in rows] for name, column in columns.items()}
+    parts = [parts_of_step(row) for row in rows]
+    figures |= {f"{name} s": [each[name] for each in parts] for name in parts[0]}
+    for name, values in figures.items():
+        digits = ".2f" if "GiB" in name else ",.0f" if name == "tokens/s" else ".4g"
+        expected = [format(value, digits) for value in (*values, values[1] - values[0])]
+        assert shown.get(name, expected) == expected and (name in shown) == any(values)
+    faster, slower = sorted(rows, key=lambda row: float(row["predicted_step_seconds"]))
+    if sentence != "Both take as long within 0.1 %.":
+        assert sentence.startswith(f"{label(slower)} {longer(slower, faster)} than {label(faster)}: its ")
+        part = max(parts[0], key=lambda name: parts_of_step(slower)[name] - parts_of_step(faster)[name])
+        assert f"its {part} take" in sentence
+    note = "No layout is predicted to fit without the host's memory, so that offload was searched, too."
+    assert set(unexplained(lines[lines.index("") + 4 :], rows)) <= {note}
+
+
+def test_settings_against_replace_those_of_their_group() -> None:
+    words = against_words(["model=7b", "strategy=3d", "strategy.tp=2", "train.seq_len=4"], ["strategy=ddp"])
+    assert words == ["model=7b", "train.seq_len=4", "strategy=ddp"]
+    assert against_words(["strategy.tp=2", "strategy.pp=2"], ["strategy.tp=4"]) == ["strategy.pp=2", "strategy.tp=4"]
+    assert main(["plan", "-m", "model=tiny", "strategy=ddp,zero1", "cluster=8xh100", "--against", "strategy=tp"]) == 2
