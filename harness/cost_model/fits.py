@@ -79,10 +79,11 @@ def fit_verdict(memory: RankMemory, capacity_bytes: float, stack: StackMemory) -
 
     It is `no` if model state, or the lower end of what is allocated at the peak, exceeds the device, since torch gives
     back segments that nothing fills before it runs out. It is `likely` if the upper end of what a device must have does
-    not. The CUDA context takes its part of the device.
+    not. State is counted to the byte, so that no error on file makes the lower end smaller than what is there at once.
+    The CUDA context takes its part of the device.
     """
     low, high = stack.measured_over_predicted or UNMEASURED_RANGE
-    low_bytes = max(memory.estimate.peak_bytes * low, float(memory.resting_bytes))
+    low_bytes = float(max(memory.estimate.peak_bytes * low, memory.resting_bytes, memory.estimate.state_at_peak_bytes))
     high_bytes = memory.served_bytes * high
     available = capacity_bytes - memory.estimate.process_bytes
     possible: Fits = "likely" if high_bytes <= available else "tight"

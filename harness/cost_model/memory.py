@@ -58,6 +58,11 @@ class MemoryEstimate:
         return sum(self.at_peak.values())
 
     @property
+    def state_at_peak_bytes(self) -> int:
+        """The bytes of model state on the device at that moment, which are counted and not estimated."""
+        return sum(self.at_peak.get(kind, 0) for kind in STATE_KINDS)
+
+    @property
     def needed_bytes(self) -> int:
         """The bytes that a device must have: of tensors, and outside torch's allocator."""
         return self.peak_bytes + self.process_bytes

@@ -141,12 +141,15 @@ def detail(row: Row) -> list[str]:
     peak = size_text(row["predicted_peak_bytes"])
     name, low, high = range_of(row)
     limits = [row["predicted_peak_low_bytes"], row["predicted_peak_high_bytes"]]
+    state = sum(row[f"at_peak_{part}_bytes"] or 0 for part in ("parameter", "gradient", "optimizer"))
+    assert limits[0] >= state, "a peak is never below the state that is there at once"
+    bound = ", its state," if limits[0] == state else ""
     available = row["memory_limit_bytes"] - row["process_bytes"]
     seconds = ", ".join(f"{part} {size:.4g} s" for part, size in parts_of_step(row).items() if size)
     return [
         f"memory: rank {row['peak_rank']} peaks at {peak} in {row['peak_phase']}: {parts}{more}.",
         f"fits: {row['fits']}: measured peaks of {name} were {low} to {high} of predicted ones, so that this one needs"
-        f" between {size_text(limits[0])} and {size_text(limits[1])}; {size_text(available)} of a device are for"
+        f" between {size_text(limits[0])}{bound} and {size_text(limits[1])}; {size_text(available)} of a device are for"
         " tensors.",
         f"step: {row['predicted_step_seconds']:.4g} s: {seconds}.",
     ]

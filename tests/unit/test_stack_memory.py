@@ -42,6 +42,8 @@ from tests.support.published.memory_scores import (
 )
 from tests.support.rank_memory import predict_rank_memory
 
+GIB = 2**30
+
 
 @lru_cache(maxsize=16)
 def gpt_config(name: str, micro_batch: int = 1, checkpointing: Checkpointing = "none") -> RunConfig:
@@ -118,6 +120,13 @@ def test_a_verdict_turns_from_likely_to_tight_to_no_as_memory_shrinks() -> None:
     assert memory.resting_bytes <= verdict.low_bytes <= memory.estimate.peak_bytes <= verdict.high_bytes
     state = dataclasses.replace(memory, resting_bytes=2 * memory.resting_bytes)
     assert fit_verdict(state, state.resting_bytes, stack).fits == "no"  # state alone does not leave room for a context
+    # No error on file is of bytes that are counted: gradients of ZeRO's stage 2, which do not rest between steps, too.
+    parts = {"parameters": 40 * GIB, "gradients": 20 * GIB, "optimizer": 20 * GIB, "activations": 10 * GIB}
+    counted = dataclasses.replace(memory, estimate=dataclasses.replace(memory.estimate, at_peak=parts))
+    unmeasured = dataclasses.replace(stack, measured_over_predicted=None)
+    capacity = 78 * GIB + counted.estimate.process_bytes  # above 0.84 times the peak, below the state
+    assert fit_verdict(counted, capacity, unmeasured).fits == "no"
+    assert fit_verdict(counted, capacity, unmeasured).low_bytes == 80 * GIB
 
 
 # --- Faults that these figures must show
