@@ -62,6 +62,7 @@ def calibrated_hardware(
     fitted = FittedHardware(
         matmul_efficiency=rates.matmul_flops / peak,
         attention_efficiency=rates.attention_flops / peak,
+        cudnn_attention_efficiency=rates.attention_flops / peak,  # by the kernel that runs take
         attention_backward_ratio=rates.attention_backward_flops / rates.attention_flops,
         memory_efficiency=rates.memory_bytes / memory_bandwidth,
         kernel_seconds=rates.kernel_seconds,
@@ -72,7 +73,6 @@ def calibrated_hardware(
         inter_node_latency=datasheet.fitted.inter_node_latency
         if datasheet
         else max(ASSUMED_NETWORK_LATENCY, rates.link_latency or 0.0),
-        node_contention=datasheet.fitted.node_contention if datasheet else 0.0,
         overlap_slowdown=1.0 if rates.overlap_slowdown is None else rates.overlap_slowdown,
     )
     source = f"measured by harness calibrate on {datetime.now(UTC).date().isoformat()}: torch {torch.__version__}"
@@ -103,7 +103,7 @@ def _rounded(value: float) -> float:
 
 def assumptions(rates: FittedRates, datasheet: HardwareConfig | None) -> str:
     """Return what one machine could not measure, and where its figures are from, in one sentence."""
-    links = "inter_node_bandwidth, inter_node_efficiency, inter_node_latency and node_contention, the links to others"
+    links = "inter_node_bandwidth, inter_node_efficiency and inter_node_latency, the links to others"
     source = "the file that describes this device" if datasheet else "an assumed network of 10 Gbit/s: set them"
     text = f"One machine cannot measure {links}; they are of {source}."
     if rates.link_bandwidth is None:

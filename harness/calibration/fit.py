@@ -72,7 +72,7 @@ def _non_negative(matrix: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return min(candidates, key=lambda coefficients: float(np.linalg.norm(matrix @ coefficients - wanted)))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class FittedRates(KernelRates):
     """The rates of one rank, all ranks of its node computing at once, and of the links between them."""
 

@@ -23,8 +23,10 @@ class FittedHardware:
     """The parameters of a device and its links that no datasheet has, at most twelve."""
 
     matmul_efficiency: Finite  # The share of peak FLOP/s that an endlessly large matrix product reaches.
-    # The share of peak FLOP/s that a fused attention kernel reaches with endlessly large heads.
+    # The share of peak FLOP/s that FlashAttention-2 reaches with endlessly large heads, and that cuDNN's kernel does,
+    # where torch prefers it.
     attention_efficiency: Finite
+    cudnn_attention_efficiency: Finite
     # The FLOP/s of a fused attention kernel's backward in units of its forward's.
     attention_backward_ratio: Finite
     memory_efficiency: Finite  # The share of memory_bandwidth that kernels reach.
@@ -34,8 +36,6 @@ class FittedHardware:
     intra_node_latency: Finite  # The seconds of one step of a ring between devices of a node.
     inter_node_efficiency: Finite  # The share of inter_node_bandwidth that a ring over two nodes reaches.
     inter_node_latency: Finite  # The seconds of one step of a ring between nodes.
-    # The power of the number of nodes, in units of two, by which the bandwidth between nodes falls.
-    node_contention: Finite
     # The share of a collective's time by which it slows down the kernels that run beside it.
     overlap_slowdown: Finite
 

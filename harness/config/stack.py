@@ -4,21 +4,13 @@ Only the planner reads it, and it is no part of a run's identity.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import yaml
 
-from harness.config.from_dict import AtLeastOne, Natural, NotNegative, from_dict, one_of, rule
+from harness.config.from_dict import AtLeastOne, Natural, NotNegative, from_dict, one_of
 from harness.config.locations import files_in
 from harness.config.schema import ADAMW
-
-RangeAroundOne = Annotated[
-    tuple[float, float],
-    rule(
-        lambda value: 0 < value[0] <= 1 <= value[1],
-        "is not a range around 1: choose a number up to 1 and one from 1 on",
-    ),
-]
 
 
 @dataclass(frozen=True)
@@ -110,6 +102,7 @@ class StackTiming:
     gathers_inputs_again: bool = False
     # Whether the gradient of a column-parallel matrix's input is summed while that of its weight is computed.
     overlaps_input_gradient: bool = False
+    prefers_cudnn_attention: bool = False  # Whether attention runs by cuDNN's kernel where torch prefers it.
     skips_masked_scores: bool = True  # Whether the fused attention kernel skips the half that the causal mask hides.
     # The memory traffic of kernels between matrix products in units of one read and one write for each operator, as
     # torch runs them without a compiler.
@@ -128,26 +121,18 @@ class StackTiming:
     divided_layer_launches: Natural = 0
     micro_batch_launches: Natural = 0
     # Time of the host for one tensor-parallel collective, beside a kernel's.
-    collective_launch_seconds: NotNegative = 0.0
-    # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors.
-    collective_seconds_per_rank: NotNegative = 0.0
+    collective_launch_seconds: NotNegative = 1.0e-4
+    # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors. Two
+    # stacks that were fitted apart have nearly the same.
+    collective_seconds_per_rank: NotNegative = 8.0e-6
     pipelined_collective_seconds_per_rank: NotNegative = 0.0
     # Time of one step of a ring between nodes beside the hardware's, such as that of processes that wait for others.
     inter_node_step_seconds: NotNegative = 0.0
     blocking_transfers: bool = False  # Whether a stage waits for its transfers instead of computing meanwhile.
-    # Time of a transfer between stages on two nodes beside its bytes, and the power of the number of nodes, in units
-    # of two, by which it grows.
-    transfer_seconds: NotNegative = 0.0
-    transfer_growth: NotNegative = 0.0
-    # Time of each micro-batch beside everything else on 64 nodes, and the power of the nodes by which it grows.
-    inter_node_micro_batch_seconds: NotNegative = 0.0
-    inter_node_micro_batch_growth: NotNegative = 0.0
     # Bytes that the update reads and writes for each parameter, masters included.
     optimizer_bytes: NotNegative = ADAMW.update_bytes
     step_seconds: NotNegative = 0.0  # Time of a step beside everything else.
-    # The range of measured over predicted step time of a step without exposed communication in published measurements
-    # of this stack, nine of ten rows inside; null means that there are none.
-    measured_over_predicted: RangeAroundOne | None = None
+    measured_on: tuple[str, ...] = ()  # The clusters on which published steps of this stack were measured.
 
 
 @dataclass(frozen=True)

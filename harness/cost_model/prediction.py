@@ -15,6 +15,7 @@ from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, predicted_memory
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
+from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.machine import DescribedCluster
@@ -97,8 +98,7 @@ class Prediction:
     @cached_property
     def time(self) -> StepTime:
         """The time of a step and its parts."""
-        hardware, timing, devices = self.cluster.hardware, self.stack.timing, self.cluster.gpus_per_node
-        return estimate_step_time(self.config, self.layout, hardware, timing, self.widths, devices)
+        return self._time_with(Factors(1.0, 1.0, 1.0))
 
     @cached_property
     def step_parts(self) -> dict[str, float]:
@@ -133,10 +133,21 @@ class Prediction:
         """The seconds of a step."""
         return self.time.step_seconds
 
-    @property
+    @cached_property
     def step_interval(self) -> tuple[float, float]:
         """The seconds between which nine of ten measured steps lie, by the errors on file."""
-        return self.time.interval(self.stack.timing, -(-self.layout.world_size // self.cluster.gpus_per_node))
+        low, high = (self._time_with(factors).step_seconds for factors in ENDS[self.basis])
+        return low, high
+
+    @property
+    def basis(self) -> Basis:
+        """What measurements stand behind the time."""
+        return basis_of(self.cluster.name, self.cluster.hardware, self.stack.timing)
+
+    def _time_with(self, factors: Factors) -> StepTime:
+        hardware, timing = changed_machine(self.cluster.hardware, self.stack.timing, factors)
+        devices = self.cluster.gpus_per_node
+        return estimate_step_time(self.config, self.layout, hardware, timing, self.widths, devices)
 
     @property
     def needed_bytes(self) -> int:

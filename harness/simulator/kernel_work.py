@@ -24,8 +24,6 @@ from harness.cost_model.timing.kernels import (
 )
 from harness.measure.collective_rules import iter_tensors
 
-BACKWARD_PRODUCTS = 2.5  # of a fused attention kernel's backward, in units of its forward's (arXiv 2205.14135)
-
 
 class Product(NamedTuple):
     """A batch of products of an (m, k) with a (k, n) matrix in a dtype by torch's name."""
@@ -48,6 +46,7 @@ class AttentionKernel(NamedTuple):
     computed_share: float
     dtype: str
     is_backward: bool
+    is_cudnn: bool = False
 
 
 class Movement(NamedTuple):
@@ -106,12 +105,10 @@ def work_seconds(work: Work, hardware: HardwareConfig, gpus_per_node: int) -> fl
             rates = kernel_rates(hardware, dtype)
             single = rates.product_seconds(m, n, k, width) - rates.kernel_seconds
             return batch * single + rates.kernel_seconds
-        case AttentionKernel(queries, keys, heads, head_dim, computed_share, dtype, is_backward):
+        case AttentionKernel(queries, keys, heads, head_dim, computed_share, dtype, is_backward, is_cudnn):
             rates = kernel_rates(hardware, dtype)
             flops = fused_attention_flops(queries, keys, heads, head_dim, computed_share)
-            if is_backward:  # which is two kernels, as the planner has them
-                return BACKWARD_PRODUCTS * flops / rates.attention_backward_flops + 2 * rates.kernel_seconds
-            return flops / rates.attention_flops + rates.kernel_seconds
+            return rates.attention_seconds(flops, is_backward=is_backward, is_cudnn=is_cudnn)
         case Movement(size):
             return size / bandwidth + hardware.fitted.kernel_seconds
         case HostLinkCopy(size):
@@ -227,6 +224,7 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Att
         computed_share(queries, keys, values.get("is_causal"), values.get("custom_mask_type")),
         str(query.dtype).removeprefix("torch."),
         is_backward=func._opname.endswith("_backward"),
+        is_cudnn="cudnn" in func._opname,
     )
 
 

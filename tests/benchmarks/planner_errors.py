@@ -17,14 +17,12 @@ from typing import Any
 
 import altair as alt
 
-from harness.cost_model.flops import model_flops
-from harness.hardware.machine import peak_flops
 from harness.layout.model_profile import parameter_count
 from harness.report.charts.style import FONT, FONT_SIZE, PALETTE, SHAPES
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
 from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
-from tests.support.published.step_times import row_hardware, step_seconds, time_scores
+from tests.support.published.step_times import predicted_mfu, step_seconds, time_scores
 
 NANOTRON, MEGATRON, FMS = "nanotron grid, H100", "Megatron-LM golden values", "fms-acceleration, A100"
 
@@ -201,11 +199,9 @@ LLM_ANALYSIS_GPUS = {
 
 def ideal_seconds(row: PublishedRow) -> float:
     """Return the step time at the peak of all devices with the pipeline's bubble, which a constant MFU divides."""
-    hardware = row_hardware(row)
-    peak = hardware.peak_flops or peak_flops(hardware.device_name, row.config.precision.compute)
     layout = row.layout
     bubble = 1 + (layout.pp - 1) / layout.grad_accumulation_steps(row.config.train)
-    return model_flops(row.config) / (layout.world_size * peak) * bubble
+    return predicted_mfu(row, 1.0) * bubble
 
 
 def sixteen_bytes(row: PublishedRow) -> float:

@@ -6,7 +6,7 @@ from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.hardware.machine import DescribedCluster
 from harness.planner.plan import LayoutPlan, plans
 
-FITTED = FittedHardware(0.8, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1, 0.1)
+FITTED = FittedHardware(0.8, 0.6, 0.6, 2.5, 0.8, 3e-6, 5e-6, 0.8, 2e-6, 0.8, 1e-5, 0.1)
 
 HARDWARE = HardwareConfig(
     device_name="NVIDIA H100 80GB HBM3",

@@ -70,9 +70,10 @@ hardware:
   peak_flops: 1.0e+11
   sources: [a test]
   fitted_to: a test
-  fitted: {matmul_efficiency: 0.5, attention_efficiency: 0.3, attention_backward_ratio: 1.0, memory_efficiency: 0.7,
+  fitted: {matmul_efficiency: 0.5, attention_efficiency: 0.3, cudnn_attention_efficiency: 0.3,
+    attention_backward_ratio: 1.0, memory_efficiency: 0.7,
     kernel_seconds: 1.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.5, intra_node_latency: 1.0e-5,
-    inter_node_efficiency: 0.5, inter_node_latency: 1.0e-4, node_contention: 0.0, overlap_slowdown: 0.5}
+    inter_node_efficiency: 0.5, inter_node_latency: 1.0e-4, overlap_slowdown: 0.5}
 """
 
 

@@ -44,7 +44,7 @@ TRUTH = dataclasses.replace(
     intra_node_bandwidth=2e9,
     inter_node_bandwidth=1.25e9,
     host_bandwidth=None,
-    fitted=FittedHardware(0.8, 0.3, 0.7, 0.9, 3e-6, 5e-6, 0.75, 2e-4, 0.8, 2e-4, 0.0, 0.4),
+    fitted=FittedHardware(0.8, 0.3, 0.3, 0.7, 0.9, 3e-6, 5e-6, 0.75, 2e-4, 0.8, 2e-4, 0.4),
     peak_flops=2e11,
     peak_flops_dtype="float32",
     processor="A processor",
@@ -177,8 +177,8 @@ def test_datasheets_have_what_one_machine_cannot_measure() -> None:
     measured = dataclasses.replace(measured_on(TRUTH), dtype="bfloat16")
     rates = fit_rates(measured)
     known = calibrated_hardware(machine, measured, rates, datasheet)
-    others = (known.inter_node_bandwidth, known.fitted.node_contention, known.peak_flops, known.processor)
-    assert others == (datasheet.inter_node_bandwidth, datasheet.fitted.node_contention, None, None)
+    others = (known.inter_node_bandwidth, known.fitted.inter_node_efficiency, known.peak_flops, known.processor)
+    assert others == (datasheet.inter_node_bandwidth, datasheet.fitted.inter_node_efficiency, None, None)
     assert known.memory_bandwidth * known.fitted.memory_efficiency == pytest.approx(rates.memory_bytes, rel=1e-3)
     assert "the file that describes this device" in assumptions(rates, datasheet)
     kernels = tuple(point for point in measured.points if point.curve not in get_args(Collective))

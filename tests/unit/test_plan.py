@@ -40,9 +40,10 @@ hardware:
   fitted_to: a test
   datasheet_only: true
   price_per_device_hour: 2.0
-  fitted: {matmul_efficiency: 0.8, attention_efficiency: 0.6, attention_backward_ratio: 2.5, memory_efficiency: 0.8,
+  fitted: {matmul_efficiency: 0.8, attention_efficiency: 0.6, cudnn_attention_efficiency: 0.6,
+    attention_backward_ratio: 2.5, memory_efficiency: 0.8,
     kernel_seconds: 3.0e-6, launch_seconds: 5.0e-6, intra_node_efficiency: 0.8, intra_node_latency: 2.0e-6,
-    inter_node_efficiency: 0.8, inter_node_latency: 1.0e-5, node_contention: 0.1, overlap_slowdown: 0.1}
+    inter_node_efficiency: 0.8, inter_node_latency: 1.0e-5, overlap_slowdown: 0.1}
 """
 
 LLAMA = {"model_type": "llama", "vocab_size": 32000}

@@ -17,6 +17,7 @@ from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from tests.support.published import DATA, PublishedRow, llm_foundry, modalities, nanotron, numbered_rows, vtrain
 from tests.support.published.step_times import (
+    CHOSEN_ERROR,
     CLEARLY_APART,
     ERROR,
     MEAN_ERROR,
@@ -35,7 +36,10 @@ GRID = [row for row in nanotron.rows() if row.status == "ok" and "step_seconds" 
 SOURCES: dict[str, Sequence[PublishedRow]] = {
     "llm-foundry": llm_foundry.rows(),
     "llm-foundry, H100": llm_foundry.h100_rows(),
-    "llm-foundry, H100, own stack": [dataclasses.replace(row, stack="harness") for row in llm_foundry.h100_rows()],
+    "llm-foundry, H100, own stack": [
+        dataclasses.replace(row, stack="harness", timing_changes={"prefers_cudnn_attention": False})
+        for row in llm_foundry.h100_rows()
+    ],
     "Modalities": modalities.rows(),
     "one node": vtrain.single_node_rows(),
     "nodes": vtrain.multi_node_rows(),
@@ -56,8 +60,9 @@ BOUNDS = {
     ("one node", REGRET): 0.05,
     ("nodes", MEAN_ERROR): 0.10,
     ("nodes", REGRET): 0.05,
-    ("nanotron", ERROR): 0.06,
-    ("nanotron", ORDER): 0.89,
+    ("nanotron", ERROR): 0.12,  # a third of the rows is of the slow campaign, see SLOW
+    ("nanotron", CHOSEN_ERROR): 0.08,
+    ("nanotron", ORDER): 0.86,
     ("nanotron on up to 256", REGRET): 0.03,
 }
 

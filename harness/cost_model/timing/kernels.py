@@ -54,6 +54,7 @@ class KernelRates:
     attention_backward_flops: float
     memory_bytes: float  # of kernels that do little more than read and write
     kernel_seconds: float
+    cudnn_speedup: float = 1.0  # of cuDNN's attention, in both passes
 
     def product_seconds(self, m: float, n: float, k: float, width: int) -> float:
         """Return the seconds of the product of an (m, k) with a (k, n) matrix of so many bytes per element."""
@@ -62,6 +63,16 @@ class KernelRates:
             + width * (m * k + k * n + m * n) / self.memory_bytes
             + self.kernel_seconds
         )
+
+    def attention_seconds(self, forward_flops: float, *, is_backward: bool, is_cudnn: bool) -> float:
+        """Return the seconds of a fused attention kernel whose forward has so many operations.
+
+        Its backward, two kernels, computes 2.5 times as many products, with the scores' own (arXiv 2205.14135).
+        """
+        speedup = self.cudnn_speedup if is_cudnn else 1.0
+        if is_backward:
+            return 2.5 * forward_flops / (speedup * self.attention_backward_flops) + 2 * self.kernel_seconds
+        return forward_flops / (speedup * self.attention_flops) + self.kernel_seconds
 
 
 def fused_attention_flops(tokens: float, seq_len: float, heads: float, head_dim: int, computed_share: float) -> float:
@@ -122,6 +133,7 @@ def kernel_rates(hardware: HardwareConfig, dtype: str) -> KernelRates:
         matmul_flops=peak * fitted.matmul_efficiency,
         attention_flops=peak * fitted.attention_efficiency,
         attention_backward_flops=peak * fitted.attention_efficiency * fitted.attention_backward_ratio,
+        cudnn_speedup=fitted.cudnn_attention_efficiency / fitted.attention_efficiency,
         memory_bytes=hardware.memory_bandwidth * fitted.memory_efficiency,
         kernel_seconds=fitted.kernel_seconds,
     )
@@ -173,15 +185,16 @@ def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: 
 def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
     """Return the seconds of attention's core in forward and in backward.
 
-    A fused kernel computes 2.5 times as many products in backward, with the scores' own (arXiv 2205.14135). Plain
-    operators write and read all scores in device memory, and compute those that the mask hides.
+    Plain operators write and read all scores in device memory, and compute those that the mask hides. cuDNN's kernel is
+    never chosen under context parallelism, whose causal masks call flash themselves.
     """
     model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
-        forward = work / rates.attention_flops + rates.kernel_seconds
-        return forward, 2.5 * work / rates.attention_backward_flops + 2 * rates.kernel_seconds
+        is_cudnn = timing.prefers_cudnn_attention and shape.cp == 1
+        forward = rates.attention_seconds(work, is_backward=False, is_cudnn=is_cudnn)
+        return forward, rates.attention_seconds(work, is_backward=True, is_cudnn=is_cudnn)
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
     products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
     forward = products + scores * SCORE_BYTES_FORWARD / rates.memory_bytes
@@ -236,8 +249,7 @@ def ring(group: RankGroup, hardware: HardwareConfig) -> tuple[float, float]:
         return (group.ranks - 1) * fitted.intra_node_latency, in_node
     latency = group.nodes * fitted.inter_node_latency + (group.ranks - group.nodes) * fitted.intra_node_latency
     between = group.ranks / group.nodes * hardware.inter_node_bandwidth * fitted.inter_node_efficiency  # by all cards
-    contention: float = (2 / group.nodes) ** fitted.node_contention
-    return latency, min(in_node, between * contention)
+    return latency, min(in_node, between)
 
 
 def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:

@@ -197,7 +197,8 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (_further_launches(step) if hardware.is_cpu else 0)
     in_pipeline = step.layout.pp_enabled * timing.pipelined_collective_seconds_per_rank
     of_group = shape.tp * max(in_pipeline, timing.collective_seconds_per_rank)
-    host = kernels * hardware.fitted.launch_seconds + collectives * (timing.collective_launch_seconds + of_group)
+    of_collectives = 0.0 if hardware.is_cpu else collectives * (timing.collective_launch_seconds + of_group)
+    host = kernels * hardware.fitted.launch_seconds + of_collectives
     device = forward + backward + tp + cp
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3

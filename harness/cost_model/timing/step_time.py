@@ -1,7 +1,6 @@
 """The seconds of one training step: compute, exposed communication by axis, bubble, optimizer and copies of offload."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -27,14 +26,6 @@ from harness.layout.state_widths import StateWidths
 
 GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
 
-# How much wider an interval is, as a power of its stack's range, for exposed communication and each doubling of nodes.
-SPREAD_GROWTH = 2.5
-
-# The range of measured over predicted time of a stack without measurements of its own. It contains the ranges of all
-# stacks that have one, and is no single stack's.
-UNMEASURED_RANGE = (0.83, 1.26)
-
-
 @dataclass(frozen=True)
 class StepTime:
     """The seconds of one training step of the slowest rank, and their parts, which add up."""
@@ -51,30 +42,10 @@ class StepTime:
     copy_seconds: float = 0.0  # in which a device waits for copies to and from its host
 
     @property
-    def seconds_without_copies(self) -> float:
-        """The seconds of the step but for the copies of offload."""
-        parts = self.compute_seconds + sum(self.exposed_communication_seconds.values()) + self.bubble_seconds
-        return parts + self.optimizer_seconds + self.other_seconds
-
-    @property
     def step_seconds(self) -> float:
         """The seconds of the step."""
-        return self.seconds_without_copies + self.copy_seconds
-
-    def spread(self, nodes: int) -> float:
-        """Return the power to which a stack's range holds for the step: 1 where no communication is exposed.
-
-        What runs beside or between nodes is predicted less well than what a device computes, so that an interval is the
-        wider the more of a step is exposed communication, and the more nodes it goes over.
-        """
-        exposed = sum(self.exposed_communication_seconds.values()) / self.seconds_without_copies
-        return 1 + SPREAD_GROWTH * exposed * math.log2(1 + nodes)
-
-    def interval(self, timing: StackTiming, nodes: int) -> tuple[float, float]:
-        """Return the seconds between which nine of ten measured steps lie, by the errors of predictions on file."""
-        low, high = timing.measured_over_predicted or UNMEASURED_RANGE
-        seconds, spread = self.seconds_without_copies, self.spread(nodes)
-        return float(seconds * low**spread) + self.copy_seconds, float(seconds * high**spread) + self.copy_seconds
+        parts = self.compute_seconds + sum(self.exposed_communication_seconds.values()) + self.bubble_seconds
+        return parts + self.optimizer_seconds + self.other_seconds + self.copy_seconds
 
 
 def estimate_step_time(
@@ -146,25 +117,17 @@ def _first_axis(layout: Layout, axes: tuple[str, ...]) -> str:
 
 def _transfer_seconds(step: StepSetting) -> float:
     """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
-    layout, timing, gpus_per_node = step.layout, step.timing, step.gpus_per_node
-    growth: float = max(1.0, layout.world_size / gpus_per_node / 2) ** timing.transfer_growth
-    sent = send_seconds(step.shape.hidden_bytes, layout.world_size // layout.pp, gpus_per_node, step.hardware)
-    return 2 * (sent + timing.transfer_seconds * growth)
+    layout = step.layout
+    return 2 * send_seconds(step.shape.hidden_bytes, layout.world_size // layout.pp, step.gpus_per_node, step.hardware)
 
 
 def _other_seconds(step: StepSetting, micro_batches: int) -> float:
     """Return the seconds of a step beside its parts.
 
-    They are what a host that runs kernels itself takes for micro-batches outside their layers, and what a stack adds to
-    each micro-batch on several nodes.
+    A host that runs kernels itself takes time for micro-batches outside their layers, too.
     """
-    timing, nodes, seconds = step.timing, step.layout.world_size / step.gpus_per_node, step.timing.step_seconds
-    if step.hardware.is_cpu:
-        seconds += micro_batches * timing.micro_batch_launches * step.hardware.fitted.launch_seconds
-    if nodes > 1:
-        growth: float = (nodes / 64) ** timing.inter_node_micro_batch_growth
-        seconds += micro_batches * timing.inter_node_micro_batch_seconds * growth
-    return seconds
+    launches = step.timing.micro_batch_launches * step.hardware.is_cpu
+    return step.timing.step_seconds + micro_batches * launches * step.hardware.fitted.launch_seconds
 
 
 def _optimizer_seconds(step: StepSetting, parameters: float) -> float:

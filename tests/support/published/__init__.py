@@ -50,6 +50,7 @@ class PublishedRow:
     status: str = "ok"  # how the run ended: ok, or as the source names it
     # figures of the cluster's hardware that were others where the row was measured, such as inter_node_bandwidth
     hardware_changes: Mapping[str, float] = field(default_factory=dict)
+    timing_changes: Mapping[str, float] = field(default_factory=dict)  # the same of the stack's timing
 
 
 class TunedRow(NamedTuple):
@@ -123,6 +124,7 @@ def published_row(
     checkpointing: CheckpointingConfig | None = None,
     status: str = "ok",
     hardware_changes: Mapping[str, float] | None = None,
+    timing_changes: Mapping[str, float] | None = None,
 ) -> PublishedRow:
     """Return a row with its configuration and layout; by default its group is the model on this number of GPUs."""
     nodes, in_node = max(1, world_size // gpus_per_node), min(world_size, gpus_per_node)
@@ -149,4 +151,5 @@ def published_row(
         measured,
         status,
         hardware_changes or {},
+        timing_changes or {},
     )

@@ -17,14 +17,17 @@ from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
 from harness.config.locations import files_in
 from harness.config.stack import StackTiming, load_stack
+from harness.cost_model.flops import model_flops
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
+from harness.hardware.machine import peak_flops
 from tests.support.published import PublishedRow
 
 CLEARLY_APART = 1.03  # the ratio of two measured step times from which on their order counts
 
-DOMINATED = 0.1  # MFU below which nanotron's own transfers take most of a step, and times are not scored
+LEAST_MFU = 0.1  # that a plan predicts of a layout which somebody would choose
 
 ERROR, MEAN_ERROR = "median error of the step time", "mean error of the step time"
+CHOSEN_ERROR = "median error where an MFU of 10 % is predicted"
 ORDER, REGRET = "pairs in the right order", "slowdown of the chosen layout"
 
 
@@ -46,6 +49,12 @@ def cluster_hardware(name: str) -> HardwareConfig:
     return hardware
 
 
+@cache
+def stack_timing(name: str) -> StackTiming:
+    """Return the timing in a file of conf/stack."""
+    return load_stack(name).timing
+
+
 def of_owner(parameters: Parameters, owner: str) -> dict[str, Any]:
     """Return the values that a cluster or a stack has among parameters, by name."""
     return {parameter.name: value for parameter, value in parameters.items() if owner in parameter.owners}
@@ -61,10 +70,10 @@ def row_hardware(row: PublishedRow, parameters: Parameters | None = None) -> Har
 
 def row_timing(row: PublishedRow, parameters: Parameters | None = None) -> StackTiming:
     """Return the timing of a row's stack."""
-    values = of_owner(parameters or {}, row.stack)
+    values = dict(row.timing_changes) | of_owner(parameters or {}, row.stack)
     if "kernels_per_layer" in values:
         values["kernels_per_layer"] = round(values["kernels_per_layer"])
-    return dataclasses.replace(load_stack(row.stack).timing, **values)
+    return dataclasses.replace(stack_timing(row.stack), **values)
 
 
 def step_time(row: PublishedRow, hardware: HardwareConfig, timing: StackTiming) -> StepTime:
@@ -77,17 +86,20 @@ def step_seconds(rows: Sequence[PublishedRow], parameters: Parameters | None = N
     return [step_time(row, row_hardware(row, parameters), row_timing(row, parameters)).step_seconds for row in rows]
 
 
-def is_scored(row: PublishedRow) -> bool:
-    """Return whether a row's step time is scored; its order always is."""
-    return row.measured.get("mfu", 1.0) >= DOMINATED
+def predicted_mfu(row: PublishedRow, seconds: float) -> float:
+    """Return the MFU of a row whose step takes so long."""
+    hardware = row_hardware(row)
+    peak = hardware.peak_flops or peak_flops(hardware.device_name, row.config.precision.compute)
+    assert peak is not None, row.cluster
+    return model_flops(row.config) / (row.layout.world_size * peak * seconds)
 
 
-def choices(rows: Sequence[PublishedRow]) -> dict[tuple[str, int, int], list[int]]:
-    """Return the positions of rows by what they do: layouts compete that train a group's model on the same batch."""
-    groups: dict[tuple[str, int, int], list[int]] = defaultdict(list)
+def choices(rows: Sequence[PublishedRow]) -> dict[tuple[str, str, int, int], list[int]]:
+    """Return the positions of rows by what they do: layouts compete for a group's model, batch and machine."""
+    groups: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        groups[row.group, row.config.train.global_batch, row.config.train.seq_len].append(index)
-    return groups
+        groups[row.group, row.cluster, row.config.train.global_batch, row.config.train.seq_len].append(index)
+    return {place: indices for place, indices in groups.items() if len({rows[index].layout for index in indices}) > 1}
 
 
 def time_scores(rows: Sequence[PublishedRow], predicted: Sequence[float]) -> Iterator[tuple[str, float]]:
@@ -96,10 +108,14 @@ def time_scores(rows: Sequence[PublishedRow], predicted: Sequence[float]) -> Ite
     Groups without two layouts for the same batch have neither order nor regret.
     """
     measured = [row.measured["step_seconds"] for row in rows]
-    errors = [abs(p / m - 1) for row, p, m in zip(rows, predicted, measured, strict=True) if is_scored(row)]
+    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
     yield ERROR, median(errors)
     yield MEAN_ERROR, mean(errors)
-    groups = [group for group in choices(rows).values() if len(group) > 1]
+    of_chosen = (predicted_mfu(row, seconds) >= LEAST_MFU for row, seconds in zip(rows, predicted, strict=True))
+    chosen = [error for error, is_chosen in zip(errors, of_chosen, strict=True) if is_chosen]
+    if chosen:
+        yield CHOSEN_ERROR, median(chosen)
+    groups = choices(rows).values()
     apart = [
         0.5
         if predicted[first] == predicted[second]
