@@ -59,13 +59,18 @@ class Prediction:
     @property
     def is_runnable(self) -> bool:
         """Whether this project's engines train it; other stacks are planned alone."""
+        return self.stack.name == "harness"
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether its memory is that of this project's engines, which a stack of the same library shares."""
         return self.stack.memory.kind == "harness"
 
     @cached_property
     def peak(self) -> RankMemory:
         """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
         config, layout, device = self.config, self.layout, self.cluster.device
-        if self.is_runnable:
+        if self.has_own_memory:
             gathers = layout.zero_stage == 3
             return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), device, gathers)
         return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)

@@ -70,10 +70,14 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
     rules = {
         "stack_model": not model_profile(config.model).is_project_decoder,
         "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
-        "stack_offload": layout.offload != "none",
-        "stack_checkpointing": checkpointing.name == "selective",
-        "stack_offload_activations": checkpointing.offload_activations,
+        "stack_engine": memory.kind == "harness" and layout.engine != "torch",
     }
+    if memory.kind != "harness":
+        rules |= {
+            "stack_offload": layout.offload != "none",
+            "stack_checkpointing": checkpointing.name == "selective",
+            "stack_offload_activations": checkpointing.offload_activations,
+        }
     rules |= {f"stack_{axis}": layout.axis_sizes[axis] > 1 and not memory.has_model_parallelism for axis in MODEL_AXES}
     return refusals(rules, config, layout, stack=stack, stages=", ".join(map(str, memory.zero_stages)))
 

@@ -79,7 +79,7 @@ def lower_bound(of_rank: Callable[[RankStep], int], prediction: Prediction) -> i
     if prediction.is_of_nearest_decoder:
         return 0
     try:
-        if prediction.is_runnable:
+        if prediction.has_own_memory:
             steps, workspaces = rank_steps(config, layout, prediction.widths, cluster.device), WORKSPACE_BYTES
         else:
             steps = stack_steps(config, layout, memory)

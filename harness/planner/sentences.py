@@ -204,7 +204,7 @@ def explanation(prediction: Prediction) -> Iterator[str]:
         "peak_reserved_bytes": prediction.cluster.device == "cuda",
         "fits": True,
         "state_bytes": [{"kinds": kind, "kind": kind.removesuffix("s")} for kind in STATE_KINDS]
-        * prediction.is_runnable,
+        * prediction.has_own_memory,
         "activation_bytes": True,
         "predicted_step_seconds": True,
         "forward_seconds": True,

@@ -33,7 +33,7 @@ LEAST_TOKENS = 1024  # of a sequence that a context-parallel rank has; with fewe
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)  # sequences
 
-MOST_VIRTUAL_STAGES = 4
+VIRTUAL_STAGES = (2, 3, 4, 6, 8)  # of a rank in an interleaved pipeline
 
 CHECKPOINTINGS = (
     CheckpointingConfig("none"),
@@ -144,7 +144,7 @@ def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
 def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:
     """Return the schedules of a pipeline; only this project's engines have a zero-bubble one."""
     names = ("1f1b", "gpipe", "zero_bubble") if kind == "harness" else ("1f1b", "gpipe")
-    virtual = (size for size in range(2, MOST_VIRTUAL_STAGES + 1) if pp * size <= layers)
+    virtual = (size for size in VIRTUAL_STAGES if pp * size <= layers)
     interleaved = [{"schedule": "interleaved_1f1b", "virtual_stages": size} for size in virtual]
     return [{"schedule": name} for name in names] + interleaved if pp > 1 else [{}]
 
@@ -203,9 +203,9 @@ def plan_problems(prediction: Prediction) -> Iterator[str]:
     if problem:
         yield problem
     yield from described_machine(cluster).world_size_problems(layout.world_size)
-    if prediction.is_runnable:
+    if prediction.has_own_memory:
         yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
-    else:
+    if not prediction.is_runnable:
         yield from stack_problems(config, layout, stack)
 
 

@@ -20,7 +20,7 @@ import altair as alt
 from harness.layout.model_profile import parameter_count
 from harness.report.charts.style import FONT, FONT_SIZE, PALETTE, SHAPES
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
-from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, vtrain
+from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, torchtitan, vtrain
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
 from tests.support.published.step_times import predicted_mfu, step_seconds, time_scores
 
@@ -42,6 +42,7 @@ def timed_rows() -> dict[str, Sequence[PublishedRow]]:
         "llm-foundry, A100": llm_foundry.rows(),
         "llm-foundry, H100": llm_foundry.h100_rows(),
         "Modalities, A100 of 64 GB": modalities.rows(),
+        "torchtitan, A100 and H100": torchtitan.rows(),
         "vTrain's data, one node of A100": vtrain.single_node_rows(),
         "vTrain's data, nodes of A100": vtrain.multi_node_rows(),
         MEGATRON: [row for row in golden if row.cluster in ("8xa100_80", "8xh100")],

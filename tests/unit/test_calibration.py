@@ -28,11 +28,13 @@ from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.config.schema import ClusterConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
+from harness.cost_model.timing.stage_time import GPU_SHARE
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.hardware.machine import Machine, described_devices
 from harness.util.text import UserError
-from tests.support.commands import compose_config, compose_layout, widths_of
-from tests.support.planned import HARDWARE
+from tests.support.campaigns import read_table
+from tests.support.commands import ROOT, compose_config, compose_layout, widths_of
+from tests.support.planned import HARDWARE, planned
 
 RANKS = 2
 
@@ -223,8 +225,8 @@ def step_seconds(strategy: str, hardware: HardwareConfig, timing: StackTiming) -
     return estimate_step_time(config, layout, hardware, timing, widths, RANKS).step_seconds
 
 
-def test_the_host_s_work_counts_on_a_cpu_alone() -> None:
-    """There FSDP2's and DeepSpeed's hooks and DTensor take longer than a tiny model's kernels; no GPU was measured."""
+def test_the_host_s_work_counts() -> None:
+    """On a CPU FSDP2's and DeepSpeed's hooks and DTensor take longer than a tiny model's kernels."""
     timing = load_stack("harness").timing
     launches = ("layer_gather_launches", "parameter_gather_launches", "divided_layer_launches", "micro_batch_launches")
     without = dataclasses.replace(timing, **dict.fromkeys(launches, 0))
@@ -236,8 +238,23 @@ def test_the_host_s_work_counts_on_a_cpu_alone() -> None:
     hooks = launched * TRUTH.fitted.launch_seconds
     assert fsdp - step_seconds("fsdp_full_shard", TRUTH, without) == pytest.approx(hooks)
     h100 = described_devices()[H100]
-    of_gpu = ([step_seconds(name, h100, each) for name in names] for each in (timing, without))
-    assert next(of_gpu) == next(of_gpu)
+    ddp, fsdp, tp, zero3 = (step_seconds(name, h100, timing) for name in names)
+    assert ddp < fsdp < min(tp, zero3), "a tiny model waits for the host of a GPU, too"
+    launched = GPU_SHARE * 3 * timing.layer_gather_launches * layers * micro_batches
+    hooks = launched * h100.fitted.launch_seconds
+    assert fsdp - step_seconds("fsdp_full_shard", h100, without) == pytest.approx(hooks)
+
+
+def test_what_one_gpu_took_lies_in_the_interval_of_its_plan() -> None:
+    """The rows of results/first_gpu, of a single rank, where the host decides and where kernels do."""
+    rows = {(row["strategy"], row["model"]): row for row in read_table(ROOT / "results" / "first_gpu" / "speed.csv")}
+    for strategy, model in (("single", "125m"), ("fsdp_full_shard", "125m"), ("zero3", "125m"), ("single", "1b")):
+        row = rows[strategy, model]
+        keys = ("micro_batch", "seq_len", "global_batch")
+        words = (f"strategy={strategy}", f"model={model}", *(f"train.{key}={row[key]}" for key in keys))
+        (prediction,) = planned(*words, "cluster=8xh200", "world_size=1", "precision=bf16_mixed").predictions
+        low, high = prediction.step_interval
+        assert low < float(row["step_seconds"]) < high, (strategy, model)
 
 
 def test_ranks_on_a_cpu_share_its_cores_and_take_turns() -> None:

@@ -58,7 +58,9 @@ def test_markdown_has_a_chart_and_its_rows_beside_it(tmp_path: Path, monkeypatch
     )
     assert [int(row["place_among_best"]) for row in best] == list(range(1, 6))
     assert len(front) == len(points) and len({tuple(row.items()) for row in rows}) == len(rows)
-    lines = re.findall(r"^\| (.+?) \| ([\d.]+) \| (\w+) \| ([\d.]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE)
+    lines = re.findall(
+        r"^\| (.+?) \| ([\d.]+) \| (likely|tight|no) \| ([\d.]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE
+    )
     for line, row, point in zip(lines, front, points, strict=True):
         needed = (int(row["predicted_peak_bytes"]) + int(row["process_bytes"])) / GIB
         step, rate = float(row["predicted_step_seconds"]), float(row["tokens_per_second"])

@@ -23,9 +23,9 @@ class Factors(NamedTuple):
 # Whether steps of the stack on the device were measured, or of each with another one, or none on the device.
 Basis = Literal["together", "apart", "datasheet"]
 
-# The factors that hold nine of ten published steps of the sources that parameters were fitted to ("together"), of those
-# that are left out of the fit ("apart"), and of those that are predicted by the shares of another device's peak
-# ("datasheet"; between A100 and H100 they differ by 1.2 in products and 1.8 in attention): tests/benchmarks/left_out.py.
+# The factors that hold nine of ten published steps of the sources that parameters were fitted to ("together"), and of
+# those that are left out of the fit ("apart"): tests/benchmarks/left_out.py. Between A100 and H100 the shares of the
+# peak differ by a factor of 1.2 in products and 1.8 in attention ("datasheet").
 ENDS: dict[Basis, tuple[Factors, Factors]] = {
     "together": (Factors(0.87, 0.8, 0.75), Factors(1.15, 1.4, 1.7)),
     "apart": (Factors(0.87, 0.8, 0.7), Factors(1.15, 2.0, 2.2)),

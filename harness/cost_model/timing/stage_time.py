@@ -30,6 +30,10 @@ from harness.layout.state_widths import StateWidths
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
 LAST_BUCKET = 0.05
 
+# What the host of a GPU launches beside a layer's kernels, in units of what was counted on a CPU: on one H200 0.21 for
+# FSDP2 and 0.32 for DeepSpeed's stage 3 (results/first_gpu/speed.csv, 125m).
+GPU_SHARE = 0.3
+
 
 @dataclass(frozen=True)
 class StepSetting:
@@ -194,7 +198,8 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     tp, collectives = _tp_seconds(step, passes, recomputed)
     # Keys and values are gathered, in each forward, and their gradients scattered.
     cp = (2 + recomputed) * gather_seconds(2 * shape.key_bytes * shape.cp, step.group("cp"), hardware)
-    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + (_further_launches(step) if hardware.is_cpu else 0)
+    further = _further_launches(step) * (1.0 if hardware.is_cpu else GPU_SHARE)
+    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + further
     in_pipeline = step.layout.pp_enabled * timing.pipelined_collective_seconds_per_rank
     of_group = shape.tp * max(in_pipeline, timing.collective_seconds_per_rank)
     of_collectives = 0.0 if hardware.is_cpu else collectives * (timing.collective_launch_seconds + of_group)
@@ -208,7 +213,7 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
 def _further_launches(step: StepSetting) -> float:
     """Return as how many launches counts what the host does in a layer beside its kernels."""
     timing, launches = step.timing, float(step.timing.divided_layer_launches if step.layout.tp_enabled else 0)
-    if step.layout.zero_stage == 3 and step.layout.shard_count("parameters") > 1:
+    if step.layout.zero_stage == 3:
         of_parameters = len(model_profile(step.config.model).layer_shapes) * timing.parameter_gather_launches
         each = of_parameters if step.widths.gathers_for_each_use else timing.layer_gather_launches
         launches += 3 * each  # gathered in forward and in backward, and its gradient reduced

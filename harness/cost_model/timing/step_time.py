@@ -24,7 +24,12 @@ from harness.cost_model.timing.stage_time import MicroBatchTime, StepSetting, la
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths
 
+# The share of the traffic of operators between matrix products that remains where torch.compile fuses those that follow
+# each other: what comes from a product is read and what goes into the next is written, and nothing between them.
+COMPILED_TRAFFIC = 0.5
+
 GRADIENT_NORM_BYTES = 4  # read for each gradient to find the global norm, in fp32
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -61,7 +66,8 @@ def estimate_step_time(
     `widths` are those of an engine; without them parameters are gathered in the dtype of compute. Raises UserError if
     the device's peak FLOP/s in the dtype of compute are unknown.
     """
-    hardware, timing = _with_stack(rank_hardware(hardware, min(gpus_per_node, layout.world_size)), timing)
+    hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
+    hardware, timing = _with_stack(hardware, timing, config.train.compile)
     compute_bytes = config.precision.compute_bytes
     widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
@@ -97,12 +103,15 @@ def estimate_step_time(
 
 
 @lru_cache(maxsize=64)
-def _with_stack(hardware: HardwareConfig, timing: StackTiming) -> tuple[HardwareConfig, StackTiming]:
+def _with_stack(hardware: HardwareConfig, timing: StackTiming, is_compiled: bool) -> tuple[HardwareConfig, StackTiming]:
     """Return the hardware with the time that a stack adds to each step of a ring between nodes, and the stack on it.
 
     A CPU has no streams: there FSDP2 and DeepSpeed wait for each gather and reduction. DDP's reducer alone hands its
-    buckets to the threads of the backend while backward goes on.
+    buckets to the threads of the backend while backward goes on. A compiler fuses the operators of a layer.
     """
+    if is_compiled:
+        traffic = timing.elementwise_traffic * COMPILED_TRAFFIC
+        timing = dataclasses.replace(timing, elementwise_traffic=traffic)
     if hardware.is_cpu:
         timing = dataclasses.replace(timing, prefetches_parameters=False)
     latency = hardware.fitted.inter_node_latency + timing.inter_node_step_seconds
