@@ -189,9 +189,10 @@ def _picture(
 
 FLOPS_EFFICIENCY = 0.5  # what llm-analysis' documentation advises for Megatron-LM
 
-# llm-analysis' own descriptions of devices; of A100 with 64 GB it has none.
+# llm-analysis' own descriptions of devices; of A100 with 64 GB and H100 with 96 GB it has none.
 LLM_ANALYSIS_GPUS = {
     "8xh100": "h100-sxm-80gb",
+    "8xh100_96": "h100-sxm-80gb",
     "8xa100_80": "a100-sxm-80gb",
     "8xa100_40": "a100-sxm-40gb",
     "4xa100_64": "a100-sxm-80gb",

@@ -19,6 +19,10 @@ from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.planner.space import plan_problems, predict
+from tests.benchmarks.fit_planner import FITS
+from tests.benchmarks.left_out import summary
+from tests.support.campaigns import read_table
+from tests.support.commands import ROOT
 from tests.support.published import (
     DATA,
     PublishedRow,
@@ -75,7 +79,7 @@ BOUNDS = {
     ("nodes", MEAN_ERROR): 0.10,
     ("nodes", REGRET): 0.05,
     ("torchtitan", ERROR): 0.10,
-    ("nanotron", ERROR): 0.12,  # a third of the rows is of the slow campaign, see SLOW
+    ("nanotron", ERROR): 0.12,  # a third of the rows is of the slow campaign
     ("nanotron", CHOSEN_ERROR): 0.08,
     ("nanotron", ORDER): 0.86,
     ("nanotron on up to 256", REGRET): 0.03,
@@ -217,6 +221,67 @@ def test_what_torchtitan_reserved_lies_between_peak_and_most() -> None:
             checked += 1
         assert prediction.verdict.fits != "no" and not list(plan_problems(prediction))
     assert checked == 4
+
+
+# --- What the page on trust says
+
+
+PAGE = (ROOT / "docs" / "explanation" / "how-far-to-trust.md").read_text()
+
+SOURCES_ON_PAGE = {
+    "nanotron on": "nanotron grid, H100",
+    "llm-foundry on 8 to 128 A100": "llm-foundry, A100",
+    "llm-foundry on 8 to 512 H100": "llm-foundry, H100",
+    "Modalities on": "Modalities, A100 of 64 GB",
+    "torchtitan on": "torchtitan, A100 and H100",
+    "vTrain's data, 2": "vTrain's data, one node of A100",
+    "vTrain's data, 64": "vTrain's data, nodes of A100",
+    "Megatron-LM's golden values": "Megatron-LM golden values",
+    "fms-acceleration": "fms-acceleration, A100",
+}
+
+FIGURES_ON_PAGE = {
+    "step time": ERROR,
+    "step time, where the plan has an MFU of 10 % or more": CHOSEN_ERROR,
+    "pairs in the right order": ORDER,
+    "slowdown of the chosen layout": REGRET,
+    "peak memory": "median error of the peak",
+}
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_of_errors_is_the_page_s() -> None:
+    lines = read_table(ROOT / "results" / "planner" / "errors.csv")
+    values = {(line["source"], line["figure"], line["estimator"]): float(line["value"]) for line in lines}
+    table = PAGE[PAGE.index("| measured | figure |") :].partition("\n\n")[0].splitlines()
+    estimators, source, checked = cells_of(table[0])[2:], "", 0
+    for name, figure, *shown in map(cells_of, table[2:]):
+        source = next((value for start, value in SOURCES_ON_PAGE.items() if name.startswith(start)), source)
+        key = MEAN_ERROR if source.startswith("vTrain") and figure == "step time" else FIGURES_ON_PAGE[figure]
+        for estimator, cell in zip(estimators, shown, strict=True):
+            if cell:
+                digits = len(cell.removesuffix(" %").partition(".")[2])
+                assert cell == f"{100 * values[source, key, estimator]:,.{digits}f} %", (name, figure, estimator)
+                checked += 1
+    assert checked > 50
+
+
+def test_the_table_of_sources_left_out_is_the_page_s() -> None:
+    figures = list(summary(read_table(ROOT / "results" / "planner" / "left_out.csv")).values())
+    table = PAGE[PAGE.index("| source that is left out |") :].partition("\n\n")[0].splitlines()[2:]
+    shown = sorted([cell.removesuffix(" %").replace(",", "") for cell in cells_of(line)[1:]] for line in table)
+    assert shown == sorted(
+        [str(found["rows"]), *(f"{100 * found[name]:.0f}" for name in ("error", "inside", "half_width"))]
+        for found in figures
+    )
+
+
+def test_the_page_counts_what_is_fitted() -> None:
+    count = sum(len(one.parameters) for fits in FITS.values() for one in fits)
+    assert f"{count} numbers are fitted to published steps" in PAGE
 
 
 # --- Single kernels and collectives
