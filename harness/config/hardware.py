@@ -23,10 +23,8 @@ class FittedHardware:
     """The parameters of a device and its links that no datasheet has, at most twelve."""
 
     matmul_efficiency: Finite  # The share of peak FLOP/s that an endlessly large matrix product reaches.
-    # The share of peak FLOP/s that FlashAttention-2 reaches with endlessly large heads, and that cuDNN's kernel does,
-    # where torch prefers it.
-    attention_efficiency: Finite
-    cudnn_attention_efficiency: Finite
+    attention_efficiency: Finite  # The share of peak FLOP/s that FlashAttention-2 reaches with endlessly large heads.
+    cudnn_attention_efficiency: Finite  # The same of cuDNN's kernel where torch prefers it, elsewhere of the former.
     # The FLOP/s of a fused attention kernel's backward in units of its forward's.
     attention_backward_ratio: Finite
     memory_efficiency: Finite  # The share of memory_bandwidth that kernels reach.
