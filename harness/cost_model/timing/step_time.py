@@ -1,7 +1,7 @@
 """The seconds of one training step: compute, exposed communication by axis, bubble, optimizer and copies of offload."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,6 +9,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
+from harness.cost_model.communication import tied_bytes
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
@@ -22,6 +23,7 @@ from harness.cost_model.timing.kernels import (
 )
 from harness.cost_model.timing.stage_time import MicroBatchTime, StepSetting, layer_time, rank_time
 from harness.layout.layout import Layout
+from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths
 
 # The share of the traffic of operators between matrix products that remains where torch.compile fuses those that follow
@@ -81,7 +83,8 @@ def estimate_step_time(
     communication[_first_axis(layout, layout.replica_axes)] += data * slowest.replica_share
     communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - slowest.replica_share)
     if layout.pp_enabled:
-        communication["pp"] = _transfer_seconds(step) * (micro_batches * timing.blocking_transfers + layout.pp - 1)
+        transfers = micro_batches * timing.blocking_transfers + layout.pp - 1
+        communication["pp"] = _transfer_seconds(step) * transfers + _tied_seconds(step, [stages for stages, _ in kinds])
     # A micro-batch passes every other stage once on its way (arXiv 2104.04473, section 2.2); interleaved stages let it
     # pass in shorter parts, and zero bubble fills a part of the wait.
     every = sum(rank.per_micro_batch * len(places) for rank, (_, places) in zip(ranks, kinds, strict=True))
@@ -128,6 +131,14 @@ def _transfer_seconds(step: StepSetting) -> float:
     """Return the seconds in which a stage's hidden states, and gradients as large, pass to and from its neighbors."""
     layout = step.layout
     return 2 * send_seconds(step.shape.hidden_bytes, layout.world_size // layout.pp, step.gpus_per_node, step.hardware)
+
+
+def _tied_seconds(step: StepSetting, kinds: Sequence[Sequence[Stage]]) -> float:
+    """Return the seconds in which both ends of a pipeline exchange the gradients of a tied table, once a step."""
+    layout = step.layout
+    sent = max(tied_bytes(step.config, layout, stage, None) for stages in kinds for stage in stages)
+    stride = layout.world_size // layout.pp * (layout.pp - 1)
+    return send_seconds(sent, stride, step.gpus_per_node, step.hardware) if sent else 0.0
 
 
 def _other_seconds(step: StepSetting, micro_batches: int) -> float:
