@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from harness.config.command import CommandConfig, read_command_config
 from harness.config.hydra import compose_values
+from harness.config.schema import RunConfig
 from harness.cost_model.prediction import Prediction, Replay
 from harness.hardware.machine import described_machine
 from harness.planner.plan import LayoutPlan
@@ -18,7 +19,8 @@ from harness.runner.launch_run import RunContext
 from harness.runner.plan import make_plan
 from harness.runner.run import execute
 
-PASSES = 2  # micro-batches of a rank, from which on more of them need no more memory
+# Micro-batches of a rank: the second one finds the gradients of the first. A pipeline has at least as many as ranks.
+PASSES = 2
 
 
 def replay_best(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
@@ -56,16 +58,30 @@ def simulated_until_one_fits(
         yield prediction
 
 
+def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
+    """Return the configuration of a simulation with few micro-batches, and the bytes that its peak has less.
+
+    They are what a pipeline keeps of each further micro-batch, such as the buffers that it receives hidden states in. A
+    simulated device has as many bytes less.
+    """
+    config, layout = prediction.config, prediction.layout
+    batch = layout.dp * config.train.micro_batch * max(PASSES, layout.pp)
+    train = dataclasses.replace(config.train, global_batch=min(config.train.global_batch, batch))
+    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train)
+    absent = prediction.memory.peak_bytes - dataclasses.replace(prediction, config=config).memory.peak_bytes
+    if absent <= 0:
+        return config, 0
+    budget = prediction.available_bytes - prediction.memory.process_bytes - absent
+    return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=budget)), absent
+
+
 def simulate(prediction: Prediction, command: CommandConfig, log: Callable[[str], None]) -> Replay | None:
     """Return how the fullest rank of a prediction ends on a simulated device, None if it cannot be simulated."""
-    config, layout = prediction.config, prediction.layout
-    passes = layout.pp if layout.pp_enabled else PASSES
-    batch = min(config.train.global_batch, layout.dp * config.train.micro_batch * passes)
-    train = dataclasses.replace(config.train, global_batch=batch)
-    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train)
+    config, absent = shortened(prediction)
     record = execute(make_plan(config, described_machine(prediction.cluster), command), RunContext(log=log))
     if record is not None and record.row["status"] == "interrupted":
         raise KeyboardInterrupt
     if record is None or record.row["status"] not in ("ok", "oom"):
         return None
-    return Replay(record.row["status"] == "ok", record.row.get("peak_reserved_bytes"), record.row["run_id"])
+    reserved = record.row.get("peak_reserved_bytes")
+    return Replay(record.row["status"] == "ok", reserved and reserved + absent, record.row["run_id"])

@@ -1,11 +1,12 @@
 """Searches whose best layouts are simulated before they are called likely to fit."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
 from harness.cost_model.prediction import Prediction
-from harness.planner.replay import replay_best
+from harness.planner.replay import replay_best, shortened
 from harness.planner.sentences import search_sentences
 from harness.simulator.process import StepRequest
 from tests.support.campaigns import read_table
@@ -42,6 +43,22 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     assert after.predictions[0].label() == second.label() and after.predictions[0].verdict.fits == "likely"
     assert is_served(second) and len(lines) == 2
     assert after.result.best == after.predictions
+
+
+PIPELINES = ("pp_1f1b", "pp_interleaved", "pp_gpipe")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_full_shard", "zero1", *PIPELINES])
+def test_a_simulation_stands_for_all_micro_batches(strategy: str) -> None:
+    """A pipeline keeps something of each: what the few of a simulation do not have, its device does not have either."""
+    words = ("model=350m", "cluster=8xh100", "precision=bf16_mixed", "train.seq_len=1024", f"strategy={strategy}")
+    degrees = ("strategy.pp=4", "world_size=4") if strategy in PIPELINES else ()
+    (prediction,) = planned(*words, *degrees, "train.global_batch=32", "train.micro_batch=1").predictions
+    config, absent = shortened(prediction)
+    assert prediction.layout.grad_accumulation_steps(config.train) == (4 if strategy in PIPELINES else 2)
+    few = dataclasses.replace(prediction, config=config)
+    assert few.available_bytes - few.memory.peak_bytes == prediction.available_bytes - prediction.memory.peak_bytes
+    assert (absent > 0) is (strategy in PIPELINES)
 
 
 ON_H200 = [row for row in read_table(ROOT / "results" / "first_gpu" / "memory.csv") if row["launch"] == "virtual"]

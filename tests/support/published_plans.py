@@ -41,8 +41,6 @@ LAYOUTS_SIMULATED = ROOT / "results" / "simulator" / "layouts.csv"  # what the s
 
 SIMULATED_COLUMNS = ("search", "layout", "peak_bytes", "run_id", "is_enough", "reserved_bytes")
 
-SOURCE_OF_TINY_MODELS = "Megatron-LM golden values"  # whose step times the host decides
-
 SLOWER = 1.1  # up to which a layout with less memory is offered
 
 SAVING = 0.05  # of the memory that the fastest layout needs, from which another one is offered
@@ -183,11 +181,10 @@ def plan_errors() -> dict[str, object]:
     """Return the median errors in % of plans on published measurements, by results/planner/errors.csv."""
     rows = pd.read_csv(ROOT / "results" / "planner" / "errors.csv").query("estimator == 'harness plan'")
     errors = 100 * rows.set_index(["figure", "source"]).value
-    tiny = errors["median error of the step time", SOURCE_OF_TINY_MODELS]
     peaks = errors["median error of the peak"]
-    figures: dict[str, object] = {"tiny": f"{tiny:.0f}", "peak": f"{peaks.max():.0f}", "peaks": len(peaks)}
+    figures: dict[str, object] = {"peak": f"{peaks.max():.0f}", "peaks": len(peaks)}
     for suffix, kind in (("", "median"), ("_mean", "mean")):
-        of_sources = errors[f"{kind} error of the step time"].drop(SOURCE_OF_TINY_MODELS)
+        of_sources = errors[f"{kind} error of the step time"]
         figures |= {f"least{suffix}": f"{of_sources.min():.1f}", f"most{suffix}": f"{of_sources.max():.1f}"}
     return figures | {"sources": len(of_sources)}
 

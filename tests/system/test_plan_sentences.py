@@ -153,7 +153,7 @@ def test_the_text_of_a_search_follows_from_its_rows(
     settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = tmp_path / "plan.html"
-    lines = text_of(capsys, "--explain", "--report", str(page), *settings.split())
+    lines = text_of(capsys, "--explain", "--report", str(page), *settings.split(), "plan.simulate=false")
     data: dict[str, Any] = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["rows"]  # type: ignore[index]
     rows = data["best"]
     lines = check_table(lines, rows) if rows else lines
