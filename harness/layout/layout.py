@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import RunConfig, TrainConfig
-from harness.config.strategy import AXES, DATA_AXES, DEGREES, DataParallel, Offload, Schedule, StrategyConfig
+from harness.config.strategy import (
+    AXES,
+    DATA_AXES,
+    DEGREES,
+    MODEL_AXES,
+    DataParallel,
+    Offload,
+    Schedule,
+    StrategyConfig,
+)
 from harness.util.text import UserError
 
 
@@ -82,6 +91,11 @@ class Layout:
     def mesh_shape(self) -> tuple[int, ...]:
         """The sizes of the mesh axes, in the order of AXES."""
         return tuple(self.axis_sizes.values())
+
+    @cached_property
+    def model_axes(self) -> frozenset[str]:
+        """The axes along which several ranks divide the model's work on a sequence."""
+        return frozenset(axis for axis in MODEL_AXES if self.axis_sizes[axis] > 1)
 
     @cached_property
     def world_size(self) -> int:

@@ -30,6 +30,10 @@ BEST = 5  # candidates that are shown
 
 MOST_DEVICES = 2  # devices' memory up to which the front is drawn
 
+TIE = 0.03  # a difference of step time that is below the error of plans for devices that were measured
+
+ALIKE = 0.01  # a difference of peaks for which nobody divides a model along one more axis
+
 LowerBound = Callable[[Prediction], int]
 
 Candidate = tuple[Prediction, int]  # with the bytes that its state takes at least
@@ -122,6 +126,16 @@ def _state(candidate: tuple[RunConfig, Layout]) -> tuple[Layout, int]:
     return layout, config.train.micro_batch
 
 
+def gains_nothing(prediction: Prediction, faster: Iterable[Prediction]) -> bool:
+    """Return whether a layout ties with a faster one that divides the model along fewer axes in no more memory."""
+    return any(
+        prediction.step_seconds <= (1 + TIE) * entry.step_seconds
+        and entry.layout.model_axes < prediction.layout.model_axes
+        and entry.memory.peak_bytes <= (1 + ALIKE) * prediction.memory.peak_bytes
+        for entry in faster
+    )
+
+
 def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bounds: Sequence[LowerBound]) -> None:
     """Fill in the best candidates and the front, from the fastest on."""
     smallest = math.inf
@@ -138,7 +152,7 @@ def rank(candidates: Iterable[Candidate], result: SearchResult, best: int, bound
         result.memory_estimates += 1
         if not prediction.room.host_holds(prediction.memory):
             continue
-        if len(result.best) < best and prediction.fits:
+        if len(result.best) < best and prediction.fits and not gains_nothing(prediction, result.best):
             result.best.append(prediction)
         peak = prediction.memory.peak_bytes
         if peak < smallest and peak <= MOST_DEVICES * prediction.available_bytes:

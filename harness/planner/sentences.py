@@ -13,7 +13,7 @@ from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.layout.state_widths import STATE_KINDS
 from harness.planner.row import run_command
-from harness.planner.search import SearchResult
+from harness.planner.search import ALIKE, TIE, SearchResult
 from harness.planner.space import offers
 from harness.util.sentences import Sentences
 from harness.util.text import format_bytes
@@ -64,7 +64,8 @@ def _slower_part(prediction: Prediction, faster: Prediction) -> str:
 def memory_sentences(result: SearchResult) -> Iterator[str]:
     """Yield one sentence for each of the fastest layouts that need less memory than the fastest that fits."""
     for first in result.best[:1]:
-        smaller = [entry for entry in result.front if entry.memory.peak_bytes < first.memory.peak_bytes]
+        most = (1 - ALIKE) * first.memory.peak_bytes
+        smaller = [entry for entry in result.front if entry.memory.peak_bytes < most]
         for entry in smaller[:MOST_SMALLER]:
             yield say("less_memory", entry=entry, first=first)
 
@@ -117,6 +118,9 @@ def search_sentences(result: SearchResult) -> Iterator[str]:
     """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
     yield say("counts", result=result)
     yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    ties = [entry for entry in result.best if entry.step_seconds <= (1 + TIE) * result.best[0].step_seconds]
+    if len(ties) > 1:
+        yield say("ties", number=len(ties), percent=100 * TIE)
     for prediction in result.best[1:]:
         yield separation(prediction, result.best[0])
     yield from memory_sentences(result)

@@ -3,6 +3,7 @@
 python -m tests.benchmarks.left_out --out results/planner/left_out.csv
 For each source the fits of tests.benchmarks.fit_planner are repeated without its rows. A parameter that no other source
 determines has the value that the planner has for what was never measured: a stack's default, or a device's of NEVER.
+The sources of UNFITTED are in no fit, and are predicted by the parameters on file.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from harness.config.stack import StackTiming
 from harness.cost_model.timing.interval import ENDS, Factors, changed_machine
 from tests.benchmarks.fit_planner import FITS, START, Fit, fit, objective
 from tests.support.campaigns import REQUIRED_PATH, parse_options, write_table
-from tests.support.published import PublishedRow
+from tests.support.published import PublishedRow, fms, torchtitan
 from tests.support.published.step_times import Parameter, row_hardware, row_timing, step_time
 
 # The sources that are left out together: one campaign in two tables.
@@ -37,6 +38,11 @@ NEVER = {
     "inter_node_efficiency": 0.9,
     "inter_node_latency": 1.4e-5,
     "intra_node_latency": 6.0e-6,
+}
+
+UNFITTED = {
+    "torchtitan, A100 and H100": torchtitan.rows,
+    "fms-acceleration, A100": lambda: [case.row for case in fms.rows()],
 }
 
 AS_IT_IS = Factors(1.0, 1.0, 1.0)
@@ -84,7 +90,6 @@ def parameters_without(campaign: str, fits: Sequence[Fit]) -> dict[Parameter, fl
 
 def line(source: str, row: PublishedRow, parameters: Mapping[Parameter, float]) -> dict[str, str | float]:
     """Return the line of a row."""
-    row = dataclasses.replace(row, timing_changes={})
     machine = row_hardware(row, parameters), row_timing(row, parameters)
     predicted = [step_time(row, *changed_machine(*machine, factors)) for factors in (AS_IT_IS, *ENDS["apart"])]
     values = (source, row.row_number, row.layout.world_size, row.nodes, row.group, row.measured["step_seconds"])
@@ -121,7 +126,12 @@ def main() -> None:
             sources = {
                 source: make for one in fits for source, make in one.sources.items() if CAMPAIGNS[source] == campaign
             }
-            lines += [line(source, row, parameters) for source, make in sources.items() for row in make()]
+            lines += [
+                line(source, dataclasses.replace(row, timing_changes={}), parameters)
+                for source, make in sources.items()
+                for row in make()
+            ]
+    lines += [line(source, row, {}) for source, make in UNFITTED.items() for row in make()]
     write_table(out, FIELDS, lines)
     for source, figures in summary(lines).items():
         print(source, {name: round(value, 3) for name, value in figures.items()})

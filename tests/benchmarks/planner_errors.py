@@ -43,6 +43,7 @@ def timed_rows() -> dict[str, Sequence[PublishedRow]]:
         "llm-foundry, H100": llm_foundry.h100_rows(),
         "Modalities, A100 of 64 GB": modalities.rows(),
         "torchtitan, A100 and H100": torchtitan.rows(),
+        FMS: [case.row for case in fms.rows()],
         "vTrain's data, one node of A100": vtrain.single_node_rows(),
         "vTrain's data, nodes of A100": vtrain.multi_node_rows(),
         MEGATRON: [row for row in golden if row.cluster in ("8xa100_80", "8xh100")],

@@ -85,8 +85,10 @@ def longer(row: Row, first: Row) -> str:
 
 
 def separations(best: Sequence[Row]) -> list[str]:
-    """Return for every layout after the first the part of a step that separates it most."""
-    lines = []
+    """Return how many layouts tie, and for every one after the first the part of a step that separates it most."""
+    ties = sum(row["predicted_step_seconds"] <= 1.03 * best[0]["predicted_step_seconds"] for row in best)
+    tie = "plans do not tell layouts apart whose step times differ by less than 3 %"
+    lines = [f"The first {ties} are ties: {tie}."] if ties > 1 else []
     for row in best[1:]:
         own, other = parts_of_step(row), parts_of_step(best[0])
         part = max(own, key=lambda name: own[name] - other[name])
@@ -101,7 +103,7 @@ def smaller(best: Sequence[Row], front: Sequence[Row]) -> list[str]:
     if not best:
         return []
     peak = best[0]["predicted_peak_bytes"]
-    less = [row for row in front if row["predicted_peak_bytes"] < peak][:3]
+    less = [row for row in front if row["predicted_peak_bytes"] < 0.99 * peak][:3]
     return [
         f"{label(row)} needs {size_text(row['predicted_peak_bytes'])}, {size_text(peak)} in the fastest, and"
         f" {longer(row, best[0])}."

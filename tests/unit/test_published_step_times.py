@@ -26,6 +26,7 @@ from tests.support.commands import ROOT
 from tests.support.published import (
     DATA,
     PublishedRow,
+    fms,
     llm_foundry,
     modalities,
     nanotron,
@@ -61,6 +62,7 @@ SOURCES: dict[str, Sequence[PublishedRow]] = {
     "one node": vtrain.single_node_rows(),
     "nodes": vtrain.multi_node_rows(),
     "torchtitan": torchtitan.rows(),
+    "fms-acceleration": [case.row for case in fms.rows()],
     "nanotron": GRID,
     "nanotron on up to 256": [row for row in GRID if row.layout.world_size <= 256],
 }
@@ -79,6 +81,7 @@ BOUNDS = {
     ("nodes", MEAN_ERROR): 0.10,
     ("nodes", REGRET): 0.05,
     ("torchtitan", ERROR): 0.10,
+    ("fms-acceleration", ERROR): 0.08,
     ("nanotron", ERROR): 0.12,  # a third of the rows is of the slow campaign
     ("nanotron", CHOSEN_ERROR): 0.08,
     ("nanotron", ORDER): 0.86,
@@ -171,6 +174,7 @@ FAULTS: dict[str, tuple[str, Change]] = {
     "no overlap of FSDP": ("Modalities", times("prefetches_parameters", 0)),
     "no kernels between products": ("torchtitan", times("elementwise_traffic", 0)),
     "recomputation without time": ("torchtitan", without_recomputation),
+    "recomputation of whole layers without time": ("fms-acceleration", without_recomputation),
     "products twice as fast": ("nanotron", times("matmul_efficiency")),
     "memory twice as fast, nanotron": ("nanotron", times("memory_efficiency")),
     "links in a node ten times slower": ("nanotron", times("intra_node_efficiency", 0.1)),

@@ -20,7 +20,7 @@ from harness.planner.plan import search_layouts
 from harness.planner.search import LOWER_BOUNDS, LowerBound, SearchResult, search
 from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
 from tests.support.models import BF16, FP32, run, shaped
-from tests.support.planned import cluster_of_eight
+from tests.support.planned import cluster_of_eight, planned
 from tests.support.rank_memory import estimate_rank_memory
 
 MODEL = shaped(num_hidden_layers=8, hidden_size=256, intermediate_size=1024, vocab_size=1000)
@@ -192,3 +192,21 @@ def test_offload_is_searched_on_request_or_where_nothing_fits_without() -> None:
     assert not offloaded("2GB")
     assert offloaded("2GB", offload="optimizer")
     assert offloaded("590MB")
+
+
+def test_a_further_axis_that_gains_nothing_is_not_among_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 4,000 tokens layouts of 64 A100 with context parallelism are within one percent of the one without."""
+    words = ("model=70b", "cluster=8xa100_80", "cluster.nodes=8", "train.seq_len=4096", "train.global_batch=512")
+    fixed = ("strategy=search", "strategy.tp=2", "strategy.pp=1", "strategy.zero_stage=3", "checkpointing=selective")
+
+    def ties() -> list[frozenset[str]]:
+        fastest, *others = planned(*words, *fixed, "precision=bf16_mixed").predictions
+        return [
+            other.layout.model_axes
+            for other in others
+            if other.step_seconds < 1.03 * fastest.step_seconds and other.layout.model_axes > fastest.layout.model_axes
+        ]
+
+    assert ties() == []
+    monkeypatch.setattr("harness.planner.search.gains_nothing", lambda *_: False)
+    assert {"tp", "cp"} in ties()

@@ -1,4 +1,4 @@
-"""fms-acceleration's benchmarks on A100-80: peak bytes allocated by full fine-tuning on one GPU or under FSDP1.
+"""fms-acceleration's benchmarks on A100-80: peaks and step times of full fine-tuning on one GPU or under FSDP1.
 
 The Trainer recomputes every layer (scripts/benchmarks/defaults.yaml: gradient_checkpointing). Weights are loaded in
 the dtype of a row; under FSDP with mixed precision Accelerate makes them fp32. The length of packed sequences follows
@@ -13,6 +13,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, PrecisionConfig
 from harness.config.stack import StackConfig, load_stack
 from harness.config.strategy import StrategyConfig
+from harness.cost_model.timing.step_time import COMPILED_TRAFFIC
 from tests.support.published import (
     DATA,
     TunedRow,
@@ -87,10 +88,12 @@ def _row(number: int, values: Values) -> TunedRow:
         precision=_precision(values, gpus),
         checkpointing=CheckpointingConfig("full"),
         measured={
+            "step_seconds": gpus * micro_batch * accumulation / float(values["samples_per_s"]),
             "peak_bytes": float(values["peak_torch_alloc_bytes"]),
             "resting_bytes": float(values["torch_alloc_bytes"]),
             "reserved_bytes": float(values["mem_nvidia_reserved_mib"]) * 2**20,
         },
+        timing_changes={"elementwise_traffic": COMPILED_TRAFFIC} if _has_fast_kernels(values) else None,
     )
     return TunedRow(row, _stack(values), compute_capability=8)
 
@@ -103,6 +106,11 @@ def _precision(values: Values, gpus: int) -> PrecisionConfig:
     return PrecisionConfig("bf16", dtype, master=dtype, accumulate=dtype, reduce=dtype)
 
 
+def _has_fast_kernels(values: Values) -> bool:
+    """Return whether norms, rotations and the cross-entropy are one kernel each, as a compiler would make them."""
+    return "foak" in values["framework_config"]
+
+
 def _stack(values: Values) -> StackConfig:
     """Return the stack with the kernels of a row's framework configuration.
 
@@ -112,7 +120,7 @@ def _stack(values: Values) -> StackConfig:
     stack = load_stack("fms_acceleration")
     changes: dict[str, int] = {}
     kernels = values["framework_config"]
-    if "foak" in kernels:
+    if _has_fast_kernels(values):
         changes |= {"rms_norm_copies": 0, "fp32_logits": 2}
     if "liger" in kernels:
         changes |= {"fp32_logits": 0, "narrow_logits": 0}
