@@ -15,7 +15,13 @@ PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 
 SMALL = ("strategy=single", "proof.reference=false", "train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
-ONCE = {"--draws 150": "--draws 1", "--kills 100": "--kills 1"}  # what a suite does 150 or 100 times
+# What a suite does 150, 100 or 3 times, and where its results are committed.
+EXPLAINING = "-m tests.benchmarks.explaining"
+ONCE = {
+    "--draws 150": "--draws 1",
+    "--kills 100": "--kills 1",
+    EXPLAINING: f"{EXPLAINING} --repeats 1 --out explaining.json",
+}
 
 # These commands have tests of their own, which make what they need, such as an account or a cluster, or which check
 # what is committed of them in the place of writing it again.
