@@ -102,7 +102,9 @@ class StackTiming:
     gathers_inputs_again: bool = False
     # Whether the gradient of a column-parallel matrix's input is summed while that of its weight is computed.
     overlaps_input_gradient: bool = False
-    prefers_cudnn_attention: bool = False  # Whether attention runs by cuDNN's kernel where torch prefers it.
+    # When attention runs by cuDNN's kernel on devices where that is the faster one: whatever the layout, or not under
+    # context parallelism.
+    cudnn_attention: Literal["never", "without_cp", "always"] = "never"
     skips_masked_scores: bool = True  # Whether the fused attention kernel skips the half that the causal mask hides.
     # The memory traffic of kernels between matrix products in units of one read and one write for each operator, as
     # torch runs them without a compiler.

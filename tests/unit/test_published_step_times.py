@@ -55,7 +55,7 @@ SOURCES: dict[str, Sequence[PublishedRow]] = {
     "llm-foundry": llm_foundry.rows(),
     "llm-foundry, H100": llm_foundry.h100_rows(),
     "llm-foundry, H100, own stack": [
-        dataclasses.replace(row, stack="harness", timing_changes={"prefers_cudnn_attention": False})
+        dataclasses.replace(row, stack="harness", timing_changes={"cudnn_attention": "never"})
         for row in llm_foundry.h100_rows()
     ],
     "Modalities": modalities.rows(),

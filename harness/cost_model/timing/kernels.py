@@ -185,14 +185,13 @@ def _accumulation_seconds(shape: MicroBatchShape, rates: KernelRates, elements: 
 def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackTiming) -> tuple[float, float]:
     """Return the seconds of attention's core in forward and in backward.
 
-    Plain operators write and read all scores in device memory, and compute those that the mask hides. cuDNN's kernel is
-    never chosen under context parallelism, whose causal masks call flash themselves.
+    Plain operators write and read all scores in device memory, and compute those that the mask hides.
     """
     model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
-        is_cudnn = timing.prefers_cudnn_attention and shape.cp == 1
+        is_cudnn = timing.cudnn_attention == "always" or (timing.cudnn_attention == "without_cp" and shape.cp == 1)
         forward = rates.attention_seconds(work, is_backward=False, is_cudnn=is_cudnn)
         return forward, rates.attention_seconds(work, is_backward=True, is_cudnn=is_cudnn)
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
