@@ -312,6 +312,16 @@ def reports_with(fault: Entry, results: Path, strategy: str, world_size: int, gl
     return RunFolder(results / command.name / record.row["run_id"]).read_rank_reports(world_size)
 
 
+def test_lost_kernels_are_noted_in_the_row(tmp_path: Path) -> None:
+    sizes = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
+    to = (f"results_dir={tmp_path}", "proof.reference=false", "strategy=single")
+    record = execute_run(*compose(*to, *sizes), faults.lost_kernels)
+    assert_ok(record.row)
+    assert record.notes[-1:] == [f"the time of rank 0's steps is not divided: {faults.LOST}"]
+    assert record.row["exposed_communication_seconds"] is record.row["idle_seconds"] is None
+    assert record.row["step_seconds"] > 0
+
+
 def test_no_garbage_is_collected_in_timed_steps(tmp_path: Path) -> None:
     reports_with(faults.much_garbage, tmp_path, "single", world_size=1, global_batch=2)
 
