@@ -110,8 +110,8 @@ def check_run(values: ConfigValues) -> bool:
     machine = machine_of_run(values)
     config = resolve_run_config(resolve_auto(values, machine.device, machine.compute_capability))
     layout = resolve_layout(config.strategy, config.world_size or machine.world_size)
-    for problem in find_problems(config, layout, machine):
-        raise UserError(problem)
+    if problems := [*find_problems(config, layout, machine)]:
+        raise UserError("; ".join(problems))
     return True
 
 

@@ -31,6 +31,9 @@ VARIABLES = (
     *("SLURM_CPU_BIND", "SLURM_DISTRIBUTION", "SLURM_MEM_PER_NODE", "SLURM_JOB_PARTITION"),
 )
 
+# Of these, those of torch's allocator, NCCL and TF32, which are set for one command and change what it measures.
+SETTINGS = ("NCCL_", "TORCH_NCCL_", "PYTORCH_", "NVIDIA_TF32_OVERRIDE")
+
 # Packages whose versions are recorded here beside those in records/provenance.py: field of the record -> package.
 PACKAGES = {
     "numpy": "numpy",
@@ -70,6 +73,13 @@ def relevant_variables(names: Mapping[str, str], homes: tuple[str, ...]) -> dict
     """Return the environment variables that change a measurement, without secrets; the home folders become ~."""
     chosen = {name: names[name] for name in sorted(names) if name.startswith(PREFIXES) or name in VARIABLES}
     return {name: _without_home(value, homes) for name, value in chosen.items() if not may_hold_secret(name, value)}
+
+
+def changed_settings(recorded: Mapping[str, str]) -> list[str]:
+    """Return the names of SETTINGS whose values differ from those that a record has."""
+    present = relevant_variables(os.environ, _homes())
+    names = sorted(name for name in {*recorded, *present} if name.startswith(SETTINGS))
+    return [name for name in names if recorded.get(name) != present.get(name)]
 
 
 def _without_home(value: str, homes: tuple[str, ...]) -> str:

@@ -71,18 +71,19 @@ class OwnershipRecorder:
         if peak is not None:
             self.peak_allocated_bytes = max(peak, self.peak_allocated_bytes or 0)
 
-    def add_operator(self, name: str, started: int) -> bool:
+    def add_operator(self, name: str, started: int, is_view: bool) -> bool:
         """Record an operator that ran since the moment `started`, if it allocated or freed blocks.
 
-        Return whether anything may have been allocated or freed since the operator before. A moment on CUDA is a time,
-        by which that cannot be excluded.
+        Return whether memory may have a new peak. A view allocates nothing; of other operators, a moment on CUDA is a
+        time, by which it cannot be excluded. A peak between operators, as of a resized storage, waits for the next one.
         """
         position = self.position()
         if position > started:
             self.annotations.operators.append(OpSpan(started, position, name))
         is_unchanged = position == self.last_position and self.memory.counts_requests
-        self.last_position = position
-        return not is_unchanged
+        if not is_view:
+            self.last_position = position
+        return not is_view and not is_unchanged
 
     def add_phase(self, name: str, started: int) -> None:
         """Record a phase of the step that ends now."""

@@ -1,11 +1,13 @@
 """The profiled step: one more training step, slower than the others, in which every operator is observed."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C import DispatchKey
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,10 +34,19 @@ _PACKING_NAMESPACES = ("fsdp",)  # operators that copy into and out of communica
 
 @contextmanager
 def profile_step(
-    engine: Engine, probe: Probe, memory: DeviceMemory, fingerprinter: Fingerprinter, layout: Layout
+    engine: Engine,
+    probe: Probe,
+    memory: DeviceMemory,
+    fingerprinter: Fingerprinter,
+    layout: Layout,
+    progress: Callable[[str, int], None] = lambda *_: None,
+    step: int = 0,
 ) -> Iterator["StepListener"]:
-    """Profile the one step inside the block; the listener's result() is complete afterwards."""
-    listener = StepListener(engine, memory, fingerprinter, layout)
+    """Profile the one step inside the block; the listener's result() is complete afterwards.
+
+    `progress` is called with the number of the step in every phase, because many micro-batches can take minutes.
+    """
+    listener = StepListener(engine, memory, fingerprinter, layout, partial(progress, "profiled", step))
     watch = OperatorWatchBesideDynamo if compiled_graph_count() else OperatorWatch
     listener.recorder.start()
     with probe.listen(listener), listener.activations.measure(), watch(listener):
@@ -46,8 +57,16 @@ def profile_step(
 class StepListener(Listener):
     """A listener to one step that measures gradients, activations, bytes sent, FLOPs, and the role of every block."""
 
-    def __init__(self, engine: Engine, memory: DeviceMemory, fingerprinter: Fingerprinter, layout: Layout) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        memory: DeviceMemory,
+        fingerprinter: Fingerprinter,
+        layout: Layout,
+        progress: Callable[[], None],
+    ) -> None:
         self.engine = engine
+        self.progress = progress
         self.memory = memory
         self.layout = layout
         self.recorder = OwnershipRecorder(engine, memory)
@@ -66,6 +85,7 @@ class StepListener(Listener):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Observe a phase of the step: count micro-batches in flight and split backwards, and sample gradients."""
+        self.progress()
         started = self.recorder.position()
         splits = name == "backward_input"
         before = self._gradient_versions() if splits else []
@@ -187,7 +207,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.has_flops:
             listener.flops += operator_flops(func, args, kwargs, result)
         listener.operators.add(operator.name)
-        if recorder.add_operator(operator.name, started):  # else memory has no new peak
+        if recorder.add_operator(operator.name, started, operator.is_view):  # else memory has no new peak
             listener.sample_gradients()
         return result
 
@@ -212,16 +232,20 @@ class KnownOperator(NamedTuple):
     sends: bool  # whether gradients may be about to be reduced
     packs: bool
     has_flops: bool
+    is_view: bool  # whether its results are tensors in the memory of its arguments, which it does not write
 
 
 @functools.cache
 def known_operator(func: Any) -> KnownOperator:
     """Return what is known of an operator; most of a step's thousands of operators are the same few."""
     name = func._schema.name
+    aliases = [result.alias_info for result in func._schema.returns]
+    is_composite = func.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)  # aten::to may copy
     return KnownOperator(
         name,
         communicates=func.namespace in NAMESPACES,
         sends=func.namespace in _COLLECTIVE_NAMESPACES and name not in SENDS_NOTHING,
         packs=func.namespace in _PACKING_NAMESPACES,
         has_flops=has_flops(func),
+        is_view=not is_composite and bool(aliases) and not any(alias is None or alias.is_write for alias in aliases),
     )

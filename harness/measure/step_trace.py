@@ -21,13 +21,13 @@ from harness.measure.time_breakdown import (
     TraceEvent,
     cpu_time_breakdown,
     gpu_time_breakdown,
+    trace_problem,
 )
 from harness.probe import Listener
-from harness.records.rank_report import TimeBreakdown
 
 
 class StepTrace(Listener):
-    """A listener that traces the steps inside its context; breakdown() divides their time afterwards.
+    """A listener that traces the steps inside its context; report() divides their time afterwards.
 
     Call warm_up() at least one step before, because the first steps after torch's profiler has attached itself to a GPU
     are slow, and not equally so on all ranks. Without an operator log, a CPU is traced by torch's profiler as well.
@@ -57,10 +57,12 @@ class StepTrace(Listener):
         with record_function(PREFIX + name):
             yield
 
-    def breakdown(self) -> TimeBreakdown | None:
-        """Return the breakdown, or None if the profiler recorded nothing on the GPU, for example without permission."""
+    def report(self) -> dict[str, Any]:
+        """Return the fields of a rank's report: the breakdown, or None and how few of a GPU's kernels were recorded."""
         events = self.tracer.events()
-        return gpu_time_breakdown(events) if self.on_gpu else cpu_time_breakdown(events)
+        problem = trace_problem(events) if self.on_gpu else ""
+        divide = gpu_time_breakdown if self.on_gpu else cpu_time_breakdown
+        return {"time_breakdown": None if problem else divide(events), "trace_problem": problem}
 
 
 class ProfilerTracer:

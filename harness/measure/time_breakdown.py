@@ -10,6 +10,7 @@ A kernel belongs to the phase in which any thread launched it. The profiler's ow
 they include only kernels of the thread that opened them, and backward runs in another thread.
 """
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -43,6 +44,10 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")  # calls of the CUDA API, and of HIP
 
 GPU_ACTIVITIES = (_KERNEL, *_COPIES, *_LAUNCHES, "user_annotation")
 
+_LAUNCHES_A_KERNEL = re.compile("^(?:cuda|cu|hip).*Launch.*Kernel")  # by name, such as cuLaunchKernelEx
+
+MAX_LOST_SHARE = 0.01  # of a trace's kernels; shares of a step's time are no better known
+
 
 class TraceEvent(NamedTuple):
     """One entry of the profiler's list. Times are in nanoseconds."""
@@ -73,8 +78,27 @@ def cpu_time_breakdown(events: Iterable[TraceEvent]) -> TimeBreakdown:
     return _divide(_occurrences(marks), computing, _collectives(communication), messages)
 
 
+def trace_problem(events: Sequence[TraceEvent]) -> str:
+    """Return why a GPU's trace does not show where its steps' time went: too many kernels are missing; else ''.
+
+    The profiler records nothing without permission, and drops records when its buffers are full or when the clocks of
+    host and device disagree. Each of these leaves a line in its own log at most.
+    """
+    steps = [event for event in events if event.name == PREFIX + STEP_PHASE and event.activity == "user_annotation"]
+    starts, ends = _times(sorted(steps, key=lambda step: step.start)).T
+    launches = [event for event in events if event.activity in _LAUNCHES and _LAUNCHES_A_KERNEL.match(event.name)]
+    moments = np.array([event.start for event in launches], np.int64)
+    in_steps = np.searchsorted(starts, moments, side="right") > np.searchsorted(ends, moments, side="right")
+    recorded = {event.correlation_id for event in events if event.activity in (_KERNEL, *_COPIES)}
+    launched = {event.correlation_id for event, is_inside in zip(launches, in_steps, strict=True) if is_inside}
+    lost = len(launched - recorded)
+    if recorded and lost <= MAX_LOST_SHARE * len(launched):
+        return ""
+    return f"torch's profiler recorded {len(launched) - lost:,} of the {len(launched):,} kernels that were launched"
+
+
 def gpu_time_breakdown(events: Sequence[TraceEvent]) -> TimeBreakdown | None:
-    """Divide traced steps by kernels and copies.
+    """Divide traced steps by kernels and copies, if trace_problem() finds that they are there.
 
     A phase lasts from its first kernel or copy to its last, or to the next phase's first.
     """

@@ -47,6 +47,7 @@ class HeartbeatWriter:
 
     def write(self) -> None:
         """Write the last heartbeat in place of the one before."""
+        self.last = self.last._replace(beats=self.last.beats + 1)
         with contextlib.suppress(OSError):  # a full disk must not end a training
             if self.descriptor is None:
                 self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)

@@ -244,6 +244,7 @@ class RankReport(TrainingReport):
     last_masters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
+    trace_problem: str = ""  # why there is no breakdown
     profiled: ProfiledStep = field(default=ProfiledStep(), metadata={"read": ProfiledStep.from_json})
     peak_allocated_bytes: int | None = None  # in the timed steps, like the next six fields
     peak_requested_bytes: int | None = None

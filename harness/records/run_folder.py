@@ -72,6 +72,7 @@ class Heartbeat(NamedTuple):
     step: int
     allocated_bytes: int | None  # on the rank's device, by torch's allocator; None where it is not counted
     host_bytes: int | None  # the resident memory of the process
+    beats: int = 0  # the number of heartbeats until this one, any of which is progress
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,7 @@ def _of_what_is_missing(lines: Sequence[Line], ok: Sequence[Record]) -> Facts:
         "of_fewer_layers": _concerned(real, lambda line: compared_layers(line.record)),
         "of_few_steps": steps and [steps, min(line.get("proven_steps") or 0 for line in real)],
         "of_failures": _concerned(lines, lambda line: not line.ok),
+        "of_notes": labels_by(lines, lambda line: "; ".join(line.record.notes)),
         "of_no_memory": _concerned(lines, lambda line: line.ok and line.get("peak_allocated_bytes") is None),
         "of_one_machine": is_parallel and nodes == {1},
         "of_one_model": column_values(lines, "launch") if len(models) == 1 else None,

@@ -21,7 +21,7 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunSpec
 from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import read_record, write_record
-from harness.runner.plan import RunPlan, core_note
+from harness.runner.plan import RunPlan, core_note, shared_memory_note
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.resolve import release_problem
 from harness.runner.reuse import STARTED, clear_run_folder
@@ -62,6 +62,12 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
         context.log(note)
     outcome = run_ranks(plan, context)
     verdict, ranks = judge_run(plan, outcome, reference)
+    for rank in ranks:
+        if rank.trace_problem:
+            note = f"the time of rank {rank.rank}'s steps is not divided: {rank.trace_problem}"
+            context.log(note)
+            notes.append(note)
+            break
     ending = verdict.columns | reference.columns | started | {"duration_seconds": outcome.seconds}
     return write_row(plan, ending, ranks, verdict.parts | {"notes": notes}, verdict.steps)
 
@@ -69,8 +75,12 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
 def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
     """Return the run file's content and notes on what could not be built; what is in C++ is built here."""
     is_simulated = plan.config.launch == "simulated"
-    note = core_note(plan.machine.device, 0 if is_simulated else plan.processes_per_node, len(usable_cores()))
-    notes, allocator, operator_log = [note] if note else [], None, None
+    ranks = 0 if is_simulated else plan.processes_per_node
+    device_notes = (
+        core_note(plan.machine.device, ranks, len(usable_cores())),
+        shared_memory_note(plan.machine.device, ranks),
+    )
+    notes, allocator, operator_log = [note for note in device_notes if note], None, None
     cache = Path(plan.config.data.cache).expanduser()
     if plan.machine.device == "cpu" and not is_simulated:
         try:

@@ -1,8 +1,10 @@
 """The plan of a run: a configuration resolved for a machine, and whether it can run and fit there."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
@@ -42,6 +44,8 @@ from harness.util.text import UserError, count_text, format_bytes
 # The first release of torch whose pipelines can be played alone, and whose fake process group fills what a rank gets by
 # any collective (FakeProcessGroup.hpp).
 PLAYED_RELEASE = (2, 13)
+
+SHARED_MEMORY_BYTES = 2**30  # what NCCL's guide gives a container
 
 
 @dataclass(frozen=True)
@@ -143,12 +147,12 @@ def make_plan(
 ) -> RunPlan:
     """Return the plan of a configuration; the only file that is written is the corpus in its cache.
 
-    Raises UserError if the configuration is impossible.
+    Raises UserError with every reason if the configuration is impossible.
     """
     command = command or CommandConfig()
     layout = resolve_layout(config.strategy, config.world_size or machine.world_size)
-    for problem in find_problems(config, layout, machine):
-        raise UserError(problem)
+    if problems := [*find_problems(config, layout, machine)]:
+        raise UserError("; ".join(problems))
     widths = load_engine(layout.engine).state_widths(config, layout)
     corpus = prepare_corpus(config.data, config.train.seq_len)
     run_id = make_run_id(config, machine.fingerprint, device_count(config, layout, machine), corpus.fingerprint)
@@ -263,6 +267,19 @@ def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
         precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
         local_ranks=machine.devices if machine.device == "cuda" else 0,
         offloads=machine.device == "cuda",
+    )
+
+
+def shared_memory_note(device: Device, ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
+    """Return a warning if the folder through which NCCL connects GPUs without NVLink has little space, else None."""
+    if device != "cuda" or ranks < 2 or not folder.is_dir():
+        return None
+    free = shutil.disk_usage(folder).free
+    if free >= SHARED_MEMORY_BYTES:
+        return None
+    return (
+        f"{folder} has {format_bytes(free)} free, and NCCL may need up to {format_bytes(SHARED_MEMORY_BYTES)} between"
+        " GPUs without NVLink: a container gets it with --shm-size=1g"
     )
 
 

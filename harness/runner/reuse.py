@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from harness.config.command import CommandConfig
 from harness.config.schema import RunConfig
+from harness.measure.environment import changed_settings
 from harness.records.provenance import version_differences
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import Record
@@ -67,6 +68,8 @@ def reusable_record(
         log(f"{run_id} is run again, {reason}")
         return None
     ended = "" if status == "ok" else f" as {status}"
+    changed = changed_settings(record.environment.get("variables", {}))
+    ended += f", with another {', '.join(changed)} in its environment" if changed else ""
     log(f"{run_id} is recorded{ended}; {'force=true' if status == 'ok' else f'retry={status}'} runs it again")
     return record
 

@@ -112,7 +112,7 @@ IGNORED = ("backend", "pinned_", "release_lock_", "graph_capture_", "throw_on_",
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """The settings of PYTORCH_CUDA_ALLOC_CONF that change sizes, by the names of torch's documentation."""
+    """The settings of PYTORCH_ALLOC_CONF that change sizes, by the names of torch's documentation."""
 
     expandable_segments: bool = False
     max_split_size_mb: float = math.inf  # free blocks of at least this size are not split
@@ -132,7 +132,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 
 
 def parse_allocator_settings(text: str) -> AllocatorSettings:
-    """Return the settings of a value of PYTORCH_CUDA_ALLOC_CONF.
+    """Return the settings of a value of PYTORCH_ALLOC_CONF, or of its older name PYTORCH_CUDA_ALLOC_CONF.
 
     Raises UserError if a setting is unknown, or if rounding differs by size, which is not modeled.
     """
@@ -144,6 +144,6 @@ def parse_allocator_settings(text: str) -> AllocatorSettings:
                 values[name] = READERS[name](value)
         except (KeyError, ValueError):
             raise UserError(
-                f"PYTORCH_CUDA_ALLOC_CONF={text}: the model of the allocator does not know {part}; leave it out"
+                f"PYTORCH_ALLOC_CONF={text}: the model of the allocator does not know {part}; leave it out"
             ) from None
     return AllocatorSettings(**values)

@@ -47,7 +47,10 @@ def report_rank(directory: Path, rank: int, heartbeat: HeartbeatWriter, join_ran
     try:
         report = run_rank(read_run_spec(directory), report, heartbeat, directory, join_ranks)
     except BaseException as error:
-        report = report_failure(report, error, heartbeat)
+        explained = with_remedy(error)
+        report = report_failure(report, explained, heartbeat)
+        if explained is not error:
+            raise explained from error
         raise
     finally:
         atomic_write_json(RunFolder(directory).rank_report(rank), report.to_json())
@@ -134,8 +137,10 @@ def perturb(
 ) -> TrainingReport | None:
     """Train a second time with other rounding, after the first engine was released, and return the evidence of it.
 
-    Return None if a single process has no memory for it: a divided product needs a little more than a whole one.
+    The memory budget does not apply to it. Return None if a single process has no memory for it: a divided product
+    needs a little more than a whole one.
     """
+    memory = dataclasses.replace(memory, budget_bytes=None)
     gc.collect()
     memory.empty_cache()
     probe = Probe()
@@ -143,8 +148,8 @@ def perturb(
         engine = load_engine(spec.layout.engine).build(spec.config, spec.layout, mesh, memory.device, probe)
         batches = Batches(spec.corpus, spec.config, spec.layout, rank, memory.device)
         report = train_perturbed(engine, probe, batches, spec.config, memory, heartbeat)
-    except torch.OutOfMemoryError:
-        if mesh.size() > 1:  # the other ranks wait for this one
+    except Exception as error:
+        if mesh.size() > 1 or out_of_memory_error(error) is None:  # several ranks wait for this one
             raise
         return None
     engine.close()
@@ -155,15 +160,39 @@ def perturb(
 #   CUDA's runtime, whatever called it (contexts, kernels, pinned memory): AcceleratorError, "CUDA error: out of
 #       memory".
 #   NCCL's buffers, which are allocated at a group's first collective: DistBackendError, "Failed to CUDA calloc 8388608
-#       bytes" or "Cuda failure 2 'out of memory'" (NCCL's src/include/alloc.h).
+#       bytes" or "Cuda failure 2 'out of memory'"; of the host, "Failed to malloc 64 bytes" (its src/include/alloc.h).
 #   cuBLAS and cuDNN, at their first use: RuntimeError, "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)".
 #   The host: RuntimeError, "DefaultCPUAllocator: can't allocate memory"; a mapped or shared file, "Cannot allocate
 #       memory (12)".
 _MESSAGES = re.compile(
-    r"out of memory|OutOfMemory|failed to cuda (?:host )?(?:calloc|malloc|alloc)"
+    r"out of memory|OutOfMemory|failed to (?:malloc|cuda (?:host )?(?:calloc|malloc|alloc))"
     r"|(?:CUBLAS|CUBLASLT|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED|(?:can't|cannot) allocate memory",
     re.IGNORECASE,
 )
+
+# What NCCL says where a limit of the system is too low, in words that resemble the above, and what raises the limit.
+# Only the line of its last warning is in the DistBackendError:
+#   Memory that a network card shall access must be locked (src/misc/ibvwrap.cc): "Call to ibv_reg_mr failed with error
+#       Cannot allocate memory", or with nothing behind "failed" in older releases; by the plugin for EFA, "NET/OFI
+#       Unable to register memory (type = 1) for device 0. RC: 12, Error: Cannot allocate memory".
+#   Processes exchange buffers in /dev/shm (src/misc/shmutils.cc): "Error while creating shared memory segment
+#       /dev/shm/nccl-LCQB3K (size 9637888), error: No space left on device (28)", older releases without the error.
+_LIMITS = {
+    re.compile(pattern, re.IGNORECASE | re.MULTILINE): remedy
+    for pattern, remedy in (
+        (
+            r"(?:\bibv_|\bNET/).*cannot allocate memory|call to ibv_(?:reg_mr|create_[cq]p?)\w* failed\s*$",
+            "the limit on locked memory is too low for the network card: set `ulimit -l unlimited` where the ranks of a"
+            " node are started, and --ulimit memlock=-1 for a container",
+        ),
+        (
+            r"(?:/dev/shm|shared memory|fallocate).*(?:no space left|cannot allocate memory)"
+            r"|(?:creating shared memory segment|failed to extend /dev/shm)[^,]*$",
+            "/dev/shm is too small or full: a container gets more with --shm-size=1g, and /dev/shm/nccl-* of dead"
+            " processes can be removed",
+        ),
+    )
+}
 
 
 def out_of_memory_error(error: BaseException | None) -> BaseException | None:
@@ -173,6 +202,26 @@ def out_of_memory_error(error: BaseException | None) -> BaseException | None:
     ran out raises another error, of which the first is the context.
     """
     return next((entry for entry in _chain(error) if _is_out_of_memory(entry)), None)
+
+
+class SystemLimitError(RuntimeError):
+    """A limit of the system was too low for a library; the message has the remedy."""
+
+
+def with_remedy(error: BaseException) -> BaseException:
+    """Return the error, or if a limit of the system led to it, a SystemLimitError with its message and the remedy."""
+    for entry in _chain(error):
+        if remedy := _remedy(entry):
+            limit = SystemLimitError(f"{one_line(entry)}; {remedy}")
+            limit.__cause__ = error
+            return limit
+    return error
+
+
+def _remedy(error: BaseException) -> str | None:
+    """Return what raises the limit that an error of torch names, or None if it names none."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return next((remedy for pattern, remedy in _LIMITS.items() if pattern.search(text)), None)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -195,4 +244,4 @@ def _is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and _MESSAGES.search(str(error)) is not None and _remedy(error) is None

@@ -87,7 +87,7 @@ def train(
     trace.warm_up()  # before the profiled step, which is not timed
     for _ in range(PROFILE_ATTEMPTS):
         skipped_steps = engine.skipped_steps
-        with profile_step(engine, probe, memory, fingerprinter, layout) as profiled:
+        with profile_step(engine, probe, memory, fingerprinter, layout, progress, config.profiled_step) as profiled:
             step("profiled", config.profiled_step)
         if engine.skipped_steps == skipped_steps:  # else gradients overflowed, and the optimizer did not run
             break
@@ -112,7 +112,7 @@ def train(
         last_parameters=fingerprinter.state(engine, "parameters"),
         last_masters=fingerprinter.state(engine, "optimizer", "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
-        time_breakdown=trace.breakdown(),
+        **trace.report(),
         profiled=profiled.result(peak_step.log),
         last_gradients=profiled.gradient_fingerprints.fingerprints,
         **counters._asdict(),

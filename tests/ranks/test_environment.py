@@ -25,7 +25,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.config.schema import ClusterConfig
-from harness.measure.environment import PREFIXES, VARIABLES, collect_environment, relevant_variables
+from harness.measure.environment import (
+    PREFIXES,
+    SETTINGS,
+    VARIABLES,
+    changed_settings,
+    collect_environment,
+    relevant_variables,
+)
 from harness.measure.host_usage import HostUsageMeter, peak_rss_bytes
 from harness.metrics.step_time import disturbance_text, trend_text
 from harness.records.rank_report import HostUsage
@@ -95,6 +102,24 @@ def test_relevant_variables_are_recorded_unchanged() -> None:
 )
 def test_the_home_folder_is_written_as_a_tilde(value: str, shown: str) -> None:
     assert relevant_variables({"LD_LIBRARY_PATH": value}, ("/home/me", "/real/me")) == {"LD_LIBRARY_PATH": shown}
+
+
+def test_changed_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both names of the allocator's settings count; threads, devices and secrets do not."""
+    for name in [name for name in os.environ if name.startswith(SETTINGS)]:
+        monkeypatch.delenv(name)
+    for name, value in (("PYTORCH_CUDA_ALLOC_CONF", "x"), ("NCCL_ALGO", "Ring"), ("NVIDIA_TF32_OVERRIDE", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("NCCL_AUTH", CANARY)
+    recorded = {
+        "NCCL_ALGO": "Tree",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "TORCH_NCCL_BLOCKING_WAIT": "1",
+        "OMP_NUM_THREADS": "9",
+    }
+    changed = ["NCCL_ALGO", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_BLOCKING_WAIT"]
+    assert changed_settings(recorded) == changed
+    assert changed_settings(collect_environment(MACHINE)["variables"]) == []
 
 
 def test_the_current_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,14 @@ from harness.cost_model.memory import estimate_memory
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
+from harness.runner.launch_run import RunContext, launch_run
 from harness.runner.plan import RunPlan, capacity_problem, fits_now, machine_problems, make_plan
+from harness.runner.record import Reference
 from harness.runner.resolve import detect_machine
 from harness.runner.run import pruning_reason
 from harness.sweep.queued_run import MicroBatchSearch
 from harness.util.text import UserError, format_bytes, parse_bytes
-from tests.support.commands import compose, compose_config, execute_run
+from tests.support.commands import assert_ok, compose, compose_config, execute_run
 from tests.support.models import PREPARED
 
 RUN = ("data=synthetic", "train.seq_len=64", "train.steps=2", "train.warmup_steps=1", "preflight=false")
@@ -112,6 +114,18 @@ def test_a_byte_less_is_out_of_memory_and_ends_every_rank(results: Path, unbound
         assert rank == fullest
         assert [other["status"] for other in ended.rank_entries if other["rank"] != fullest] in ([], ["error"])
     check_dominated(config, CommandConfig("budget", str(results)))
+
+
+def test_a_budget_does_not_limit_a_references_second_training(results: Path, unbounded: tuple[str, Record]) -> None:
+    """Divided products need more memory than whole ones."""
+    strategy, free = unbounded
+    budget = f"cluster.memory_budget={free.row['peak_allocated_bytes']}"
+    config, command = compose(f"results_dir={results}", "name=second", *RUN, f"strategy={strategy}", budget)
+    plan = make_plan(config, detect_machine(config.cluster), command, is_reference=True)
+    record = launch_run(plan, RunContext(), Reference("none"))
+    assert_ok(record.row)
+    reports = plan.folder.read_rank_reports(plan.layout.world_size)
+    assert all(report.perturbed is not None for report in reports)
 
 
 def check_dominated(config: RunConfig, command: CommandConfig) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.launcher.launch import oom_kill_count
+from harness.launcher.monitor import HangDetector
 from harness.launcher.rank_entry import main_thread_location
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder
@@ -135,12 +136,24 @@ def test_oom_kills_are_counted_in_the_process_group(tmp_path: Path, files: dict[
     assert oom_kill_count(tmp_path, tmp_path / "cgroups") == kills
 
 
+def test_any_heartbeat_is_progress(tmp_path: Path) -> None:
+    """A profiled step of many micro-batches has the same phase, step and memory again and again."""
+    writer, folder = HeartbeatWriter(tmp_path, 0), RunFolder(tmp_path)
+    folder.ranks.mkdir()
+    detector = HangDetector(lambda: folder.read_heartbeat(0), seconds=10)
+    start = time.monotonic()
+    for second in range(30):
+        writer("profiled", 7)
+        assert not detector.is_hanging(start + second)
+    assert detector.is_hanging(start + 40)
+
+
 def test_a_heartbeat_is_read_whole_or_not_at_all(tmp_path: Path) -> None:
     (tmp_path / "ranks").mkdir()
     assert RunFolder(tmp_path).read_heartbeat(0) is None
     writer = HeartbeatWriter(tmp_path, 0)
     writer("a rather long phase", 123)
-    assert RunFolder(tmp_path).read_heartbeat(0) == ("a rather long phase", 123, None, writer.last.host_bytes)
+    assert RunFolder(tmp_path).read_heartbeat(0) == ("a rather long phase", 123, None, writer.last.host_bytes, 1)
     writer("short")
     assert (RunFolder(tmp_path).read_heartbeat(0) or writer.last).phase == "short"
     RunFolder(tmp_path).heartbeat(0).write_text('["cut')

@@ -68,10 +68,11 @@ def case(line: str) -> Case:
 Reports = Mapping[str, list[RankReport]]
 
 
-def simulated(lines: list[str]) -> Reports:
+def simulated(lines: list[str], module: str = "tests.support.simulated_steps", *arguments: str) -> Reports:
     """Return the reports of every case's ranks, all of them simulated in one process."""
     cases = {line: case(line) for line in lines}
-    reports = iter(simulate_steps([request for entry in cases.values() for request in entry.requests]))
+    requests = [request for entry in cases.values() for request in entry.requests]
+    reports = iter(simulate_steps(requests, module=(module, *arguments)))
     return {line: [next(reports) for _ in entry.ranks] for line, entry in cases.items()}
 
 
@@ -270,3 +271,15 @@ def reports(is_long: bool) -> Reports:
 )
 def test_a_rank_on_cuda_does_what_the_plan_says(line: str, is_long: bool) -> None:
     assert problems(case(line), reports(is_long)[line]) == []
+
+
+# A tensor-parallel rank, and a sharded one, which resizes storages between operators.
+ASKED = [line for line in CASES if line.startswith(("tp x 8", "fsdp_full_shard x 4"))]
+
+
+def test_gradients_need_not_be_sampled_after_every_operator() -> None:
+    """Only what may allocate makes a new peak. A reading of memory takes longer than a small kernel."""
+    for line, always in simulated(ASKED, "tests.support.simulated_faults", "always_asked").items():
+        assert [rank.reason for rank in always] == [""] * len(always)
+        for rank, other in zip(reports(False)[line], always, strict=True):
+            assert rank.profiled == other.profiled, line

@@ -74,6 +74,10 @@ class Division(NamedTuple):
     phases: dict[str, tuple[float, float, float, float]]
 
 
+PHASES = (("step", 0, 400), ("forward", 0, 200), ("backward", 200, 400))
+
+RECORDED = "torch's profiler recorded"
+
 ON_A_CPU = {
     "operators hide collectives in flight": (
         [
@@ -180,8 +184,37 @@ def test_a_step_is_divided(
         assert [1000 * seconds for seconds in astuple(breakdown.phases[name])] == pytest.approx(parts), name
 
 
+def gpu_report(events: list[TraceEvent]) -> tuple[TimeBreakdown | None, str]:
+    """Return the breakdown and the problem of a GPU's trace."""
+    trace = StepTrace(torch.device("cpu"))
+    trace.on_gpu, trace.tracer = True, Mock(events=lambda: events)
+    report = trace.report()
+    return report["time_breakdown"], report["trace_problem"]
+
+
 def test_a_trace_without_kernels_has_no_breakdown() -> None:
-    assert gpu_time_breakdown([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)]) is None
+    for events in ([cpu("harness.step", 0, 10), launch(1, 1), launch(2, 2)], [cpu("harness.step", 0, 10)], []):
+        breakdown, problem = gpu_report(events)
+        assert breakdown is None and "recorded 0 of the" in problem
+
+
+@pytest.mark.parametrize(("lost", "is_divided"), [(0, True), (4, True), (5, False), (180, False)])
+def test_a_trace_that_lost_kernels_is_not_divided(lost: int, is_divided: bool) -> None:
+    """Two steps of 200 launches each: forward in the first half, backward in the second, from another thread.
+
+    The profiler drops records when its buffers are full, after which a breakdown shows less time and other phases.
+    """
+    marks = [cpu(f"harness.{name}", at + begin, at + end) for at in (0, 1000) for name, begin, end in PHASES]
+    moments = [*range(0, 400, 2), *range(1000, 1400, 2)]
+    launches = [launch(number, moment, thread=1 + number % 2) for number, moment in enumerate(moments)]
+    kernels = [gpu("sgemm", moment + 1, moment + 3, number) for number, moment in enumerate(moments)]
+    outside = [launch(999, 700), TraceEvent("cudaLaunchKernelExC", 2000 * MS, 2001 * MS, "cuda_runtime", 1, 1000)]
+    others = [TraceEvent("cudaEventRecord", MS, 2 * MS, "cuda_runtime", 1, number) for number in range(2000, 2100)]
+    breakdown, problem = gpu_report([*marks, *launches, *outside, *others, *kernels[:200], *kernels[200 + lost :]])
+    assert (breakdown is not None) is is_divided
+    assert problem == ("" if is_divided else f"{RECORDED} {400 - lost} of the 400 kernels that were launched")
+    if lost == 0:
+        assert breakdown is not None and breakdown.seconds == pytest.approx(0.8)
 
 
 def test_a_matrix_product_hides_a_collective() -> None:
@@ -191,7 +224,7 @@ def test_a_matrix_product_hides_a_collective() -> None:
     matrix @ matrix  # not recorded
     with trace, trace.phase("step"), trace.phase("forward"):
         matrix @ matrix
-    breakdown = trace.breakdown()
+    breakdown = trace.report()["time_breakdown"]
     assert breakdown is not None and trace.tracer.profiler.profiler is not None
     results = trace.tracer.profiler.profiler.kineto_results
     (product,) = (event for event in results.events() if event.name() == "aten::mm")
@@ -277,6 +310,16 @@ def reports_with(fault: Entry, results: Path, strategy: str, world_size: int, gl
     record = execute_run(config, command, fault)
     assert_ok(record.row)
     return RunFolder(results / command.name / record.row["run_id"]).read_rank_reports(world_size)
+
+
+def test_lost_kernels_are_noted_in_the_row(tmp_path: Path) -> None:
+    sizes = ("train.global_batch=2", "train.micro_batch=1", "train.seq_len=16", "train.steps=1", "train.warmup_steps=1")
+    to = (f"results_dir={tmp_path}", "proof.reference=false", "strategy=single")
+    record = execute_run(*compose(*to, *sizes), faults.lost_kernels)
+    assert_ok(record.row)
+    assert record.notes[-1:] == [f"the time of rank 0's steps is not divided: {faults.LOST}"]
+    assert record.row["exposed_communication_seconds"] is record.row["idle_seconds"] is None
+    assert record.row["step_seconds"] > 0
 
 
 def test_no_garbage_is_collected_in_timed_steps(tmp_path: Path) -> None:

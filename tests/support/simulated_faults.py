@@ -65,7 +65,22 @@ def wrong_group(gather: Any, *arguments: Any, group: Any, **keywords: Any) -> An
     return gather(*arguments, group=every_other_rank(group.size()), **keywords)
 
 
+operators = [0, 0]  # how many ran so far: others, and views
+
+
+def always_asked(add_operator: Any, recorder: Any, name: str, started: int, is_view: bool) -> bool:
+    """Have gradients sampled after every operator, as no fault but what is slow; fail where a view allocates."""
+    operators[is_view] += 1
+    if is_view and recorder.position() != started:
+        raise AssertionError(f"{name} is no view: it allocated or freed memory")
+    if sum(operators) == 600 and operators[1] < 0.4 * 600:
+        raise AssertionError(f"{operators[1]} of 600 operators are views, so that most may allocate")
+    add_operator(recorder, name, started, False)
+    return True
+
+
 FAULTS = {
+    "always_asked": (always_asked, "harness.measure.memory_ownership.OwnershipRecorder.add_operator"),
     "tensor_on_the_host": (tensor_on_the_host, "harness.worker.batches.Batches.__call__"),
     "collective_on_the_wrong_group": (collective_on_the_wrong_group, f"{TORCH}.mesh.replica_group"),
     "forgotten_free": (forgotten_free, f"{TORCH}.fsdp.apply_fully_shard"),

@@ -10,6 +10,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -527,6 +528,21 @@ def test_a_chart_that_cannot_be_drawn_raises_an_error_with_the_reason(
     monkeypatch.setattr(render, "_SECONDS", seconds or render._SECONDS)
     with pytest.raises(render.DrawingError, match=reason):
         render.svgs({"chart": spec})
+
+
+def test_without_the_library_there_are_no_charts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command must not end in a traceback after all its runs."""
+
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(render, "version", version)
+    with render.failure_told("report.html is not written"):
+        render.library()
+    printed = capsys.readouterr().err
+    assert printed.startswith("report.html is not written: ") and "vl-convert-python" in printed
 
 
 def test_the_library_is_cached_and_rebuilt_if_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

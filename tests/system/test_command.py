@@ -114,16 +114,23 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(harness: Harness
     assert not (tmp_path / "results" / "big" / row.run_id / "ranks").exists()  # no process was started
 
 
-def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path) -> None:
+def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is made again only with force=true or by other code; a key that affects the result makes another run."""
     results = tmp_path / "results"
     assert harness("name=again", *SMALL).returncode == 0
     (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
     record = run_dir / "record.json"
     recorded_at = record.stat().st_mtime_ns
+    beat = RunFolder(run_dir).read_heartbeat(0)
+    assert beat is not None and beat.beats > 12  # most of them in phases of the profiled step
 
-    assert "is recorded" in harness("name=again", *SMALL).stderr
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    monkeypatch.setenv("NCCL_AUTH_TOKEN", "a secret")
+    again = harness("name=again", *SMALL).stderr
+    assert "is recorded, with another PYTORCH_ALLOC_CONF in its environment; force=true runs it again" in again
     assert record.stat().st_mtime_ns == recorded_at
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+    assert "is recorded; force=true runs it again" in harness("name=again", *SMALL).stderr
 
     changed = json.loads(record.read_text())
     changed["versions"]["torch"] = "2.0.0"

@@ -1,5 +1,6 @@
 """The findings of a report: a golden page, the sentences that follow from made-up runs, and files that agree."""
 
+import dataclasses
 import itertools
 import re
 from pathlib import Path
@@ -254,6 +255,11 @@ REPORTS: dict[str, tuple[list[Record], tuple[str, ...], tuple[str, ...]]] = {
             *changed(THREADS[1:], parts={"environment": {"threads": 1}}),
         ],
         ("a single rank computed with 2 threads, and others with 1, so that all configurations had the same",),
+        (),
+    ),
+    "notes": (
+        [dataclasses.replace(entry, notes=["memory is not counted: no compiler", "few cores"]) for entry in EXAMPLE],
+        ("- Noted as they ran: ", ": memory is not counted: no compiler; few cores."),
         (),
     ),
     "equal threads": (changed(THREADS, parts={"environment": {"threads": 1}}), (), ("with 1, so that",)),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,14 @@ from harness.engines import accelerate as accelerate_engine
 from harness.engines.base import load_engine
 from harness.hardware.machine import Machine
 from harness.layout.layout import resolve_layout
-from harness.runner.plan import capacity_problem, core_note, find_problems, machine_problems, make_plan
+from harness.runner.plan import (
+    capacity_problem,
+    core_note,
+    find_problems,
+    machine_problems,
+    make_plan,
+    shared_memory_note,
+)
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util import native_build
 from harness.util.text import UserError
@@ -97,6 +105,17 @@ def test_emulated_16_bit_is_refused(
 def test_few_cores_are_noted() -> None:
     assert core_note("cuda", 8, 16) is None and core_note("cpu", 8, 1) is None
     assert str(core_note("cuda", 8, 1)).startswith("8 ranks on GPUs and 1 core, fewer than 2 for a rank")
+
+
+def test_little_shared_memory_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container has 64 MiB by default, with which NCCL fails between GPUs that do not reach each other."""
+    for free, is_little in ((2**26, True), (2**30, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
+        note = shared_memory_note("cuda", 8, tmp_path)
+        assert ("64.0 MiB free" in note and "--shm-size=1g" in note) if is_little else note is None, note
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert shared_memory_note("cpu", 8, tmp_path) is None and shared_memory_note("cuda", 1, tmp_path) is None
+    assert shared_memory_note("cuda", 8, tmp_path / "none") is None
 
 
 DRIVERS = {

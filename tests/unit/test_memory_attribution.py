@@ -5,6 +5,7 @@ import gzip
 import itertools
 import json
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.cuda._memory_viz import trace
 from harness.measure import memory_attribution, memory_snapshot
 from harness.measure.allocation_log import AllocationLog, OpSpan, StepAnnotations
 from harness.measure.memory_attribution import attribute_peak, peak_without_backend
-from harness.measure.time_breakdown import TraceEvent, gpu_time_breakdown
+from harness.measure.time_breakdown import TraceEvent, gpu_time_breakdown, trace_problem
 from harness.records.rank_report import MEMORY_ROLES, AtPeak
 
 Line = tuple[int, int]  # address, bytes; negative: freed
@@ -247,6 +248,17 @@ def test_the_phases_of_the_recorded_steps_add_up() -> None:
     assert breakdown.phases["backward"].exposed_seconds > 0.99 * (COMMUNICATION_SECONDS - breakdown.overlapped_seconds)
     for share in breakdown.phases.values():
         assert 0 <= share.exposed_seconds + share.waiting_seconds + share.copy_seconds <= share.seconds
+
+
+def test_a_real_trace_that_lost_kernels_of_a_step_is_noticed() -> None:
+    """On a GPU every launch has its kernel; the profiler may drop those of a step from some moment on."""
+    events = [mark(event) for event in recorded_events()]
+    assert trace_problem(events) == ""
+    _, second, *_ = sorted(event for event in events if event.name == "harness.step")
+    calls = [event for event in events if event.activity == "cuda_runtime" and second.start <= event.start < second.end]
+    lost = {event.correlation_id for event in calls[len(calls) // 10 :]}
+    left = [event for event in events if event.activity != "kernel" or event.correlation_id not in lost]
+    assert re.fullmatch(r"torch's profiler recorded 1,\d+ of the 2,\d+ kernels that were launched", trace_problem(left))
 
 
 @pytest.mark.parametrize("offset", [0, 1000, 5000])

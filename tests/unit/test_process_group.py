@@ -4,10 +4,13 @@ No GPU is here: where a run has GPUs, gloo's group stands in for NCCL's, and the
 """
 
 import errno
+import json
 import math
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,14 +24,17 @@ from harness.config.strategy import AXES
 from harness.cost_model.timing.step_time import StepTime
 from harness.data.corpus import Corpus
 from harness.layout.layout import resolve_layout
+from harness.measure.memory import DeviceMemory
 from harness.metrics.columns import virtual_columns
+from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import PhaseShare, RankReport, TimeBreakdown
-from harness.records.run_folder import RunSpec, read_run_spec
+from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.simulator.deepspeed_process import fill_padding
 from harness.simulator.process_group import fake_process_group
 from harness.simulator.virtual_rank import RECEIVED_GRADIENT, RECEIVED_HIDDEN_STATE, fill_received, own_vocabulary
+from harness.worker import main as worker_main
 from harness.worker import process_group as groups
-from harness.worker.main import out_of_memory_error
+from harness.worker.main import SystemLimitError, out_of_memory_error, perturb, with_remedy
 from tests.support.commands import compose_config
 
 
@@ -235,6 +241,9 @@ EXHAUSTED: dict[str, BaseException] = {
         "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
     ),
     "cuDNN": RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    "NCCL on the host": DistBackendError(
+        "ncclSystemError: System call failed.\nLast error:\nFailed to malloc 64 bytes"
+    ),
     "the host's allocator": RuntimeError(
         "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
         " allocate 4503599627370496 bytes. Error code 12 (Cannot allocate memory)"
@@ -250,7 +259,44 @@ OTHER: dict[str, BaseException] = {
     "a full disk": OSError(errno.ENOSPC, "No space left on device"),
     "a text about memory": ValueError("out of memory"),
     "a wrong shape": RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"),
+    "an address": DistBackendError("Last error:\nCall to ibv_reg_mr failed with error Bad address"),
+    "a cable": DistBackendError(
+        "Last error:\nCall to ibv_modify_qp failed with 110 Connection timed out, on dev mlx5_0:1"
+    ),
+    "another process's segment": DistBackendError(
+        "Error while attaching to shared memory segment /dev/shm/nccl- (size 192814336), error: No such file or"
+        " directory (2)"
+    ),
+    "a device's shared memory": RuntimeError(
+        "out of resource: shared memory, Required: 262144, Hardware limit: 232448"
+    ),
 }
+
+# The last warnings of NCCL where a limit of the system is too low, by words of the remedy.
+LIMITS: dict[str, tuple[str, ...]] = {
+    "ulimit -l unlimited": (
+        "Call to ibv_reg_mr failed with error Cannot allocate memory",
+        "Call to ibv_reg_mr_iova2 failed with error Cannot allocate memory",  # NVIDIA/nccl-tests 206
+        "Call to ibv_create_cq failed with error Cannot allocate memory",  # NVIDIA/nccl 1191
+        "Call to ibv_create_qp failed",  # NCCL's guide, under InfiniBand
+        "NET/OFI Unable to register memory (type = 1) for device 0. RC: 12, Error: Cannot allocate memory",  # 563
+    ),
+    "--shm-size=1g": (
+        "Error while creating shared memory segment /dev/shm/nccl-WU88OE (size 9637888), error: No space left on device"
+        " (28)",  # pytorch/ci-infra 490
+        "Error: failed to extend /dev/shm/nccl-WU88OE to 9637892 bytes, error: No space left on device (28)",
+        "Error while creating shared memory segment /dev/shm/nccl-KWfVyt (size 5967872)",  # NVIDIA/nccl-tests 166
+        "Call to posix_fallocate failed : No space left on device",  # NVIDIA/nccl 290
+    ),
+}
+
+
+def nccl_error(last_warning: str) -> DistBackendError:
+    return DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled system error (run with"
+        " NCCL_DEBUG=INFO for details), NCCL version 2.26.2\nncclSystemError: System call (e.g. socket, malloc) or"
+        f" external library call failed or device error. \nLast error:\n{last_warning}"
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,6 +306,38 @@ OTHER: dict[str, BaseException] = {
 )
 def test_memory_that_ran_out_is_recognized_whoever_reports_it(error: BaseException, is_exhausted: bool) -> None:
     assert out_of_memory_error(error) is (error if is_exhausted else None)
+
+
+@pytest.mark.parametrize(
+    ("remedy", "warning"), [(remedy, warning) for remedy, warnings in LIMITS.items() for warning in warnings]
+)
+def test_a_limit_of_the_system_is_no_lack_of_memory(remedy: str, warning: str) -> None:
+    """As one, the run would be an oom, and every larger run would be pruned."""
+    error = RuntimeError("stage 1 failed in forward")
+    error.__cause__ = nccl_error(warning)
+    explained = with_remedy(error)
+    assert isinstance(explained, SystemLimitError) and remedy in str(explained) and warning in str(explained)
+    assert "\n" not in str(explained) and explained.__cause__ is error
+    assert out_of_memory_error(error) is out_of_memory_error(explained) is None
+
+
+@pytest.mark.parametrize("error", [*EXHAUSTED.values(), *OTHER.values()], ids=[*EXHAUSTED, *OTHER])
+def test_other_errors_have_no_remedy(error: BaseException) -> None:
+    assert with_remedy(error) is error
+
+
+def test_the_line_of_a_rank_has_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise nccl_error(LIMITS["ulimit -l unlimited"][0])
+
+    monkeypatch.setattr(worker_main, "run_rank", fails)
+    monkeypatch.setattr(worker_main, "read_run_spec", lambda _: None)
+    folder = RunFolder(tmp_path)
+    folder.ranks.mkdir()
+    with pytest.raises(SystemLimitError, match="ulimit -l unlimited"):  # the launcher writes what a rank raises
+        worker_main.report_rank(tmp_path, 0, HeartbeatWriter(tmp_path, 0), fails)  # type: ignore[arg-type]
+    report = RankReport.from_json(json.loads(folder.rank_report(0).read_text()))
+    assert (report.status, report.error) == ("error", "SystemLimitError") and "ulimit" in report.reason
 
 
 def test_what_torch_raises_for_a_tensor_that_is_too_large_is_recognized() -> None:
@@ -287,3 +365,27 @@ def test_errors_that_lead_to_each_other_are_no_endless_loop() -> None:
     first, second = RuntimeError("first"), RuntimeError("second")
     first.__context__, second.__context__ = second, first
     assert out_of_memory_error(first) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "ranks", "is_raised"),
+    [
+        (EXHAUSTED["CUDA's runtime (Comfy-Org/ComfyUI 14165)"], 1, False),
+        (EXHAUSTED["torch's allocator"], 1, False),
+        (EXHAUSTED["torch's allocator"], 2, True),
+        (OTHER["an illegal access"], 1, True),
+    ],
+)
+def test_a_single_process_may_lack_memory_for_its_second_training(
+    error: BaseException, ranks: int, is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever reports that memory ran out, the first training counts; other ranks would wait for this one."""
+
+    def build(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker_main, "load_engine", lambda _: SimpleNamespace(build=build))
+    spec, mesh = SimpleNamespace(layout=SimpleNamespace(engine=""), config=None), SimpleNamespace(size=lambda: ranks)
+    arguments: Any = (spec, 0, lambda *_: None, mesh, DeviceMemory(torch.device("cpu")))
+    with pytest.raises(type(error)) if is_raised else nullcontext():
+        assert perturb(*arguments) is None

@@ -96,7 +96,9 @@ PLAYED = {
     f"{SIMULATED} simulate.rank=last": "simulate.rank=last is not a rank: choose peak, all, or a number…",
     f"{VIRTUAL} simulate.rank=4": "simulate.rank=4 is not one of the 4 ranks: choose 0 to 3",
     f"{VIRTUAL} cluster.nodes=2": "cluster.nodes=2 with launch=virtual, which runs one rank on this machine: choose 1…",
-    "strategy=dp launch=virtual world_size=1": "… has one rank, which needs all its devices: choose launch=processes",
+    "strategy=dp launch=virtual world_size=1": (  # every reason at once
+        "… has one rank, which needs all its devices: choose launch=processes; strategy=dp needs two CUDA devices…"
+    ),
 }
 
 

@@ -5,6 +5,7 @@ rounded up, those of requests are not; a block that other streams still use is f
 `device_free` where others have an address; expandable segments are mapped and unmapped.
 """
 
+import sys
 import time
 from typing import Any
 
@@ -199,7 +200,8 @@ def test_peaks_of_requests_and_of_waiting_blocks_are_read(monkeypatch: pytest.Mo
     """Whoever releases memory to another stream must wait for it: an allocated peak alone would leave that out."""
     statistics = {"requested_bytes.all.peak": 90, "active_bytes.all.peak": 140, "num_ooms": 0}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 100)
+    nested = {"allocated_bytes": {"all": {"peak": 100}}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda device: nested)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (700, 1000))
@@ -208,6 +210,24 @@ def test_peaks_of_requests_and_of_waiting_blocks_are_read(monkeypatch: pytest.Mo
     assert peaks == (90, 100, 140) and counters.non_torch_bytes == 100
     statistics.clear()  # cudaMallocAsync has fewer statistics
     assert DeviceMemory(DEVICE).counters().peak_requested_bytes is None
+
+
+def test_the_peak_is_read_without_listing_all_readings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The profiled step reads it for every operator that may allocate, of which a large step has 100,000."""
+    sizes = {"small_pool": 30, "large_pool": 70, "all": 100}
+    reading = {pool: dict.fromkeys(("current", "peak", "allocated", "freed"), size) for pool, size in sizes.items()}
+    names = ("allocated_bytes", "active_bytes", "requested_bytes", "reserved_bytes", "inactive_split_bytes")
+    monkeypatch.setattr(torch.cuda.memory, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_memoryStats", lambda _: dict.fromkeys(names, reading), raising=False)
+    calls: list[str] = []
+    memory = DeviceMemory(DEVICE)
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        peak = memory.peak_allocated_bytes()
+    finally:
+        sys.setprofile(None)
+    assert peak == torch.cuda.max_memory_allocated(DEVICE) == 100
+    assert len(calls) <= 10, calls
 
 
 def test_a_cpu_counts_requests() -> None:

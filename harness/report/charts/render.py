@@ -10,7 +10,7 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -115,7 +115,10 @@ def library() -> str:
 
     It is stored in the user's cache, as it takes a second to make. Raise DrawingError if that fails.
     """
-    path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
+    try:
+        path = _CACHE.expanduser() / f"vega-{version('vl-convert-python')}.js"
+    except PackageNotFoundError as error:
+        raise DrawingError(f"the charts were not drawn: {error}") from None
     with suppress(OSError, ValueError):
         return path.read_text(encoding="utf-8")
     bundle = _called("javascript_bundle", {"library": {"snippet": _SNIPPET}})["library"]
