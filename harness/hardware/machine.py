@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -123,6 +124,7 @@ def is_built_for_gpus() -> bool:
     return versions.get("cuda") is not None or versions.get("hip") is not None
 
 
+@cache
 def torch_release() -> tuple[int, int]:
     """Return the first two numbers of the installed torch's version."""
     major, minor, *_ = version("torch").split(".")
@@ -240,10 +242,10 @@ def hardware_in_files() -> Sequence[HardwareConfig]:
 
 
 @cache
-def peaks() -> dict[str, dict[str, float]]:
-    """Return the FLOP/s of every known device by torch's dtype."""
+def peaks() -> dict[str, dict[str, Any]]:
+    """Return what is known of every known device: its FLOP/s by torch's dtype, and its compute capability."""
     devices = tomllib.loads(Path(__file__).with_name("peak_flops.toml").read_text("utf-8"))["device"]
-    return {name: device["flops"] for device in devices for name in device["names"]}
+    return {name: device for device in devices for name in device["names"]}
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
@@ -251,5 +253,21 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
 
     Drivers before 470 leave out the maker of the newer boards: A100-SXM4-40GB.
     """
-    known = peaks().get(device_name) or peaks().get(f"NVIDIA {device_name}") or {}
+    known: dict[str, float] = (peaks().get(device_name) or peaks().get(f"NVIDIA {device_name}") or {}).get("flops", {})
     return known.get(dtype)
+
+
+def assumed_peak(machine: Machine, dtype: str) -> tuple[float | None, str]:
+    """Return the peak of a machine's device, and whose it is; if its name is unknown, the slowest one of its kind.
+
+    That foresees how long a run takes, and is no figure of a row. None where no device of the same compute capability
+    is known.
+    """
+    known, capability = peak_flops(machine.device_name, dtype), ".".join(map(str, machine.compute_capability or ()))
+    alike = [
+        device["flops"][dtype]
+        for device in peaks().values()
+        if device.get("capability") == capability and dtype in device["flops"]
+    ]
+    slowest = (min(alike, default=None), f"the slowest known device of compute capability {capability}")
+    return slowest if known is None and alike else (known, machine.device_name)

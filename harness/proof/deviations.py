@@ -41,13 +41,14 @@ def differences(reference: TrainingReport, ranks: Sequence[TrainingReport], comp
     """Yield the difference of every value that the ranks report from the reference's.
 
     Copies of a gradient are compared one by one: averages would hide that ranks never synchronized. `compute` is the
-    dtype of the compute. A moment that the reference does not report, as in older records, is left out.
+    dtype of the compute. A moment that the reference does not report, as in older records, is left out, and so are the
+    steps that only the ranks trained.
     """
     for step, expected in enumerate(reference.losses):
         loss = _mean(rank.losses[step] for rank in ranks)
         yield Difference(Aspect("loss", "step", step), relative_difference(loss, expected), f"step {step}")
     for number, rank in enumerate(ranks):
-        for step, (norm, expected) in enumerate(zip(grad_norms(rank), grad_norms(reference), strict=True)):
+        for step, (expected, norm) in enumerate(zip(grad_norms(reference), grad_norms(rank), strict=False)):
             where = f"global norm at step {step}, rank {number}"
             yield Difference(Aspect("global norm", "step", step), relative_difference(norm, expected), where)
     for moment in MOMENTS:

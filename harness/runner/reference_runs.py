@@ -1,45 +1,55 @@
-"""The reference of a run: the cheapest layout that fits, and the chain of runs that proves its training.
+"""The reference of a run: the first layout that fits at little cost, and the chain of runs that proves its training.
 
 It is a single process; where it does not fit, a single process with full checkpointing; ranks that shard everything
 besides; and on a GPU such ranks whose model state is on the host. Any layout but a single process is first trained with
-fewer layers, beside a single process of as many. A layout that does not fit, or that is too slow, is skipped with a
-sentence, and takes no row with it; one that fails does.
+fewer layers, beside a single process of as many. Where that costs too much, all of them train fewer steps than the run.
+A layout that does not fit, or that is too slow, is skipped with a sentence, and takes no row with it; one that fails
+does.
 """
 
 import bisect
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from operator import itemgetter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
 
-from harness.config.schema import Checkpointing, CheckpointingConfig, RunConfig
-from harness.config.strategy import StrategyConfig
-from harness.cost_model.flops import executed_flops
-from harness.hardware.machine import peak_flops
 from harness.launcher.rank_entry import worker_entry
-from harness.layout.layout import Layout, resolve_layout
 from harness.proof import simulation
 from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport
-from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run
-from harness.runner.plan import RunPlan, capacity_problem, make_plan
+from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.record import Reference
-from harness.runner.resolve import load_strategy_preset, with_layers
+from harness.runner.reference_cost import (
+    OTHER_SECONDS,
+    Speed,
+    device_flops,
+    devices_used,
+    measured_speed,
+    predict_cost,
+)
+from harness.runner.reference_layouts import (
+    is_own_layout,
+    is_single_process,
+    layout_text,
+    plan_reference,
+    reference_configs,
+    single_process,
+)
+from harness.runner.resolve import with_layers
 from harness.runner.reuse import NO_REFERENCE, reusable_record
 from harness.util.files import run_lock
 from harness.util.text import UserError, count_text
 
-FULLY_SHARDED = StrategyConfig(name="fsdp_full_shard", data_parallel="fsdp", zero_stage=3, dp_shard=-1)
-OFFLOADED = replace(FULLY_SHARDED, offload="parameters")
-ASSUMED_MFU = 0.4  # the share of the device's peak that large models reach, for devices that have timed nothing yet
-TRAININGS = 2  # by a reference: its own, and one that differs from it in rounding
+CHEAP_SECONDS = 120.0  # of training that a reference may always take, however short its run is
+LEAST_LAYERS = 2  # that a single process has even if they are not cheap: with one, no layer follows another
+TRAINING_SHARE = 0.5  # of timeout_seconds: the rest is for start and measurement, and for slower steps than predicted
+UNKNOWN = "of unknown duration"
 
 
 class SlowReferenceError(UserError):
-    """A reference that does not end in time, so that others on as few devices would not either."""
+    """A reference that does not end in time, so that none with as much work for each device would either."""
 
 
 class OutOfMemoryReferenceError(UserError):
@@ -48,6 +58,32 @@ class OutOfMemoryReferenceError(UserError):
 
 class FailedReferenceError(Exception):
     """A reference that failed, so that every row that is compared with it fails too, with this status and reason."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A reference, and what is trained before it: a single process with fewer layers, and its own layout with as many.
+
+    Nothing is trained before a single process with all layers.
+    """
+
+    plan: RunPlan
+    shallower: Sequence[RunPlan]
+    costs: Sequence[tuple[int, float]]  # of those that are not recorded: devices and predicted seconds, 0 if unknown
+
+    @property
+    def longest_seconds(self) -> float:
+        """The seconds of the run that trains longest."""
+        return max((seconds for _, seconds in self.costs), default=0.0)
+
+    @property
+    def announcement(self) -> str:
+        """What the log says before the chain is trained."""
+        each = ", ".join(f"{seconds:,.0f} s on {count_text(devices, 'device')}" for devices, seconds in self.costs)
+        other = OTHER_SECONDS[self.plan.machine.device]
+        total = sum(other + seconds for _, seconds in self.costs)
+        known = f"predicted to take {total:,.0f} s: {each}, and {other:g} s of each for start and measurement"
+        return f"{len(self.costs)} references before this run, {known if self.longest_seconds else UNKNOWN}"
 
 
 def get_reference(plan: RunPlan, context: RunContext) -> Reference:
@@ -61,160 +97,134 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
         return Reference(NO_REFERENCE)
     if plan.config.model.dropout:
         return Reference(f"none: no other run drops the same values with model.dropout={plan.config.model.dropout}")
-    problems: list[str] = []
-    slow_devices = 0
-    for config in reference_configs(plan):
-        try:
-            candidate = plan_reference(config, plan)
-            if devices_used(candidate) > slow_devices:
-                reference = prove_reference(candidate, context)
-                if reference.shallower is None or not is_same_layout(config, plan.layout):
-                    return reference
-                note = f"{reference.note}; it has the same layout and engine as this run"  # and so perhaps its faults
-                return replace(reference, note=note)
-        except SlowReferenceError as error:
-            slow_devices = max(slow_devices, devices_used(candidate))
-            problems.append(f"{layout_text(config)} is too slow: {error}")
-        except UserError as error:
-            problems.append(f"{layout_text(config)} cannot be run: {error}")
-    return Reference(f"none: {'; '.join(problems)}")
-
-
-def reference_configs(plan: RunPlan) -> Iterator[RunConfig]:
-    """Yield the configurations that a run may be compared with, the first that fits first.
-
-    One of the run's own layout and engine has the same faults and is the last choice; fully sharded ranks of PyTorch
-    are then compared with those of DeepSpeed.
-    """
-    yield single_process(plan.config)
-    full = single_process(plan.config, "full", plan.config.train.loss_chunks)
-    machine, ranks = plan.machine, plan.config.world_size or plan.machine.world_size
-    if machine.device == "cuda":  # of whose devices a run beside others sees a part
-        ranks = min(ranks, machine.devices * machine.nodes)
-    world_size = math.gcd(ranks, full.train.global_batch)
-    # On a CPU the host is the device, and offload saves nothing.
-    useful = ((FULLY_SHARDED, world_size > 1), (OFFLOADED, machine.device == "cuda"))
-    configs = [full, *(sharded(full, strategy, world_size) for strategy, is_useful in useful if is_useful)]
-    same = [config for config in configs if is_same_layout(config, plan.layout)]
-    yield from (config for config in configs if config not in same)
-    if any(config.strategy.data_parallel == "fsdp" for config in same):
-        yield sharded(full, load_strategy_preset("zero3"), world_size)
-    yield from same
-
-
-def single_process(config: RunConfig, checkpointing: Checkpointing = "none", loss_chunks: int = 1) -> RunConfig:
-    """Return the same training by one process; by default without any option that only saves time or memory."""
-    return replace(
-        config,
-        strategy=StrategyConfig(name="single"),
-        checkpointing=CheckpointingConfig(checkpointing),
-        train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False),
-        world_size=None,
-        repeat=0,
+    problems: dict[str, UserError] = {}
+    slow_flops = math.inf  # of a device
+    for chain in possible_chains(plan, problems):
+        if device_flops(chain.plan) < slow_flops:
+            try:
+                return for_run(prove_reference(chain, context), chain.plan, plan)
+            except UserError as error:
+                problems[layout_text(chain.plan.config)] = error
+                if isinstance(error, SlowReferenceError):
+                    slow_flops = device_flops(chain.plan)
+    texts = (
+        f"{layout} {'is too slow' if isinstance(error, SlowReferenceError) else 'cannot be run'}: {error}"
+        for layout, error in problems.items()
     )
+    return Reference(f"none: {'; '.join(texts)}")
 
 
-def sharded(config: RunConfig, strategy: StrategyConfig, world_size: int) -> RunConfig:
-    """Return the same training by ranks that share the batch, in micro-batches that they can divide it into."""
-    micro_batch = math.gcd(config.train.micro_batch, config.train.global_batch // world_size)
-    train = replace(config.train, micro_batch=micro_batch)
-    return replace(config, strategy=strategy, train=train, world_size=world_size)
+def possible_chains(plan: RunPlan, problems: dict[str, UserError]) -> Iterator[Chain]:
+    """Yield the chains of references that a run may be compared with, in the order in which they are tried.
 
-
-def is_same_layout(config: RunConfig, layout: Layout) -> bool:
-    """Return whether the configuration has the engine and the layout of a run, wherever its model state is."""
-    resolved = resolve_layout(config.strategy, config.world_size or 1)
-    return resolved == replace(layout, offload=resolved.offload)
-
-
-def plan_reference(config: RunConfig, plan: RunPlan) -> RunPlan:
-    """Return the plan of a reference of another plan's run. Raises UserError if it is impossible."""
-    proof = replace(plan.command.proof, reference=False)
-    command = replace(plan.command, proof=proof, force=False)
-    return make_plan(config, plan.machine, command, is_reference=True)
-
-
-def is_single_process(plan: RunPlan) -> bool:
-    """Return whether the training of this plan counts as right by itself."""
-    return plan.config == single_process(plan.config)
-
-
-def layout_text(config: RunConfig) -> str:
-    """Return the name of a reference's layout in a sentence."""
-    ranks = f"{config.strategy.name} on {count_text(config.world_size, 'rank')}" if config.world_size else ""
-    offload = "" if config.strategy.offload == "none" else f" with strategy.offload={config.strategy.offload}"
-    checkpointing = "" if config.checkpointing.name == "none" else f" with checkpointing={config.checkpointing.name}"
-    return (ranks or "a single process") + offload + checkpointing
-
-
-def devices_used(plan: RunPlan) -> int:
-    """Return the number of devices that a run uses; on a CPU the machine is one device, whose cores ranks share."""
-    return plan.layout.world_size if plan.machine.device == "cuda" else 1
-
-
-def prove_reference(plan: RunPlan, context: RunContext) -> Reference:
-    """Return the reference of this plan, trained after its layout was proven with fewer layers.
-
-    Raises UserError if it does not fit or is too slow, and FailedReferenceError if it or its proof fails.
+    Those of the run's own layout are the last choice. Before others come those that were begun, as every record changes
+    what is predicted. The rest of the order is that of reference_configs() among those that are cheap, and the cheapest
+    comes first among the others. `problems` receives what keeps a layout from being a reference.
     """
-    if reusable_record(plan.config, plan.command, plan.folder) is None:
-        refusal = capacity_problem(plan, ())
+    measured = measured_speed(plan)
+    cheap_seconds = max(CHEAP_SECONDS, predict_cost(plan, measured)[0])
+    for group in product((False, True), (True, False)):
+        chains: list[Chain] = []
+        for config, steps in product(reference_configs(plan), dict.fromkeys((plan.config.train.steps, 1))):
+            try:
+                candidate = plan_reference(replace(config, train=replace(config.train, steps=steps)), plan)
+                is_begun = not is_single_process(candidate) and recorded_layers(candidate)[0]
+                if group == (is_own_layout(candidate, plan), is_begun or candidate.folder.record.exists()):
+                    chains.append(find_chain(candidate, cheap_seconds, measured))
+            except UserError as error:
+                problems[layout_text(config)] = error
+        yield from sorted(chains, key=lambda chain: max(cheap_seconds, chain.longest_seconds))
+
+
+def for_run(reference: Reference, plan: RunPlan, run: RunPlan) -> Reference:
+    """Return the reference of this plan as a run is compared with it: what only one of both trained is left out."""
+    note, report = reference.note, reference.report
+    steps, all_steps = plan.config.train.total_steps, run.config.train.total_steps
+    if report is not None and steps < all_steps:  # so that its last gradients are those of an earlier step
+        note = f"{note}; only the first {steps} of {all_steps} steps were compared"
+        perturbed = report.perturbed and replace(report.perturbed, last_gradients=())
+        report = replace(report, last_gradients=(), perturbed=perturbed)
+    if is_own_layout(plan, run):
+        note = f"{note}; it has the same layout and engine as this run"
+    return replace(reference, note=note, report=report)
+
+
+def prove_reference(chain: Chain, context: RunContext) -> Reference:
+    """Return the reference of this chain, trained after its layout was proven with fewer layers.
+
+    A single process that is too large or too slow after all is followed by one with half as many layers. Raises
+    UserError if the reference or every single process is, and FailedReferenceError if one of the runs or its proof
+    fails.
+    """
+    if len(chain.costs) > 1:
+        context.log(chain.announcement)
+    if not chain.shallower:
+        return train_reference(chain.plan, context, Reference(NO_REFERENCE))
+    single, shallow = chain.shallower
+    layers, all_layers = (run.config.model.num_hidden_layers for run in (single, chain.plan))
+    try:
+        root = train_reference(single, context, Reference(NO_REFERENCE))
+    except (OutOfMemoryReferenceError, SlowReferenceError):
+        if layers == 1:
+            raise
+        return prove_reference(Chain(chain.plan, shallower_runs(chain.plan, layers // 2), ()), context)
+    shallow_run = train_reference(shallow, context, root)
+    proof = f"its layout was compared on {layers} of {all_layers} layers with {single.run_id}"
+    reference = train_reference(chain.plan, context, Reference(f"none: {proof}"))
+    seconds = root.seconds + shallow_run.seconds + reference.seconds
+    return replace(reference, note=f"{reference.note}; {proof}", seconds=seconds, shallower=root)
+
+
+def find_chain(plan: RunPlan, cheap_seconds: float, measured: Speed) -> Chain:
+    """Return the chain of a reference. Raises UserError if it does not fit, SlowReferenceError if it is too slow."""
+    shallower = () if is_single_process(plan) else shallower_runs(plan, first_layers(plan, cheap_seconds, measured))
+    runs = (*shallower, plan)
+    missing = [run for run in runs if reusable_record(run.config, run.command, run.folder) is None]
+    for run in reversed(missing):
+        refusal = capacity_problem(run, ())
         if refusal:
-            raise UserError(refusal.partition(": choose ")[0])
-        refuse_slow(plan)
-    if is_single_process(plan):
-        return train_reference(plan, context, Reference(NO_REFERENCE))
-    for shallow, single in fewer_layers(plan):
-        try:
-            root = train_reference(single, context, Reference(NO_REFERENCE))
-        except OutOfMemoryReferenceError:
-            continue
-        shallow_run = train_reference(shallow, context, root)
-        layers, all_layers = (run.config.model.num_hidden_layers for run in (single, plan))
-        chain = f"its layout was compared on {layers} of {all_layers} layers with {single.run_id}"
-        reference = train_reference(plan, context, Reference(f"none: {chain}"))
-        seconds = reference.seconds + shallow_run.seconds + root.seconds
-        return replace(reference, note=f"{reference.note}; {chain}", seconds=seconds, shallower=root)
-    raise UserError("every single process with fewer layers, with which it could be compared, ran out of memory")
+            first = "" if run is plan else f"{layout_text(run.config)} with its first layers cannot be run: "
+            raise UserError(f"{first}{refusal.partition(': choose ')[0]}")
+        refuse_slow(run, measured)
+    return Chain(plan, shallower, [(devices_used(run), predict_cost(run, measured)[0]) for run in missing])
 
 
-def fewer_layers(plan: RunPlan) -> Iterator[tuple[RunPlan, RunPlan]]:
-    """Yield the same layout with fewer layers, and the single process with as many, until one that fits is accepted.
+def shallower_runs(plan: RunPlan, layers: int) -> Sequence[RunPlan]:
+    """Return a single process with so many layers of a reference's model, and the reference's layout with as many."""
+    shallow = with_layers(plan.config, layers)
+    return plan_reference(single_process(shallow), plan), plan_reference(shallow, plan)
 
-    The first has the most layers that are predicted to fit, or up to half as many if a run with these is recorded: what
-    fits varies with the memory that is free. Each further pair has half as many as the one before it. Raises UserError
-    if not even one layer is predicted to fit.
+
+def first_layers(plan: RunPlan, cheap_seconds: float, measured: Speed) -> int:
+    """Return with how many layers, fewer than all, a reference's layout is compared with a single process.
+
+    They are those that are recorded, since what fits varies with the memory that is free, and what is cheap with every
+    record; else the most that are predicted to fit and to be cheap. Raises UserError if there is one layer only.
     """
-    layers = most_layers_that_fit(plan)
-    if layers == 0 and plan.command.preflight:
-        raise UserError("not even one of its layers fits a single process, with which it could be compared")
-    layers = min(max(layers, 1), plan.config.model.num_hidden_layers - 1)
-    if layers == 0:
-        raise UserError("it has one layer only, so that nothing smaller could be compared with a single process")
-    layers = next((n for n in recorded_layers(plan) if layers // 2 < n <= layers), layers)
-    while layers:
-        shallow = with_layers(plan.config, layers)
-        yield plan_reference(shallow, plan), plan_reference(single_process(shallow), plan)
-        layers //= 2
-
-
-def recorded_layers(plan: RunPlan) -> list[int]:
-    """Return with how many layers the layout of a reference is recorded, the most first."""
-    records = readable_records(plan.folder.comparison, f"{plan.run_id.rpartition('-')[0]}-*")
-    layers = {record.run_id: int(record.config["model"]["num_hidden_layers"]) for record in records}
-    same = (n for run_id, n in layers.items() if plan_reference(with_layers(plan.config, n), plan).run_id == run_id)
-    return sorted(same, reverse=True)
-
-
-def most_layers_that_fit(plan: RunPlan) -> int:
-    """Return the largest number of layers, below the model's own, that one process is predicted to fit; 0 for none."""
+    all_layers = plan.config.model.num_hidden_layers
 
     def is_too_deep(layers: int) -> bool:
-        single = plan_reference(single_process(with_layers(plan.config, layers)), plan)
+        single, _ = shallower_runs(plan, layers)
+        limit = min(cheap_seconds if layers > LEAST_LAYERS else math.inf, TRAINING_SHARE * plan.command.timeout_seconds)
         predicted = replace(single, command=replace(single.command, preflight=True))
-        return capacity_problem(predicted, ()) is not None
+        return predict_cost(single, measured)[0] > limit or capacity_problem(predicted, ()) is not None
 
-    return bisect.bisect_left(range(1, plan.config.model.num_hidden_layers), True, key=is_too_deep)
+    if all_layers == 1:
+        raise UserError("it has one layer only, so that nothing smaller could be compared with a single process")
+    return recorded_layers(plan)[1] or max(bisect.bisect_left(range(1, all_layers), True, key=is_too_deep), 1)
+
+
+def recorded_layers(plan: RunPlan) -> tuple[bool, int]:
+    """Return whether a reference's layout is recorded beside a single process, and with how many layers that is.
+
+    Without such a comparison they are the most that a single process is recorded with; 0 for none.
+    """
+    names, all_layers = plan_reference(single_process(plan.config), plan).run_id, plan.config.model.num_hidden_layers
+    singles = readable_records(plan.folder.comparison, f"{names.rpartition('-')[0]}-*")
+    layers = {record.run_id: record.config["model"]["num_hidden_layers"] for record in singles if record.status == "ok"}
+    runs = [(n, run_id, *shallower_runs(plan, n)) for run_id, n in layers.items() if LEAST_LAYERS <= n < all_layers]
+    same = ((shallow.folder.record.exists(), n) for n, run_id, single, shallow in runs if single.run_id == run_id)
+    return max(same, default=(False, 0))
 
 
 def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> Reference:
@@ -226,7 +236,7 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
         record, ranks = reusable_record(plan.config, plan.command, plan.folder), read_reports(plan)
         is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
         if record is None or (record.status == "ok" and not (is_compared and ranks)):
-            context.log(f"reference {plan.run_id}{refuse_slow(plan)}")
+            context.log(f"reference {plan.run_id}, {refuse_slow(plan, measured_speed(plan))}")
             record = launch_run(plan, replace(context, entry=worker_entry), compared)
             ranks = read_reports(plan)
     reason = record.row["reason"]
@@ -240,16 +250,13 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 
-def refuse_slow(plan: RunPlan) -> str:
-    """Return what the log says of the predicted duration; raise SlowReferenceError if it is beyond timeout_seconds."""
-    cost = predict_cost(plan)
-    if cost is None:
-        return ""
-    seconds, source = cost
+def refuse_slow(plan: RunPlan, measured: Speed) -> str:
+    """Return what the log says of the predicted duration; raise SlowReferenceError if it is too long."""
+    (seconds, source), limit = predict_cost(plan, measured), plan.command.timeout_seconds
     text = f"train for {seconds:,.0f} s at the speed of {source}"
-    if seconds > plan.command.timeout_seconds:
-        raise SlowReferenceError(f"it would {text}, and timeout_seconds={plan.command.timeout_seconds:g}")
-    return f", predicted to {text}"
+    if seconds > TRAINING_SHARE * limit:
+        raise SlowReferenceError(f"it would {text}, more than {TRAINING_SHARE:.0%} of timeout_seconds={limit:g}")
+    return f"predicted to {text}" if seconds else f"{UNKNOWN}, up to timeout_seconds={limit:g}"
 
 
 def read_reports(plan: RunPlan) -> list[RankReport]:
@@ -259,39 +266,3 @@ def read_reports(plan: RunPlan) -> list[RankReport]:
     except ValueError:
         return []
     return ranks if len(ranks) == plan.layout.world_size else []
-
-
-def predict_cost(plan: RunPlan) -> tuple[float, str] | None:
-    """Return how long a reference will train and whose speed tells it; None where nothing tells this machine's.
-
-    Speed is the highest that a run or a reference of the comparison reached with the same model and tokens, else what
-    large models reach of the device's peak, which is not known of a CPU.
-    """
-    folders = (plan.comparison, ComparisonFolder(plan.comparison.references))
-    pattern = f"*-{plan.config.model.name}-*"
-    rows = (record.row for folder in folders for record in readable_records(folder, pattern))
-    peak = ASSUMED_MFU * (peak_flops(plan.machine.device_name, plan.config.precision.compute) or 0.0)
-    assumed = (peak, f"{ASSUMED_MFU:.0%} of a device's peak")
-    flops_per_second, source = max(measured_speeds(plan, rows), key=itemgetter(0), default=assumed)
-    if not flops_per_second:
-        return None
-    flops = executed_flops(plan.config, plan.layout, plan.machine.device, plan.widths.recomputes_last_projection)
-    return TRAININGS * plan.config.train.total_steps * (flops / devices_used(plan)) / flops_per_second, source
-
-
-def measured_speeds(plan: RunPlan, rows: Iterable[Row]) -> Iterator[tuple[float, str]]:
-    """Yield the operations that one device ran in a second, and the run, of those that tell something about the plan's.
-
-    On a CPU they are those of the whole machine, which its ranks share.
-    """
-    alike = {
-        "status": "ok",
-        "measured_on": plan.machine.device_name,
-        "model": plan.config.model.name,
-        "precision": plan.config.precision.name,
-        "seq_len": plan.config.train.seq_len,
-    }
-    for row in rows:
-        flops, seconds = row.get("executed_flops"), row.get("step_seconds")
-        if flops and seconds and all(row.get(key) == value for key, value in alike.items()):
-            yield flops / seconds / (row["world_size"] if plan.machine.device == "cuda" else 1), row["run_id"]

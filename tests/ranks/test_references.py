@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -21,7 +21,7 @@ from harness.runner import reference_runs
 from harness.runner.launch_run import RunContext, launch_run
 from harness.runner.plan import make_plan
 from harness.runner.record import Reference
-from harness.runner.reference_runs import predict_cost
+from harness.runner.reference_cost import measured_speed, predict_cost
 from harness.runner.resolve import detect_machine, with_layers
 from harness.runner.run import execute
 from tests.support import faults, second_training
@@ -83,23 +83,26 @@ def test_a_chain_proves_a_run_where_no_single_process_fits(chain: Chain) -> None
     assert shallow.row["reference"] == f"compared with {single.run_id}"
     assert 0 < shallow.row["grad_deviation"] < 1e-4 and single.row.get("grad_deviation") is None
     assert all(reference.row["memory_limit_bytes"] == BUDGET for reference in by_layout.values())
-    assert [line.partition(",")[0] for line in chain.lines] == [
+    announced, *lines = chain.lines
+    assert announced == "3 references before this run, of unknown duration"
+    assert [line.partition(",")[0] for line in lines] == [
         f"reference {reference.run_id}" for reference in (single, shallow, sharded)
     ]
-    predicted = re.fullmatch(rf".*, predicted to train for [\d,]+ s at the speed of {single.run_id}", chain.lines[1])
-    assert predicted, chain.lines
+    assert lines[0].endswith(", of unknown duration, up to timeout_seconds=1800")
+    predicted = re.fullmatch(rf".*, predicted to train for [\d,]+ s at the speed of {single.run_id}", lines[1])
+    assert predicted, lines
 
 
 def test_a_reference_that_is_predicted_to_be_slow_takes_no_row_with_it(chain: Chain) -> None:
     """The references that the test above trained tell the speed of this machine."""
-    config, command = chain.compose("strategy=tp", "train.steps=1000000", "timeout_seconds=60")
+    config, command = chain.compose("strategy=tp", "train.warmup_steps=1000000", "timeout_seconds=60")
     plan = make_plan(config, detect_machine(config.cluster), command)
     reference = reference_runs.get_reference(plan, RunContext(log=pytest.fail))
-    seconds, _ = predict_cost(plan) or (0.0, "")
+    seconds, _ = predict_cost(plan, measured_speed(plan))
     assert seconds > 60
     assert reference.report is None
     slow = r"fsdp_full_shard on 2 ranks with checkpointing=full is too slow: it would train for [\d,]+ s at the speed"
-    assert re.search(rf"; {slow} of \S+, and timeout_seconds=60$", reference.note), reference.note
+    assert re.search(rf"; {slow} of \S+, more than 50% of timeout_seconds=60$", reference.note), reference.note
 
 
 def test_a_fault_in_the_references_layout_is_an_error(chain: Chain, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +118,62 @@ def test_a_fault_in_the_references_layout_is_an_error(chain: Chain, monkeypatch:
     assert layers_of(faulty) == 2 and faulty.row["grad_deviation"] > 0.01
     failed = f"the reference {faulty.run_id} failed, so that nothing proves this run: not proven: loss deviates"
     assert row["reason"].startswith(failed), row["reason"]
+
+
+LARGER = (
+    *("model.hidden_size=320", "model.intermediate_size=864", "model.num_hidden_layers=6", "model.vocab_size=4000"),
+    *("train.global_batch=4", "train.micro_batch=1", "train.seq_len=128", "train.steps=2", "train.warmup_steps=2"),
+    *("world_size=2", "checkpointing=full", "data=text"),
+)
+
+DEEPER = (*SMALL_BATCH, "model.num_hidden_layers=7", "train.steps=2", "world_size=2", "data=synthetic")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (*DEEPER, "cluster.memory_budget=12500KB"),
+        pytest.param((*LARGER, "checkpointing=none", "cluster.memory_budget=140MB"), marks=pytest.mark.long),
+    ],
+    ids=["tiny", "ten million parameters"],
+)
+def test_a_chain_is_as_deep_and_as_long_as_is_cheap(
+    overrides: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded run tells how fast the machine is, and nothing may take longer than a run.
+
+    A single process then trains three layers, of four that fit, and all references one timed step of two.
+    """
+    chain = Chain(tmp_path, *overrides)
+    monkeypatch.setattr(reference_runs, "CHEAP_SECONDS", 0.0)
+    assert_ok(chain.run("strategy=tp", "proof.reference=false", "repeat=1").row)
+    record = chain.run("strategy=tp")
+    row, train = record.row, record.config["train"]
+    assert_ok(row)
+    steps = train["warmup_steps"] + train["steps"] + 3
+    layers = sorted((reference.row["strategy"], layers_of(reference)) for reference in chain.references())
+    assert layers == [
+        ("fsdp_full_shard", 3),
+        ("fsdp_full_shard", record.config["model"]["num_hidden_layers"]),
+        ("single", 3),
+    ]
+    assert all(reference.config["train"]["steps"] == 1 for reference in chain.references())
+    assert row["proven_steps"] == steps - 1 and row["reference_layers"] == 3
+    assert row["reference"].endswith(f"; only the first {steps - 1} of {steps} steps were compared")
+    assert 0 < row["grad_deviation"] < 1e-4
+    assert not any("last gradients" in check["where"] for check in record.proof["checks"])
+    announced = [line for line in chain.lines if not line.startswith("reference ")]
+    assert len(announced) == 1 and re.match(r"3 references before this run, predicted to take \d+ s: ", announced[0])
+
+    chain.lines.clear()  # every reference is recorded now, and the machine seems to be another
+    assert chain.run("strategy=tp", "repeat=2").row["reference"] == row["reference"] and chain.lines == []
+    faulty = chain.run("strategy=tp", "repeat=3", entry=faults.halved).row
+    assert faulty["status"] == "error" and faulty["reason"].startswith("not proven: "), faulty["reason"]
+    chain.forget("fsdp_full_shard-*")
+    monkeypatch.setattr(reference_runs, "worker_entry", faults.other_data)
+    row = chain.run("strategy=tp", "repeat=4").row
+    assert row["status"] == "error"
+    assert "failed, so that nothing proves this run: not proven: loss deviates" in row["reason"], row["reason"]
 
 
 @pytest.mark.long
@@ -163,13 +222,6 @@ def test_a_reference_that_hangs_takes_no_row_with_it(results: Path, monkeypatch:
     assert note.startswith("none: a single process is too slow: it ran into a time limit: killed after 3 s"), note
     row = run_with(results, *overrides).row
     assert (row["status"], row["reference"], row.get("loss_deviation")) == ("ok", note, None), row["reason"]
-
-
-LARGER = (
-    *("model.hidden_size=320", "model.intermediate_size=864", "model.num_hidden_layers=6", "model.vocab_size=4000"),
-    *("train.global_batch=4", "train.micro_batch=1", "train.seq_len=128", "train.steps=2", "train.warmup_steps=2"),
-    *("world_size=2", "checkpointing=full", "data=text"),
-)
 
 
 @pytest.mark.long

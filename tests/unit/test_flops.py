@@ -145,12 +145,15 @@ def test_peaks_are_the_published_dense_ones(name: str, teraflops: int) -> None:
     assert peak_flops(name, "bfloat16") == peak_flops(name, "float16") == teraflops * 1e12
 
 
+FLOPS = [device["flops"] for device in peaks().values()]
+
+
 def test_an_unknown_device_has_no_peak() -> None:
     for name in ("cpu", "", "NVIDIA H100", "nvidia h200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL 2"):
         assert peak_flops(name, "bfloat16") is None
     assert peak_flops("NVIDIA H200", "float64") is None and peak_flops("NVIDIA B200", "float32") is None
     # No figure may be one with sparsity or TF32: fp32 without matrix cores is far below 16 bit.
-    assert all(known.get("float32", 0) <= known["float16"] / 1.9 for known in peaks().values())
+    assert all(flops.get("float32", 0) <= flops["float16"] / 1.9 for flops in FLOPS)
 
 
 # Names as CUDA reports them, with what the devices compute in.
@@ -159,7 +162,7 @@ ALL, NO_BF16, NO_FP32 = ("float32", "float16", "bfloat16"), ("float32", "float16
 BOARDS = {
     **dict.fromkeys(("NVIDIA GH200 480GB", "NVIDIA GH200 120GB", "NVIDIA H20", "NVIDIA H800"), ALL),
     **dict.fromkeys(("NVIDIA B300 SXM6 AC", "NVIDIA A800-SXM4-80GB", "NVIDIA A30", "NVIDIA A10G"), ALL),
-    **dict.fromkeys(("NVIDIA RTX A6000", "NVIDIA RTX 6000 Ada Generation"), ALL),
+    **dict.fromkeys(("NVIDIA A100-SXM-64GB", "NVIDIA RTX A6000", "NVIDIA RTX 6000 Ada Generation"), ALL),
     **dict.fromkeys(("A100-SXM4-40GB", "A100-PCIE-40GB"), ALL),  # as old drivers name them
     **dict.fromkeys(("Tesla T4", "Tesla V100-SXM2-16GB", "Tesla V100-PCIE-32GB"), NO_BF16),
     **dict.fromkeys(("NVIDIA GB200", "NVIDIA GB300"), NO_FP32),
@@ -173,4 +176,8 @@ def test_a_board_that_users_have_is_known(name: str, dtypes: tuple[str, ...]) ->
 
 def test_both_kinds_of_16_bit_are_equally_fast() -> None:
     """A figure with sparsity beside one without would not be."""
-    assert all(figures.get("bfloat16", figures["float16"]) == figures["float16"] for figures in peaks().values())
+    assert all(flops.get("bfloat16", flops["float16"]) == flops["float16"] for flops in FLOPS)
+
+
+def test_every_device_of_nvidia_has_a_compute_capability() -> None:
+    assert [name for name, device in peaks().items() if ("capability" in device) == name.startswith("AMD")] == []

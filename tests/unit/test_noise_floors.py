@@ -22,7 +22,7 @@ from harness.proof.bounds import (
     shows_scaled_matrix,
 )
 from harness.proof.deviations import ROUNDING, Aspect
-from harness.proof.training import Comparison, compare_training, deviation_problems
+from harness.proof.training import Comparison, compare_training, deviation_problems, overflow_problems
 from harness.records.rank_report import RankReport
 from harness.tensors.fp32_sums import fp32_sums
 from harness.worker.perturbed_training import DividedSums
@@ -93,6 +93,26 @@ def test_a_reference_that_trained_once_has_assumed_floors() -> None:
     reference, ranks = recorded("bf16_mixed")
     (problem,) = deviation_problems(compare("bf16_mixed", dataclasses.replace(reference, perturbed=None), ranks))
     assert "last gradients), above the bound of 1.0e-01; the assumed noise floor is 1.0e-02" in problem
+
+
+def test_a_reference_of_fewer_steps_proves_no_more_than_these() -> None:
+    """The first two of six steps, without the gradients of a step that only the reference has as its last."""
+    reference, ranks = recorded("fp32")
+    assert reference.perturbed is not None
+    cut = {"losses": reference.losses[:2], "grad_norms": reference.grad_norms[:2], "last_gradients": ()}
+    perturbed = dataclasses.replace(
+        reference.perturbed, **{name: getattr(reference.perturbed, name)[:2] for name in cut}
+    )
+    short = dataclasses.replace(reference, **cut, perturbed=perturbed)
+    comparison = compare("fp32", short, ranks)
+    assert list(deviation_problems(comparison)) == [] and comparison.proven_steps == 2
+    late, early = (
+        [dataclasses.replace(r, losses=[*r.losses[:n], 9.9, *r.losses[n + 1 :]]) for r in ranks] for n in (2, 1)
+    )
+    assert list(deviation_problems(compare("fp32", short, late))) == []
+    assert any("(step 1)" in problem for problem in deviation_problems(compare("fp32", short, early)))
+    skipped = [dataclasses.replace(rank, skipped_steps=1) for rank in ranks]
+    assert list(overflow_problems(short, skipped)) == [] != list(overflow_problems(reference, skipped))
 
 
 def training(losses: Sequence[float], norms: Sequence[float]) -> RankReport:

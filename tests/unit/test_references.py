@@ -11,19 +11,15 @@ from harness.proof.reference import merge_reports
 from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan, make_plan
-from harness.runner.reference_runs import (
-    ASSUMED_MFU,
-    TRAININGS,
-    fewer_layers,
-    get_reference,
+from harness.runner.reference_cost import ASSUMED_MFU, TRAININGS, predict_cost
+from harness.runner.reference_layouts import (
     is_single_process,
     layout_text,
-    most_layers_that_fit,
     plan_reference,
-    predict_cost,
     reference_configs,
     single_process,
 )
+from harness.runner.reference_runs import first_layers, get_reference, shallower_runs
 from harness.runner.resolve import with_layers
 from tests.support.commands import compose
 
@@ -117,20 +113,24 @@ def test_the_chain_goes_back_to_the_most_layers_that_fit_a_single_process() -> N
     single = plan_reference(single_process(with_layers(free.config, 5)), free)
     budget = estimate_memory(single.config, single.layout, single.widths, "cpu").peak_bytes
     plan = plan_on(CPU, "strategy=tp", "model.num_hidden_layers=8", f"cluster.memory_budget={budget}")
-    assert most_layers_that_fit(plan) == 5
-    assert most_layers_that_fit(plan_on(CPU, "strategy=tp", f"cluster.memory_budget={budget}")) == 3  # below its own 4
     sharded = plan_reference(list(reference_configs(plan))[-1], plan)
-    pairs = list(fewer_layers(sharded))
-    assert [(shallow.config.model.num_hidden_layers, root.run_id.split("-")[0]) for shallow, root in pairs] == [
-        (5, "single"),
-        (2, "single"),
-        (1, "single"),
-    ]
-    for shallow, root in pairs:
-        assert shallow.layout == sharded.layout and is_single_process(root)
-        for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
-            assert getattr(shallow.config.model, key) == getattr(root.config.model, key)
-        assert shallow.config.train == dataclasses.replace(root.config.train, loss_chunks=1)
+    assert first_layers(sharded, 120.0, NOTHING) == 5
+    smaller = plan_on(CPU, "strategy=tp", f"cluster.memory_budget={budget}")
+    assert first_layers(plan_reference(smaller.config, smaller), 120.0, NOTHING) == 3  # below its own 4
+    root, shallow = shallower_runs(sharded, 5)
+    assert shallow.layout == sharded.layout and is_single_process(root)
+    for key in ("hidden_size", "vocab_size", "num_hidden_layers"):
+        assert getattr(shallow.config.model, key) == getattr(root.config.model, key)
+    assert shallow.config.train == dataclasses.replace(root.config.train, loss_chunks=1)
+
+
+@pytest.mark.parametrize(("seconds", "layers"), [(119.0, 5), (121.0, 4), (300.0, 2), (1e3, 2), (1e5, 1)])
+def test_the_chain_goes_back_to_the_most_layers_that_are_cheap(seconds: float, layers: int) -> None:
+    """`seconds` are those of five layers. Two are compared even if they are dear, but not beyond the time limit."""
+    plan = plan_on(CPU, "strategy=tp", "model.num_hidden_layers=8")
+    sharded = plan_reference(list(reference_configs(plan))[-1], plan)
+    flops, _ = predict_cost(shallower_runs(sharded, 5)[0], (1.0, "a guess"))
+    assert first_layers(sharded, 120.0, (flops / seconds, "a guess")) == layers
 
 
 def test_a_budget_in_which_nothing_fits_is_a_sentence_without_remedies() -> None:
@@ -139,26 +139,43 @@ def test_a_budget_in_which_nothing_fits_is_a_sentence_without_remedies() -> None
     assert note.count("cluster.memory_budget=1MiB is less") == 3 and "choose" not in note
 
 
-def test_an_early_reference_costs_what_the_devices_peak_tells() -> None:
-    plan = plan_on(H100, "strategy=fsdp_full_shard", "model=7b", "precision=bf16_mixed", "world_size=8")
+def test_an_early_reference_costs_what_the_plan_or_the_devices_peak_tells() -> None:
+    overrides = ("strategy=fsdp_full_shard", "model=7b", "precision=bf16_mixed", "world_size=8", "train.seq_len=4096")
+    plan = plan_on(H100, *overrides)
     root, full, zero3, _, _ = (plan_reference(config, plan) for config in reference_configs(plan))
-    flops = executed_flops(root.config, root.layout, "cuda")
-    seconds, source = predict_cost(root) or (0.0, "")
-    assert source == "40% of a device's peak"
-    steps = TRAININGS * root.config.train.total_steps
-    assert seconds == pytest.approx(steps * flops / (ASSUMED_MFU * 989e12))
-    costs = [(predict_cost(p) or (seconds, ""))[0] for p in (full, zero3)]
-    assert costs[0] > seconds > 5 * costs[1]  # recomputed by one device, and shared by eight
-    assert predict_cost(plan_reference(single_process(plan.config), plan_on(CPU, "strategy=tp"))) is None
+    steps = plan.config.train.total_steps
+    for run, trainings in ((root, TRAININGS), (plan, 1)):
+        assert run.prediction is not None
+        seconds = trainings * steps * run.prediction.step_seconds
+        assert predict_cost(run, NOTHING) == (pytest.approx(seconds), "the plan for NVIDIA H100 80GB HBM3")
+    costs = [predict_cost(run, NOTHING)[0] for run in (full, root, zero3)]
+    assert costs[0] > costs[1] > 3 * costs[2]  # recomputed by one device, and shared by eight
+    flops = TRAININGS * steps * executed_flops(root.config, root.layout, "cuda")
+    assert predict_cost(root, (1e14, "another run")) == (pytest.approx(flops / 1e14), "another run")
+    source = "40% of the peak of the slowest known device of compute capability 9.0"  # an H20
+    assert of_unknown_device(root, (9, 0)) == (pytest.approx(flops / (ASSUMED_MFU * 148e12)), source)
+    for capability in ((12, 1), None):
+        assert of_unknown_device(root, capability)[0] == 0.0
+    assert predict_cost(plan_reference(single_process(plan.config), plan_on(CPU, "strategy=tp")), NOTHING)[0] == 0.0
+
+
+NOTHING = (0.0, "")  # has been measured
+
+
+def of_unknown_device(plan: RunPlan, capability: tuple[int, int] | None) -> tuple[float, str]:
+    """Return what a run costs on a device that has no such name."""
+    machine = dataclasses.replace(plan.machine, device_name="NVIDIA H100 MIG 3g.40gb", compute_capability=capability)
+    return predict_cost(dataclasses.replace(plan, machine=machine), NOTHING)
 
 
 def test_a_reference_that_is_predicted_to_be_slow_is_skipped_with_a_sentence() -> None:
     """On a GPU a layout on more devices is tried, which is too slow here as well; nothing is launched."""
     overrides = ("model=7b", "precision=bf16_mixed", "world_size=8", "train.global_batch=512", "timeout_seconds=10")
-    reference = get_reference(plan_on(H100, "strategy=tp", *overrides), RunContext())
+    reference = get_reference(plan_on(H100, "strategy=tp", *overrides), RunContext(log=pytest.fail))
     assert reference.report is None
-    assert reference.note.startswith("none: a single process is too slow: ")
-    assert reference.note.count("at the speed of 40% of a device's peak, and timeout_seconds=10") == 2
+    assert reference.note.startswith("none: a single process is too slow: it would train for ")
+    slow = "at the speed of the plan for NVIDIA H100 80GB HBM3, more than 50% of timeout_seconds=10"
+    assert reference.note.count(slow) == 4
     assert f"; fsdp_full_shard on 8 ranks {FULL} is too slow: " in reference.note
 
 
