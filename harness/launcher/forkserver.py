@@ -15,7 +15,7 @@ from harness.hardware.nvml import VISIBLE_DEVICES
 # The modules that the forkserver imports. A rank is forked from a process that has imported what every rank needs and
 # has neither a thread nor a tensor. So a run of a sweep starts in a fraction of a second instead of the several seconds
 # that the imports take. On a GPU machine DeepSpeed's imports may call the driver, after which a fork cannot use the
-# devices: a CUDA rank imports DeepSpeed itself. Unlike with spawn, ranks die with the parent from their first moment on.
+# devices, so that CUDA ranks import it themselves. Unlike with spawn, ranks die with the parent from the first moment.
 PRELOADS: Mapping[Device, Sequence[str]] = {
     "cpu": ("harness.launcher.parent_death", "harness.launcher.preload_cpu"),
     "cuda": ("harness.launcher.parent_death", "harness.launcher.preload"),

@@ -49,4 +49,4 @@ def modules_of(package: ModuleType) -> Iterator[str]:
 
 load((*MODULES, *modules_of(harness.engines.torch)))
 
-assert not torch.cuda.is_initialized(), "an import initialized CUDA, so that no rank forked from here could use it"
+assert not torch.cuda.is_initialized(), "an import initialized CUDA"  # type: ignore[no-untyped-call]
