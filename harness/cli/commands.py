@@ -57,6 +57,7 @@ TYPES = {"path": Path, "int": int, "float": float, "share": parse_share, "kind":
 CHOICES: dict[str, Sequence[str]] = {
     "devices": ("auto", "cpu", "cuda"),
     "statistics": ("median", "mean"),
+    "processors": ("x86_64", "aarch64"),
     "shells": ("bash", "zsh", "fish"),
     "kinds": tuple(KINDS),
     "trackers": tuple(tracker_names()),

@@ -1,9 +1,10 @@
 """The entry of the command line: the first argument decides which command runs, and what is imported for it."""
 
+import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness import __version__
@@ -14,6 +15,14 @@ from harness.util.text import UserError, run_command
 
 # Words that other programs have, which are no command because settings alone make runs.
 RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep")
+
+# What starts one process for each rank: the variables that it gives them of their rank and their number, and the one of
+# a shell that only the first of them shows. Batch scripts and shells of salloc have SLURM_NTASKS alone, and run once.
+STARTERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", ""),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_PTY_PORT"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", ""),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,10 +46,23 @@ def run_words(words: Sequence[str]) -> int | None:
         return None
     if is_run and re.fullmatch(r"[A-Za-z]\w*", words[0]) and not "".join(words[1:2]).startswith("="):
         raise UserError(unknown_command_text(words))
+    if is_run or COMMANDS[words[0]].get("starts_ranks"):
+        refuse_copies(os.environ)
     if is_run:
         status: int = import_slowly("harness.cli.compose", "harness: loading").main(words)
         return status
     return run_word(words[0], words[1:])
+
+
+def refuse_copies(variables: Mapping[str, str]) -> None:
+    """Raise UserError if these environment variables are of one of several processes that run the same command."""
+    for starter, (rank, size, shell) in STARTERS.items():
+        if {rank, size} <= variables.keys() and variables[size] not in ("", "1") and shell not in variables:
+            raise UserError(
+                f"{size}={variables[size]} and {rank}={variables[rank]}, as {starter} sets them for each rank: start"
+                f" the harness once on a node, without {starter}, and it starts the ranks; over several nodes with"
+                " hydra/launcher=slurm"
+            )
 
 
 def unknown_command_text(words: Sequence[str]) -> str:

@@ -2,11 +2,21 @@
 
 from argparse import Namespace
 
+from harness.selftest.bundle import make_bundle
 from harness.util.text import UserError
 
 
 def main(options: Namespace) -> int:
-    """Run the steps that the options choose. Return 0 only if no step failed. Raises UserError for an unknown step."""
+    """Run the steps that the options choose. Return 0 only if no step failed. Raises UserError for an unknown step.
+
+    With `bundle`, make that folder instead, with settings of its simulated rows.
+    """
+    if options.bundle is not None:
+        make_bundle(options.bundle, options.python, options.processor, options.settings)
+        print(f"copy {options.bundle} to the GPU machine, and run there: sh {options.bundle.name}/run")
+        return 0
+    if options.settings:
+        options.fail(f"unrecognized arguments: {' '.join(options.settings)}")
     from harness.selftest import run
     from harness.selftest.bench import Bench
     from harness.selftest.results import ResultsFile
@@ -21,7 +31,6 @@ def main(options: Namespace) -> int:
             raise UserError(f"--only={name} is not a step: choose among {', '.join(known)}")
     bench = Bench(options.to, options.device)
     results = ResultsFile(bench)
-    run.print_header(bench)
     try:
         is_ok = run.run_steps(bench, results, names, options.again)
     except KeyboardInterrupt:

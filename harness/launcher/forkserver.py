@@ -12,14 +12,13 @@ from harness.hardware.cuda_devices import DEVICE_ORDER
 from harness.hardware.machine import usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 
-# The modules that the forkserver imports. A CPU rank is forked from a process that has imported what every rank needs
-# and has neither a thread nor a tensor. So a run of a sweep starts in a fraction of a second instead of the several
-# seconds that the imports take. A CUDA rank is forked from a bare interpreter, which is as clean as spawn: on a GPU
-# machine those imports may call the driver, after which a fork cannot use the devices. Unlike with spawn, ranks die
-# with the parent from their first moment on.
+# The modules that the forkserver imports. A rank is forked from a process that has imported what every rank needs and
+# has neither a thread nor a tensor. So a run of a sweep starts in a fraction of a second instead of the several seconds
+# that the imports take. On a GPU machine DeepSpeed's imports may call the driver, after which a fork cannot use the
+# devices, so that CUDA ranks import it themselves. Unlike with spawn, ranks die with the parent from the first moment.
 PRELOADS: Mapping[Device, Sequence[str]] = {
-    "cpu": ("harness.launcher.parent_death", "harness.launcher.preload"),
-    "cuda": ("harness.launcher.parent_death",),
+    "cpu": ("harness.launcher.parent_death", "harness.launcher.preload_cpu"),
+    "cuda": ("harness.launcher.parent_death", "harness.launcher.preload"),
 }
 
 

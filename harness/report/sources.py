@@ -40,9 +40,9 @@ _PARTS = {
 def sources(view: View) -> list[Section]:
     """Return the section on simulated runs: their figures beside the formula's and those of measured runs."""
     ok = [line for line in view.lines if line.ok]
-    measured = {_configuration(line.record): line for line in ok if is_measured(line.row)}
+    measured = {(configuration_key(line.record), line.get("measured_on")): line for line in ok if is_measured(line.row)}
     simulated = [line for line in ok if line.get("launch") == "simulated"]
-    pairs = [(line, measured.get(_configuration(line.record))) for line in simulated]
+    pairs = [(line, measured.get((configuration_key(line.record), line.get("measured_on")))) for line in simulated]
     timed = [pair for pair in pairs if pair[0].get("step_seconds")]
     if not pairs:
         return []
@@ -69,12 +69,12 @@ def sources(view: View) -> list[Section]:
     )
 
 
-def _configuration(record: Record) -> str:
-    """Return a key that is equal for the simulation and the measurement of one configuration."""
+def configuration_key(record: Record) -> str:
+    """Return a key that is equal for the simulation and the measurement of one configuration, on any device."""
     values = result_affecting_keys(record.config)
     shared = {key: value for key, value in values.items() if key not in _DIFFERENT_BY_SOURCE}
     nodes = (record.config.get("cluster") or {}).get("nodes")
-    return key_text([shared, nodes, record.row.get("world_size"), record.row.get("measured_on")])
+    return key_text([shared, nodes, record.row.get("world_size")])
 
 
 def _memory_columns(pairs: Sequence[tuple[Line, Line | None]]) -> list[ShownColumn]:

@@ -71,7 +71,8 @@ class Bench:
         It is made anew, unless this command has made the same run already.
         Raises StepFailedError if it is refused or impossible here, StepSkippedError if it is refused and `may_not_fit`.
         """
-        arguments = tuple(f"{base} {overrides}".replace("{world}", str(self.world_size)).split())
+        known = {"world": self.world_size, "hang": 60 if self.gpus else 20}  # what braces stand for
+        arguments = tuple(f"{base} {overrides}".format_map(known).split())
         key = (entry.__qualname__, *arguments)
         if key not in self.records:
             try:

@@ -9,8 +9,8 @@ import sys
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from harness.records.schema import Record
 from harness.selftest import checks, observations, rank_variants
 from harness.selftest.bench import Bench, StepFailedError, StepSkippedError
 from harness.selftest.results import Outcome, ResultsFile, SelfTestResult, run_summary
-from harness.util.text import count_text, one_line, sanitize
+from harness.util.text import count_text, format_duration, one_line, sanitize
 
 Check = Callable[[Bench, Sequence[Record]], str]
 
@@ -41,6 +41,7 @@ class Step:
     gpus: int = 0
     entry: Callable[[str], None] = worker_entry
     may_not_fit: bool = False
+    seconds: Mapping[str, float] = field(default_factory=dict)  # by the kind of device
 
 
 def each_run(overrides: str) -> Iterator[str]:
@@ -59,6 +60,8 @@ def read_steps() -> tuple[Step, ...]:
         facts |= {key: functions[facts[key]] for key in ("check", "entry") if key in facts}
         facts["runs"] = tuple(run for overrides in facts.get("runs", ()) for run in each_run(overrides))
         facts["base"] = table["bases"][facts.get("base", "tiny")]
+        usual = {device: seconds * len(facts["runs"]) for device, seconds in table["run_seconds"].items()}
+        facts["seconds"] = usual | facts.get("seconds", {})
         steps.append(Step(name, **facts))
     return tuple(steps)
 
@@ -73,8 +76,10 @@ def run_steps(bench: Bench, results: ResultsFile, names: Sequence[str], again: b
     only `again`.
     """
     chosen = [step for step in STEPS if step.name in names]
+    earlier = {step.name for step in chosen if results.passed(step.name) and not again}
+    print_header(bench, [step for step in chosen if step.name not in earlier])
     for step in chosen:
-        is_earlier = results.passed(step.name) and not again
+        is_earlier = step.name in earlier
         if not is_earlier:
             print_started(step)
             results.add(step.name, run_step(bench, step))
@@ -129,11 +134,13 @@ _LEAD = _NAME_WIDTH + len("skipped  seconds  ")  # columns before the detail
 _MOST_CHARACTERS = 400  # of a detail; the file has all of it
 
 
-def print_header(bench: Bench) -> None:
-    """Print what is tested, and the head of the table."""
+def print_header(bench: Bench, steps: Sequence[Step]) -> None:
+    """Print what is tested, how long the steps take on this device, and the head of the table."""
     machine = bench.machine
     device = "the processor" if machine.device == "cpu" else f"{machine.devices} x {machine.device_name}"
-    print(f"harness {__version__} selftest on {device}, {count_text(bench.world_size, 'rank')} a run")
+    seconds = sum(step.seconds[machine.device] for step in steps if step.gpus <= bench.gpus)
+    ranks = count_text(bench.world_size, "rank")
+    print(f"harness {__version__} selftest on {device}, {ranks} a run: about {format_duration(seconds)}")
     print(f"{'step':<{_NAME_WIDTH}}outcome  seconds  detail", flush=True)
 
 

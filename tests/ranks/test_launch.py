@@ -66,7 +66,7 @@ print(outcome.status, outcome.reason, flush=True)
 PRELOADED = """
 import os
 os.environ["DS_ACCELERATOR"] = "cpu"
-import harness.launcher.preload
+import harness.launcher.preload_cpu
 import gc, json, sys, threading
 import torch
 frozen = gc.get_freeze_count()
@@ -289,10 +289,18 @@ def test_an_exception_of_a_tick_is_raised(tmp_path: Path) -> None:
 
 
 def test_a_parent_starts_ranks_of_two_kinds_of_device(tmp_path: Path) -> None:
-    """One parent starts another kind of device and then the first again; each is forked from its own preload."""
+    """One parent starts another kind of device and then the first again; each is forked from its own preload.
+
+    That of GPUs lacks DeepSpeed alone, and an import that initialized CUDA would end it.
+    """
     outcome = launched(launch_entries.describe, tmp_path, 1, preload=PRELOADS["cuda"])
     assert outcome.status == "ok", outcome.reason
-    assert results(tmp_path, 1)[0]["imported"] == []
+    (values,) = results(tmp_path, 1)
+    assert values["imported"] == ["torch.distributed.fsdp", "torch.distributed.pipelining"]
+    assert values["forkserver_threads"] in (1, None) and not values["cuda_initialized"]
+    fault = "import torch; torch.cuda.is_initialized = lambda: True; import harness.launcher.preload"
+    done = subprocess.run([sys.executable, "-c", fault], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "AssertionError: an import initialized CUDA" in done.stderr
 
 
 @pytest.mark.long

@@ -98,7 +98,7 @@ def test_every_step_passes_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_runs_for_gpus_are_accepted_on_eight_of_them(step: Step) -> None:
     """Nothing runs here: each configuration must be possible, and fit unless it is to run out of memory."""
     for overrides in step.runs:
-        arguments = f"{step.base} {overrides}".replace("{world}", str(min(step.gpus, 2))).split()
+        arguments = f"{step.base} {overrides}".format(world=min(step.gpus, 2), hang=60).split()
         config, command = compose(*{text.partition("=")[0]: text for text in arguments}.values())
         if config.train.compile and importlib.util.find_spec("triton") is None:  # which compiles layers for a GPU
             continue

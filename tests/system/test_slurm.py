@@ -79,6 +79,24 @@ def test_runs_over_two_nodes_train_the_same(slurm: Cluster, tmp_path: Path, stra
     assert slurm.jobs().keys() == jobs.keys()
 
 
+def test_a_command_is_refused_as_the_tasks_of_a_step_and_not_in_a_job_of_several(slurm: Cluster) -> None:
+    """The command has a mistake, which it only comes to where it is not refused before."""
+    command = (sys.executable, "-m", "harness", "strategy=nope")
+    for before, words in (
+        (("srun", "-n2"), "without srun, and it starts the ranks"),
+        (("salloc", "-n2"), "strategy=nope is not known"),
+        (("salloc", "-n2", "srun", "-n1"), "strategy=nope is not known"),
+    ):
+        with pytest.raises(subprocess.CalledProcessError) as failure:
+            slurm.run("env", f"PYTHONPATH={ROOT}", *before, *command)
+        assert words in failure.value.stderr
+    script = slurm.folder / "job.sh"
+    script.write_text(f"#!/bin/bash\n#SBATCH -n 2 --output={slurm.folder}/job.log\ncd {ROOT}\n{' '.join(command)}\n")
+    with pytest.raises(subprocess.CalledProcessError):
+        slurm.run("sbatch", "--wait", str(script))
+    assert "strategy=nope is not known" in (slurm.folder / "job.log").read_text()
+
+
 def kill_rank(slurm: Cluster, run_dir: Path) -> None:
     """Kill the process that writes the log of rank 3 and runs its code.
 

@@ -17,7 +17,7 @@ import pytest
 
 from harness.cli.completion import SHELLS, candidates
 from harness.cli.export import FILES
-from harness.cli.main import main
+from harness.cli.main import main, refuse_copies
 from harness.config import mistakes
 from harness.config.locations import files_in
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
@@ -45,6 +45,39 @@ def imported(*arguments: str) -> tuple[set[str], str, float]:
     assert done.returncode == 0, done.stderr
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return set(json.loads(done.stderr.splitlines()[-1])), done.stdout, seconds
+
+
+COPIES = {
+    "torchrun": {"RANK": "3", "WORLD_SIZE": "8"},
+    "srun": {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+    "mpirun": {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
+}
+
+ALONE: list[dict[str, str]] = [
+    {"RANK": "0", "WORLD_SIZE": "1"},
+    {"WORLD_SIZE": "8"},
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "8"},  # a batch script
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_PTY_PORT": "44749"},  # a shell of srun --pty
+]
+
+
+@pytest.mark.parametrize("starter", COPIES)
+def test_a_command_that_is_started_once_for_each_rank_is_refused(
+    starter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = run_python(ROOT, "-m", "harness", "strategy=ddp", **COPIES[starter])
+    refusal = f"on a node, without {starter}, and it starts the ranks"
+    assert done.returncode == 2 and refusal in done.stderr
+    for name, value in COPIES[starter].items():
+        monkeypatch.setenv(name, value)
+    for words in (["selftest"], ["calibrate"]):
+        assert main(words) == 2 and refusal in capsys.readouterr().err
+    assert main(["ls", "sweeps"]) == 0
+
+
+@pytest.mark.parametrize("variables", ALONE)
+def test_a_command_that_is_started_once_is_not_refused(variables: dict[str, str]) -> None:
+    refuse_copies(variables)
 
 
 @pytest.mark.parametrize(
