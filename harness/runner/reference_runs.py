@@ -107,11 +107,13 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
                 problems[layout_text(chain.plan.config)] = error
                 if isinstance(error, SlowReferenceError):
                     slow_flops = device_flops(chain.plan)
-    texts = (
-        f"{layout} {'is too slow' if isinstance(error, SlowReferenceError) else 'cannot be run'}: {error}"
-        for layout, error in problems.items()
+    return Reference(
+        "none: "
+        + "; ".join(
+            f"{layout} {'is too slow' if isinstance(error, SlowReferenceError) else 'cannot be run'}: {error}"
+            for layout, error in problems.items()
+        )
     )
-    return Reference(f"none: {'; '.join(texts)}")
 
 
 def possible_chains(plan: RunPlan, problems: dict[str, UserError]) -> Iterator[Chain]:
