@@ -21,7 +21,6 @@ from harness.engines.base import (
     drives_several_devices,
     fully_sharded_preset,
     load_engine,
-    unsupported_elsewhere,
 )
 from harness.hardware.machine import (
     CORES_PER_GPU_RANK,
@@ -41,11 +40,15 @@ from harness.runner.resolve import computes_bf16, load_precision_preset, load_st
 from harness.util import native_build
 from harness.util.text import UserError, count_text, format_bytes
 
-# The first release of torch whose pipelines can be played alone, and whose fake process group fills what a rank gets by
-# any collective (FakeProcessGroup.hpp).
+# The release of torch whose pipelines and choice of attention's kernels are played, and the first whose fake process
+# group fills what a rank gets by any collective (FakeProcessGroup.hpp).
 PLAYED_RELEASE = (2, 13)
 
 SHARED_MEMORY_BYTES = 2**30  # what NCCL's guide gives a container
+
+# The first release whose pipelines send single messages one by one (_batch_p2p). Batches share NCCL's stream of a
+# group, in which the stages of interleaved_1f1b wait for messages that they do not need yet.
+UNBATCHED_RELEASE = (2, 12)
 
 
 @dataclass(frozen=True)
@@ -166,12 +169,9 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     yield from incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
     yield from simulation_problems(config, layout)
-    engine = load_engine(layout.engine)
-    if config.launch == "simulated":
-        yield from unsupported_elsewhere(engine, config, layout, machine)
-        return
-    yield from machine_problems(config, layout, machine)
-    yield from engine.unsupported(config, layout, machine)
+    if config.launch != "simulated":
+        yield from machine_problems(config, layout, machine)
+    yield from load_engine(layout.engine).unsupported(config, layout, machine)
 
 
 def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
@@ -181,12 +181,14 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         problem = described_cluster(config.cluster).world_size_problem(layout.world_size)
         if problem:
             yield problem
-    rank, last_rank, is_old = config.simulate.rank, layout.world_size - 1, torch_release() < PLAYED_RELEASE
+    rank, last_rank, release = config.simulate.rank, layout.world_size - 1, torch_release()
     rules = {
         "simulated_compile": is_simulated and config.train.compile,
         "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
-        "simulated_release": is_simulated and is_old,
-        "virtual_release": is_virtual and is_old and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel),
+        "simulated_release": is_simulated and release != PLAYED_RELEASE,
+        "virtual_release": is_virtual
+        and release < PLAYED_RELEASE
+        and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel),
         "virtual_nodes": is_virtual and config.cluster.nodes > 1,
         "virtual_devices": is_virtual and drives_several_devices(layout),
     }
@@ -200,12 +202,14 @@ def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Ite
     triton = native_build.triton_problem(capability) if machine.device == "cuda" else None
     is_slow = capability is not None and not computes_bf16("cuda", capability)
     compiles, splits = config.train.compile, config.checkpointing.name in ("selective", "attention")
+    is_batched = machine.device == "cuda" and torch_release() < UNBATCHED_RELEASE
     rules = {
         "compiled_cpu": compiles and compiler is not None,
         "compiled_gpu": compiles and triton is not None,
         "compiled_halves": compiles and layout.splits_backward,
         "compiled_parts": compiles and splits,
         "emulated_precision": is_slow and config.precision.compute == "bfloat16",
+        "interleaved_release": is_batched and layout.schedule == "interleaved_1f1b" and layout.pp > 2,
         "budget_compiler": budget is not None and compiler is not None,
         "budget_device": budget is not None and machine.device_bytes is not None and budget > machine.device_bytes,
     }

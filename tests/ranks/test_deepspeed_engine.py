@@ -28,7 +28,30 @@ from harness.proof.layout import _overlap, box_numel
 from harness.records.schema import Record
 from harness.worker import main as worker_main
 from tests.support import accelerate_entries, row_invariants
-from tests.support.commands import Entry, assert_ok, compose_config, compose_layout, long, run_folder, run_with
+from tests.support.commands import (
+    SMALL,
+    Entry,
+    assert_ok,
+    compose_config,
+    compose_layout,
+    long,
+    read_rows,
+    run_folder,
+    run_with,
+)
+from tests.support.processes import ROOT, run_python
+
+
+def test_without_deepspeed_its_strategies_are_refused_and_the_others_run(tmp_path: Path) -> None:
+    """Every process of the command fails to import it, with the libraries that look for it themselves."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['deepspeed'] = None\n")
+    overrides = ("strategy=ddp,zero2", "strategy.engine=accelerate", "world_size=2", "proof.reference=false", *SMALL)
+    command = ("-m", "harness", "-m", *overrides, "name=without", f"results_dir={tmp_path}", "tracking=none")
+    done = run_python(ROOT, *command, PYTHONPATH=str(tmp_path))
+    trained, refused = read_rows(tmp_path, "without").itertuples()
+    assert (trained.status, refused.status) == ("ok", "refused"), done.stderr
+    assert "pip install 'training-harness[deepspeed]'" in refused.reason and "Traceback" not in done.stderr
+
 
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
 SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"

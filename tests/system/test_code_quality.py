@@ -6,6 +6,7 @@ import tomllib
 import pytest
 import yaml
 
+from tests.support.lowest_versions import lowest_versions
 from tests.support.processes import ROOT, run_python
 
 WORKFLOW = ".github/workflows/ci.yml"
@@ -26,12 +27,22 @@ def test_the_code_passes(command: list[str]) -> None:
 
 
 def test_every_supported_python_runs_the_project_s_own_script() -> None:
-    """The versions are those of `requires-python`."""
+    """The versions are those of `requires-python`; the oldest libraries run on the first."""
     (job,) = yaml.safe_load((ROOT / WORKFLOW).read_text())["jobs"].values()
-    assert [step.get("run") for step in job["steps"]][-1] == "bash .ci/run" and (ROOT / ".ci" / "run").exists()
+    assert [step.get("run") for step in job["steps"]][-1] == "bash .ci/run ${{ matrix.libraries }}" and (
+        ROOT / ".ci" / "run"
+    ).exists()
     stated = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     first, end = map(int, re.findall(r"3\.(\d+)", stated))
-    assert job["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(first, end)]
+    assert job["strategy"]["matrix"] == {
+        "python": [f"3.{minor}" for minor in range(first, end)],
+        "libraries": ["highest"],
+        "include": [{"python": f"3.{first}", "libraries": "lowest"}],
+    }
+
+
+def test_the_oldest_libraries_are_the_project_s_lower_bounds() -> None:
+    assert {"torch==2.11", "hydra-core==1.3.2", "deepspeed==0.19.7", "pytest-xdist==3.8"} <= {*lowest_versions()}
 
 
 def test_every_hook_is_a_program_of_the_development_environment() -> None:

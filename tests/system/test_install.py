@@ -40,7 +40,7 @@ def test_the_install_command_keeps_deepspeed_from_asking_for_a_cuda_toolkit() ->
     texts = [ROOT / "README.md", ROOT / "docs" / "quickstart.md", ROOT / "CONTRIBUTING.md"]
     commands = [line for path in texts for line in path.read_text().splitlines() if "pip install -q -e" in line]
     assert len(commands) == 4 and all(" DS_ACCELERATOR=cpu .venv/bin/pip install " in line for line in commands)
-    assert install_command() == "DS_ACCELERATOR=cpu .venv/bin/pip install -q -e ."
+    assert install_command() == "DS_ACCELERATOR=cpu .venv/bin/pip install -q -e '.[deepspeed]'"
 
 
 def run(folder: Path, command: str, succeeds: bool = True) -> str:
@@ -75,7 +75,7 @@ def test_the_harness_installs_beside_a_cuda_torch_without_a_toolkit(pip: str, op
     for name in ("pyproject.toml", "README.md", "LICENSE", "harness", "conf", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment_with_cuda_torch(tmp_path, pip)
-    requirement = next(line.strip(' ",') for line in (ROOT / "pyproject.toml").open() if "deepspeed" in line)
+    requirement = next(line.strip(' ",') for line in (ROOT / "pyproject.toml").open() if '"deepspeed>=' in line)
     install = f".venv/bin/pip install -q --no-deps {option} '{requirement.split(chr(34))[0]}'"
     assert "MissingCUDAException" in run(tmp_path, install, succeeds=False)
     for command in (f"DS_ACCELERATOR=cpu {install}", ".venv/bin/pip uninstall -q -y deepspeed", install_command()):

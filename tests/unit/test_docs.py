@@ -63,7 +63,7 @@ def test_the_readme_is_short_and_has_its_two_commands() -> None:
     assert len(text.splitlines()) <= 130
     install = "python3 -m venv .venv && DS_ACCELERATOR=cpu .venv/bin/pip install -q -e"
     assert re.findall(r"```sh\n(.*?)\n```", text, re.DOTALL) == [
-        f"{install} . && .venv/bin/python -m harness sweeps=quickstart",
+        f"{install} '.[deepspeed]' && .venv/bin/python -m harness sweeps=quickstart",
         f"{install} '.[dev]' && .venv/bin/python -m pytest",
     ]
 

@@ -8,14 +8,18 @@ from operator import itemgetter
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
 from harness.cost_model.pipeline import PassKind, bubble_ratio, max_in_flight_micro_batches
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import balanced_layers
+from harness.runner import plan
 from harness.simulator.stage_times import MAIN, DeadlockError, StageKernel, play_kernels
 from tests.support.commands import compose_config
+from tests.support.nvml_tables import gpus
 from tests.support.recorded_pipelines import Steps, record_pipeline, step_seconds
 from tests.support.schedules import Order, laid_out, order
 
@@ -138,6 +142,20 @@ def test_a_bound_device_would_make_interleaving_wait(pp: int, pipelines: Pipelin
     eager = bubble(pipelines["pp_interleaved", pp], interleaved, TRANSFER_SECONDS, eager=True)
     assert eager > bubble(pipelines["pp_1f1b", pp], plain, TRANSFER_SECONDS, eager=True)
     assert eager > bubble_ratio(interleaved, 4 * pp) + 4 * MARGIN
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_torch_that_batches_every_message_trains_on_gpus_what_does_not_wait_there(
+    strategy: str, pp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This is what _batch_p2p did in torch 2.11: then the bubbles of the refused layouts grow, and no others."""
+    monkeypatch.setattr(schedules, "_batch_p2p", lambda ops, desc=None: dist.batch_isend_irecv(ops) if ops else [])
+    monkeypatch.setattr(plan, "torch_release", lambda: (2, 11))
+    layout, micro_batches = layout_of(strategy, pp), 4 * pp
+    batched = bubble(record_pipeline(layout, micro_batches), layout, TRANSFER_SECONDS, eager=False)
+    problems = list(plan.machine_problems(compose_config(f"strategy={strategy}"), layout, gpus(pp)))
+    assert ("needs torch 2.12 on GPUs" in str(problems)) is (batched > bubble_ratio(layout, micro_batches) + MARGIN)
 
 
 def compute(rank: int, *after: StageKernel) -> StageKernel:

@@ -47,7 +47,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     if importlib.util.find_spec("deepspeed") is None:
         yield (
             "strategy.engine=deepspeed needs the package deepspeed, which is not installed: DS_ACCELERATOR=cpu pip"
-            " install 'deepspeed>=0.19,<0.20', or choose strategy.engine=torch"
+            " install 'training-harness[deepspeed]', or choose strategy.engine=torch"
         )
     yield from layout_unsupported(config, layout)
 
