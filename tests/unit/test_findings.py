@@ -233,15 +233,15 @@ REPORTS: dict[str, tuple[list[Record], tuple[str, ...], tuple[str, ...]]] = {
             "The code of one or more ranks of each layout ran on simulated devices",
             "Simulated for 8 × NVIDIA H100 80GB HBM3, 64 nodes, on",
             "Nothing was measured: the engines' code ran on simulated devices",
-            "2 layouts fit in the 80.00 MiB of a device, of which 1.68 GiB are assumed for its CUDA context:"
-            " 18.00 MiB to 20.00 MiB allocated, without what",
+            "2 layouts fit in the 80.00 MiB of a device, of which 1.68 GiB are left for its CUDA context and NCCL, as one H200 needed:"
+            " 18.00 MiB to 20.00 MiB allocated, without workspaces",
         ),
         (),
     ),
     "simulations in a budget": (
         changed(SIMULATED, parts=BUDGET),
         ("2 layouts fit in the 80.00 MiB of cluster.memory_budget: 18.00 MiB to",),
-        ("assumed for its CUDA context",),
+        ("left for its CUDA context",),
     ),
     "GPUs": (changed(EXAMPLE, **GPU), (), ("GPUs carry over", "share one memory", "layouts fit in", "Launch-bound")),
     "one cause of several failures": (
