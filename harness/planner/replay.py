@@ -28,11 +28,16 @@ def replay_best(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
 
     Those that do not fit are among the best no more.
     """
-    values = compose_values(*plan.overrides, primary="plan")
-    command = read_command_config({key: value for key, value in values.items() if key != "stack"})
+    command = command_of(plan)
     if plan.result is None or not command.plan.simulate:
         return plan
     return with_best(plan, list(simulated_until_one_fits(plan.predictions, command, log)))
+
+
+def command_of(plan: LayoutPlan) -> CommandConfig:
+    """Return the settings of a plan that are of its command, such as where simulations are recorded."""
+    values = compose_values(*plan.overrides, primary="plan")
+    return read_command_config({key: value for key, value in values.items() if key != "stack"})
 
 
 def with_best(plan: LayoutPlan, simulated: Sequence[Prediction]) -> LayoutPlan:
