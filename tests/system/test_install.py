@@ -71,10 +71,14 @@ def environment_with_cuda_torch(folder: Path, pip: str) -> None:
     ("pip", "option"), [("pip==23.2.1", ""), ("pip", "--no-build-isolation")], ids=["old", "current"]
 )
 def test_the_harness_installs_beside_a_cuda_torch_without_a_toolkit(pip: str, option: str, tmp_path: Path) -> None:
-    """Without the variable DeepSpeed's setup.py fails: an old pip runs it in the environment, a new one if asked to."""
+    """Without the variable DeepSpeed's setup.py fails, which is why it is an extra.
+
+    An old pip runs it in the environment, a new one if asked to.
+    """
     for name in ("pyproject.toml", "README.md", "LICENSE", "harness", "conf", "sweeps"):
         (tmp_path / name).symlink_to(ROOT / name)
     environment_with_cuda_torch(tmp_path, pip)
+    run(tmp_path, ".venv/bin/pip install -q -e .")  # without the variable, and without DeepSpeed
     requirement = next(line.strip(' ",') for line in (ROOT / "pyproject.toml").open() if '"deepspeed>=' in line)
     install = f".venv/bin/pip install -q --no-deps {option} '{requirement.split(chr(34))[0]}'"
     assert "MissingCUDAException" in run(tmp_path, install, succeeds=False)
