@@ -50,17 +50,20 @@ def predict_highest_rank(
     return stack_rank_memory(*highest, stack.memory, compute_capability)
 
 
-def own_memory(memory: StackMemory, estimate: MemoryEstimate, device: Device, gathers: bool) -> RankMemory:
+def own_memory(memory: StackMemory, estimate: MemoryEstimate, layout: Layout, device: Device) -> RankMemory:
     """Return a rank's memory with the stack `harness`; a CPU's allocator takes nothing beyond what is requested.
 
     On a GPU freed blocks of gathered parameters and of reduced gradients, of other sizes and streams than activations,
-    stay reserved beside them, most where each layer is gathered for its use.
+    stay reserved beside them, most where each layer is gathered for its use; perhaps as much where DeepSpeed makes
+    gradients and buckets anew in each step.
     """
     lasting = sum(estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
     if device == "cpu":
         return RankMemory(estimate, lasting, *[estimate.peak_bytes] * 3)
-    usual, peak = memory.gathering_fragmentation if gathers else memory.fragmentation, estimate.peak_bytes
-    shares = (usual, usual * memory.most_over_usual, memory.lasting_fragmentation)
+    plain, gathering, peak = memory.fragmentation, memory.gathering_fragmentation, estimate.peak_bytes
+    usual = gathering if layout.zero_stage == 3 else plain
+    most = memory.most_over_usual * (gathering if layout.engine == "deepspeed" else usual)
+    shares = (usual, most, memory.lasting_fragmentation)
     return RankMemory(estimate, lasting, *(in_segments(peak + share * (peak - lasting)) for share in shares))
 
 

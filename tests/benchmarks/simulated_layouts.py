@@ -10,6 +10,7 @@ import random
 from collections.abc import Iterator
 
 from harness.cost_model.memory import estimate_memory
+from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import resolve_layout
 from harness.simulator.process import StepRequest
 from harness.util.text import UserError
@@ -67,6 +68,8 @@ def requests(seed: int) -> Iterator[StepRequest]:
         layout = resolve_layout(config.strategy, int(overrides[2].partition("=")[2]))
         memory = estimate_memory(config, layout, widths_of(config, layout), "cuda")
     except (UserError, ValueError):
+        return
+    if any(incompatibilities(config, layout)):
         return
     layers = config.model.num_hidden_layers // layout.pp * layout.grad_accumulation_steps(config.train)
     if memory.peak_bytes <= MOST_BYTES and layers <= MOST_LAYERS:

@@ -109,7 +109,8 @@ def publish(results: Path) -> None:
         likely += simulated_lines(search, with_fastest_simulated(plan))
         if report and plan.result is not None:
             shutil.rmtree(PUBLISHED / report, ignore_errors=True)
-            write_page(PUBLISHED / report / "report.md", plan, plan.result, search.split())
+            shown_plan = dataclasses.replace(plan, overrides=search.split())  # without this machine's folder
+            write_page(PUBLISHED / report / "report.md", shown_plan, plan.result, search.split())
         print(f"planned {search}", flush=True)
     LAYOUTS.write_text(csv_text(rows), encoding="utf-8")
     write_table(LAYOUTS_SIMULATED, SIMULATED_COLUMNS, simulated)

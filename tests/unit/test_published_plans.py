@@ -176,6 +176,7 @@ def test_every_report_has_its_files_and_its_command() -> None:
     for name, folder in folders.items():
         assert sorted(path.name for path in folder.iterdir()) == ["figures", "plans.csv", "report.md"]
         report = (folder / "report.md").read_text()
+        assert "results_dir" not in report
         assert f"harness plan {named[name]}\n" in report and "](figures/front.svg)" in report
         (row,) = (row for row in read_rows() if row["report"] == name and row["choice"] == "fastest")
         figures = ("overrides", "predicted_peak_bytes", "predicted_step_seconds")
