@@ -232,8 +232,8 @@ REPORTS: dict[str, tuple[list[Record], tuple[str, ...], tuple[str, ...]]] = {
             "The code of one or more ranks of each layout ran on simulated devices",
             "Simulated for 8 × NVIDIA H100 80GB HBM3, 64 nodes, on",
             "Nothing was measured: the engines' code ran on simulated devices",
-            "2 layouts fit in the 80.00 MiB of a device, of which 1.68 GiB are left for its CUDA context and NCCL, as one H200 needed:"
-            " 18.00 MiB to 20.00 MiB allocated, without workspaces",
+            "2 layouts fit in the 80.00 MiB of a device, of which 1.68 GiB are left for its CUDA context and"
+            " NCCL, as one H200 needed: 18.00 MiB to 20.00 MiB allocated, without workspaces",
         ),
         (),
     ),
