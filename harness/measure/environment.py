@@ -11,7 +11,6 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-import torch
 
 from harness.hardware.machine import Machine, processor_name
 from harness.hardware.nvml import NvmlError, driver_version, visible_device_ids, visible_devices
@@ -100,6 +99,8 @@ def _homes() -> tuple[str, ...]:
 @functools.cache
 def _host() -> JsonObject:
     """Return the facts about the machine's host, beside those that harness.hardware.machine knows."""
+    import torch  # here, as a command that finds a record again needs none
+
     return {
         "host_memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -114,6 +115,8 @@ def _host() -> JsonObject:
 @functools.cache
 def _software() -> dict[str, str | None]:
     """Return versions that records/provenance.py does not record; CUDA's are those of torch's build."""
+    import torch
+
     try:
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     except RuntimeError:  # torch rejects the library that is installed

@@ -30,7 +30,8 @@ def make_bundle(folder: Path, python: str, processor: str, settings: Sequence[st
         shutil.copytree(source, folder / "harness" / name, ignore=shutil.ignore_patterns("__pycache__", "presets"))
     script = Path(__file__).with_name("run_bundle.sh").read_text("utf-8")
     (folder / "run").write_text(script.replace("VERSION", python))
-    (folder / "requirements.txt").write_text("\n".join(filter(dependency, metadata.requires("training-harness") or ())))
+    requirements = filter(dependency, metadata.requires("training-harness") or ())
+    (folder / "requirements.txt").write_text("\n".join(line.partition(";")[0] for line in dict.fromkeys(requirements)))
     download_wheels(folder / "wheels", python, processor)
     for name, group in GROUPS.items():
         for part in (part for part in group["parts"].values() if "runs" in part):
@@ -63,6 +64,10 @@ def add_dependencies(name: str, versions: dict[str, str]) -> None:
 
 
 def dependency(requirement: str) -> str:
-    """Return the name of a distribution that is required; an empty one for an extra's and for what is left out."""
+    """Return the name of a distribution that is required; an empty one for an extra's and for what is left out.
+
+    DeepSpeed is an extra of the harness that goes along.
+    """
     name = re.sub(r"[-_.]+", "-", re.split(r"[^\w.-]", requirement, maxsplit=1)[0]).lower()
-    return "" if "extra ==" in requirement or name in TABLE["bundle"]["left_out"] else name
+    is_extra = "extra ==" in requirement and "extra == 'deepspeed'" not in requirement.replace('"', "'")
+    return "" if is_extra or name in TABLE["bundle"]["left_out"] else name

@@ -136,7 +136,7 @@ def detail(row: Row) -> list[str]:
     more = f"; torch reserves about {size_text(reserved)}" if reserved else ""
     if reserved and row["stack"] == "harness":
         lasting = sum(row[f"at_peak_{part}_bytes"] or 0 for part in ("parameter", "optimizer", "workspace"))
-        share = 2.4 * (0.36 if row["zero_stage"] == 3 else 0.15)
+        share = 2.4 * (0.36 if row["zero_stage"] == 3 or row["engine"] == "deepspeed" else 0.15)
         beyond = share * (row["predicted_peak_bytes"] - lasting)
         most = math.ceil((row["predicted_peak_bytes"] + beyond) / 2**21) * 2**21
         more += f", rarely more than {size_text(most)}"

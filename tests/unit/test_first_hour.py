@@ -58,7 +58,8 @@ def test_a_bundle_is_the_running_package_with_wheels_and_simulations(
     names = {word.partition("==")[0] for word in (*wheel, *download)}
     assert {"hydra-core", "pydantic-core", "orjson", "deepspeed"} <= names
     assert not {*first_hour.TABLE["bundle"]["left_out"], "sympy", "training-harness"} & names
-    assert "torch" not in (folder / "requirements.txt").read_text().split()
+    requirements = (folder / "requirements.txt").read_text()
+    assert "torch" not in requirements.split() and "deepspeed" in requirements and "extra" not in requirements
     assert len(simulations) == sum("runs" in part for group in GROUPS.values() for part in group["parts"].values())
     for words in simulations:
         assert {"launch=simulated", "cluster=8xh200", "model=125m"} <= set(words) and "cluster=8xh100" not in words
