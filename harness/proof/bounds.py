@@ -74,10 +74,10 @@ def deviation_bound(
     At the first step all trainings have the same weights, and gradients always have a bound. The norm of a matrix
     hardly changes by rounding, so that its bound shows a scaled matrix whatever the floor of others is. Where kernels
     that sum in 16 bits do change a norm, `floor_of_place` tells for which tensor, and a few of it are its bound: no
-    step is proven where that hides a scaled matrix (shows_scaled_matrix). The
-    direction of a gradient has a bound of a few floors where ten of them are too many. That of an update has a wide
-    bound, because AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or
-    none.
+    step is proven where that hides a scaled matrix (shows_scaled_matrix). Other
+    deviations have a bound of LARGEST_BOUND where ten floors are more, as long as a few are not: honest ones were at
+    most 2.4 floors. A few floors are that of a first direction beyond it. That of an update has a wide bound, because
+    AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or none.
     """
     if aspect.moment == "first_updates" and aspect.measure == "direction":
         few = FEW_FLOORS * floor
@@ -87,9 +87,8 @@ def deviation_bound(
     if is_first and aspect.measure == "norm":
         least = LARGEST_BOUND if aspect.of_vectors else SENSITIVITY[compute] / 2
         return min(bound, max(least, FEW_FLOORS * floor_of_place))
-    if is_first:
-        return min(bound, max(LARGEST_BOUND, FEW_FLOORS * floor))
-    return bound if bound <= LARGEST_BOUND else None
+    most = max(LARGEST_BOUND, FEW_FLOORS * floor)
+    return min(bound, most) if is_first or most == LARGEST_BOUND else None
 
 
 def _least_bound(aspect: Aspect, compute: str) -> float:
