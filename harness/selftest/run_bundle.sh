@@ -6,5 +6,6 @@ case $("$PYTHON" --version) in
 "Python VERSION."*) ;;
 *) echo "the wheels are for Python VERSION, not for $PYTHON: set PYTHON, or make the bundle with --python" && exit 2 ;;
 esac
-"$PYTHON" -m harness.selftest.first_hour "$@" 2>&1 | tee -a log.txt
+trap : INT # which ends the parts; what they have recorded is packed all the same
+"$PYTHON" -m harness.selftest.first_hour "$@" 2>&1 | tee -ai log.txt
 tar -czf records.tar.gz results log.txt && echo "$PWD/records.tar.gz has the records and this output"

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from harness.selftest.bench import Bench
 from harness.selftest.run import STEPS, each_run, print_header
 from tests.support.commands import ROOT
 from tests.support.example_records import FAILED, MIB, record_of, row
+from tests.support.slurm_cluster import wait_for
 
 H100S = Machine("cuda", "NVIDIA H100 80GB HBM3", 1, 8, 8, (79 * 2**30,) * 8, 64, 2**40, device_bytes=80 * 2**30)
 
@@ -102,6 +104,19 @@ def test_no_part_stops_the_next_and_all_end_in_time(
     assert "reached" in printed and "== table: exit status 0" in printed
 
 
+def test_an_interrupted_hour_is_packed(tmp_path: Path) -> None:
+    """As Ctrl+C does, every process is interrupted."""
+    (tmp_path / "run").write_text((ROOT / "harness" / "selftest" / "run_bundle.sh").read_text().replace("VERSION", "3"))
+    (tmp_path / "results").mkdir()
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.12 && exit\necho started\nexec sleep 60\n")
+    python.chmod(0o755)
+    hour = subprocess.Popen(["sh", "run"], cwd=tmp_path, env=os.environ | {"PYTHON": str(python)}, process_group=0)
+    wait_for(lambda: "started" in "".join(path.read_text() for path in tmp_path.glob("log.txt")), 30, "the hour to start")
+    os.killpg(hour.pid, signal.SIGINT)
+    assert hour.wait(30) == 0 and (tmp_path / "records.tar.gz").stat().st_size
+
+
 def test_settings_replace_those_of_the_parts() -> None:
     part = GROUPS["one_gpu"]["parts"]["rows"]
     words = first_hour.part_words("one_gpu", part, Path("results"), "model=tiny", "cluster.device=cpu")
@@ -114,13 +129,14 @@ def test_the_table_sets_the_sources_of_a_peak_side_by_side(
     """A measured run stands beside the simulation of its configuration on another device; what did not run is there."""
     monkeypatch.chdir(tmp_path)
     sizes = {"predicted_peak_bytes": 21 * MIB, "peak_allocated_bytes": 24 * MIB, "peak_requested_bytes": 20 * MIB}
+    least = {"peak_allocated_bytes": 23 * MIB, "peak_requested_bytes": 19 * MIB}
     rows = {
         "results": [
             row(1, "zero3", "deepspeed", 3, launch="processes", measured_on="H200", **sizes),
             FAILED_ROW,
         ],
         "simulated": [
-            row(3, "zero3", "deepspeed", 3, launch="simulated", measured_on="H100", peak_allocated_bytes=19 * MIB),
+            row(3, "zero3", "deepspeed", 3, launch="simulated", measured_on="H100", **least),
             row(4, "zero1", "deepspeed", 1, launch="simulated", measured_on="H100"),
         ],
     }
