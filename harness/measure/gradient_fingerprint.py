@@ -42,29 +42,25 @@ class Fingerprinter:
 
     def state(self, engine: ShardSource, kind: StateKind, state_name: str | None = None) -> list[TensorFingerprint]:
         """Return the fingerprints of this rank's shards of one kind of state, or of those of one optimizer state."""
-        shapes = model_profile(self.model).parameter_shapes
-        return [
-            self.fingerprint(shard, shapes.get(shard.name, shard.shape))
-            for shard in engine.local_shards(kind)
-            if state_name in (None, shard.state_name)
-        ]
+        shards = (shard for shard in engine.local_shards(kind) if state_name in (None, shard.state_name))
+        return [self.fingerprint(shard, self.shape(shard)) for shard in shards]
 
-    def updates(self, engine: ShardSource) -> list[TensorFingerprint]:
-        """Return the fingerprints of the differences between this rank's parameters and their initial values.
+    def shape(self, shard: Shard) -> tuple[int, ...]:
+        """Return the shape of the parameter that a shard belongs to."""
+        return model_profile(self.model).parameter_shapes.get(shard.name, shard.shape)
 
-        Where the optimizer updates masters, these are compared, because parameters of 16 bits lose most of a small
-        update. One initial value as large as a whole parameter is in memory at a time.
+    def changed(self, engine: ShardSource) -> Iterator[tuple[Shard, Tensor]]:
+        """Yield this rank's shards of what the optimizer updates, each with its initial values.
+
+        These are masters where there are any, because parameters of 16 bits lose most of a small update. One initial
+        value as large as a whole parameter is in memory at a time.
         """
         masters = [shard for shard in engine.local_shards("optimizer") if shard.state_name == "master"]
-        shards = masters or [shard for shard in engine.local_shards("parameters") if not shard.state_name]
-        shapes = model_profile(self.model).parameter_shapes
-        fingerprints = []
-        for shard in shards:
-            shape = torch.Size(shapes[shard.name])
+        for shard in masters or [shard for shard in engine.local_shards("parameters") if not shard.state_name]:
+            shape = torch.Size(self.shape(shard))
             initial = initial_value(shard.name, shape, self.model, self.seed, self.device).view(shard.shape)
             part = initial[tuple(slice(start, stop) for start, stop in shard.box)]
-            fingerprints.append(self.fingerprint(shard, shape, part.to(shard.local.dtype)))
-        return fingerprints
+            yield shard, part.to(shard.local.dtype)
 
     @torch.no_grad()
     def fingerprint(self, shard: Shard, shape: tuple[int, ...], subtracted: Tensor | None = None) -> TensorFingerprint:

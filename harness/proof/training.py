@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
 from harness.layout.layout import Layout
 from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps, shows_scaled_matrix
@@ -122,6 +123,35 @@ def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> Ite
         )
 
 
+def optimizer_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where an optimizer stepped with other settings than configured, left elements out, or updated otherwise."""
+    spec = config.optimizer
+    for rank in ranks:
+        state = [shard for shard in rank.optimizer_shards if shard.state_name == spec.gradient_state]
+        expected = sum(math.prod(stop - start for start, stop in shard.box) for shard in state)
+        updates = config.train.total_steps - rank.skipped_steps
+        for steps, update in ((1, rank.after_first_update), (updates, rank.after_last_update)):
+            for key, values in zip(spec.settings, zip(*update.settings, strict=True), strict=False):
+                configured = getattr(config.train, key)
+                yield from (
+                    f"optimizer: rank {rank.rank} updated parameters with {key}={value} in step {steps}, and"
+                    f" train.{key}={configured}"
+                    for value in values
+                    if value != configured
+                )
+            elements = sum(elements for count, elements in update.elements if count >= steps)
+            if elements < expected:
+                yield (
+                    f"optimizer: rank {rank.rank} updated {elements} elements by {spec.name} in each of {steps} steps,"
+                    f" and {expected} have its state"
+                )
+        if rank.worst_first_update.excess > 1:
+            yield (
+                f"optimizer: rank {rank.rank}'s first update of {rank.worst_first_update.name} is not that of"
+                f" {spec.name}: it differs by {rank.worst_first_update.excess / 2:.1e} of the weight decay"
+            )
+
+
 def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
     """Yield where ranks that share activations drew different dropout masks, and where others drew the same."""
     separate_axes = [axis for axis in AXES if axis != "tp" or layout.sequence_parallel]
@@ -146,14 +176,21 @@ def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> Iterato
 
 
 def deviation_problems(comparison: Comparison) -> Iterator[str]:
-    """Yield the worst deviation above its bound of losses, of gradients and of updates, a line each."""
-    quantities = (comparison.of_loss(), comparison.of_gradient(), comparison.of_update())
-    for quantity, checks in zip(("loss", "gradient", "update"), quantities, strict=True):
-        worst = max(checks, key=lambda check: check.excess, default=None)
-        if worst is not None and worst.excess > 1:
-            bound = "" if worst.bound is None else f", above the bound of {worst.bound:.1e}"
-            floor = "measured" if comparison.is_floor_measured else "assumed"
-            yield (
-                f"{quantity} deviates by {worst.deviation:.2e} ({worst.where}){bound}; the {floor} noise floor is"
-                f" {worst.floor:.1e}"
-            )
+    """Yield the earliest deviation above its bound of losses, of gradients and of updates, a line each.
+
+    Later ones may follow from it. Of those at one step it is the farthest above its bound; the lines are in this order.
+    """
+
+    def order(entry: tuple[str, Check]) -> tuple[float, float]:
+        _, check = entry
+        return math.inf if check.aspect.moment == "last_gradients" else check.aspect.step, -check.excess
+
+    quantities = {"loss": comparison.of_loss(), "gradient": comparison.of_gradient(), "update": comparison.of_update()}
+    above = [[(name, check) for check in checks if check.excess > 1] for name, checks in quantities.items()]
+    for quantity, check in sorted((min(checks, key=order) for checks in above if checks), key=order):
+        bound = "" if check.bound is None else f", above the bound of {check.bound:.1e}"
+        floor = "measured" if comparison.is_floor_measured else "assumed"
+        yield (
+            f"{quantity} deviates by {check.deviation:.2e} ({check.where}){bound}; the {floor} noise floor is"
+            f" {check.floor:.1e}"
+        )

@@ -44,6 +44,7 @@ from harness.proof.training import (
     cross_rank_mismatches,
     deviation_problems,
     dropout_rng_problems,
+    optimizer_problems,
     overflow_problems,
 )
 from harness.records.rank_report import RankReport
@@ -99,7 +100,8 @@ def verify_run(
     """
     run = FinishedRun(config, layout, widths, ranks)
     layout_problems = list(prove_layout(run, ownership_problems))
-    problems = [*layout_problems, *prove_steps(run, ranks), *cross_rank_mismatches(layout, ranks)]
+    problems = [*layout_problems, *optimizer_problems(config, ranks), *prove_steps(run, ranks)]
+    problems += cross_rank_mismatches(layout, ranks)
     if config.model.dropout:
         problems += dropout_rng_problems(layout, ranks)
     proof, columns = proof_entry(run, layout_problems, reference_note), Cells()

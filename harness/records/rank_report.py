@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, get_args
 
 from harness.util.files import JsonObject
@@ -42,13 +43,28 @@ class StateShard(NamedTuple):
     dtype: str
 
 
+class UpdateReport(NamedTuple):
+    """What a rank's optimizers have updated so far."""
+
+    settings: tuple[tuple[Any, ...], ...] = ()  # those of any group, in the order of OptimizerSpec.settings
+    elements: tuple[tuple[int, int], ...] = ()  # (steps, elements that were updated in so many), padding included
+
+
+class UpdateExcess(NamedTuple):
+    """How far the worst first update is from the optimizer's formula: more than 1 is not its."""
+
+    name: str = ""  # of the parameter
+    excess: float = 0.0
+
+
 def tensors(cls: Callable[..., NamedTuple]) -> Any:
     """Return a field of fingerprints or shards, which a rank's file has as arrays, because there are many."""
 
-    def read(entries: Sequence[Sequence[Any]]) -> list[NamedTuple]:
-        return [cls(*map(_as_tuples, entry)) for entry in entries]
+    return field(default=(), metadata={"read": lambda entries: [_read(cls, entry) for entry in entries]})
 
-    return field(default=(), metadata={"read": read})
+
+def _read(cls: Callable[..., NamedTuple], values: Sequence[Any]) -> NamedTuple:
+    return cls(*map(_as_tuples, values))
 
 
 def _as_tuples(value: Any) -> Any:
@@ -242,6 +258,9 @@ class RankReport(TrainingReport):
     host_usage: HostUsage = field(default=HostUsage(), metadata={"read": HostUsage.from_json})
     last_parameters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     last_masters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    after_first_update: UpdateReport = field(default=UpdateReport(), metadata={"read": partial(_read, UpdateReport)})
+    after_last_update: UpdateReport = field(default=UpdateReport(), metadata={"read": partial(_read, UpdateReport)})
+    worst_first_update: UpdateExcess = field(default=UpdateExcess(), metadata={"read": partial(_read, UpdateExcess)})
     graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
     trace_problem: str = ""  # why there is no breakdown

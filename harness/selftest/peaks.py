@@ -29,7 +29,9 @@ def line(row: Row, other: Row) -> str:
     A GPU's measured peak is what tensors requested, which is what is planned and simulated.
     """
     known = row or other
-    measured, simulated = (peak.get("peak_requested_bytes") or peak.get("peak_allocated_bytes") for peak in (row, other))
+    measured, simulated = (
+        peak.get("peak_requested_bytes") or peak.get("peak_allocated_bytes") for peak in (row, other)
+    )
     sources = known.get("predicted_peak_bytes"), simulated
     sizes = [f"{size / 2**20:,.1f}" if size else "-" for size in (*sources, measured, row.get("peak_reserved_bytes"))]
     ratios = [f"{size / measured:.4f}" if size and measured else "-" for size in sources]

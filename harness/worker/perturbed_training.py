@@ -94,7 +94,7 @@ def train_perturbed(
     """
     train = config.train
     fingerprinter = Fingerprinter(config.model, train.seed, memory.device)
-    first_update = FirstUpdate(engine, probe, fingerprinter, memory, config.optimizer)
+    first_update = FirstUpdate(engine, probe, fingerprinter, memory, config)
     last = GradientFingerprints(fingerprinter)
     losses, grad_norms = torch.zeros(2, train.total_steps, device=memory.device)
     for index in range(train.total_steps):

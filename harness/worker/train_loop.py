@@ -7,20 +7,21 @@ from pathlib import Path
 
 import torch
 
-from harness.config.schema import TRACED_STEPS, OptimizerSpec, RunConfig
+from harness.config.schema import TRACED_STEPS, RunConfig
 from harness.engines.base import Batch, Engine
 from harness.layout.layout import Layout
 from harness.measure.allocation_logger import PeakStepLog
-from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
+from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter, GradientFingerprints
 from harness.measure.host_usage import HostUsageMeter
 from harness.measure.memory import DeviceMemory
+from harness.measure.optimizer_steps import Updates, first_update_excess
 from harness.measure.step_profiler import profile_step
 from harness.measure.step_timer import StepTimes, garbage_collection_disabled
 from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
 from harness.models.build import compiled_graph_count
 from harness.probe import Probe
-from harness.records.rank_report import RankReport, TensorFingerprint
+from harness.records.rank_report import RankReport, TensorFingerprint, UpdateExcess, UpdateReport
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
@@ -57,7 +58,7 @@ def train(
             losses[index], grad_norms[index] = result.loss, result.grad_norm
 
     fingerprinter = Fingerprinter(run.model, config.seed, memory.device)
-    first_update = FirstUpdate(engine, probe, fingerprinter, memory, run.optimizer)
+    first_update = FirstUpdate(engine, probe, fingerprinter, memory, run)
     for index in range(config.warmup_steps):
         with first_update.watch(index):
             step("warm-up", index)
@@ -109,6 +110,9 @@ def train(
         first_gradients=first_update.gradients,
         first_moments=first_update.moments,
         first_updates=first_update.changes,
+        after_first_update=first_update.report,
+        after_last_update=first_update.updates.report(),
+        worst_first_update=first_update.excess,
         last_parameters=fingerprinter.state(engine, "parameters"),
         last_masters=fingerprinter.state(engine, "optimizer", "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
@@ -133,16 +137,19 @@ class FirstUpdate:
     """
 
     def __init__(
-        self, engine: Engine, probe: Probe, fingerprinter: Fingerprinter, memory: DeviceMemory, optimizer: OptimizerSpec
+        self, engine: Engine, probe: Probe, fingerprinter: Fingerprinter, memory: DeviceMemory, run: RunConfig
     ) -> None:
         self.engine = engine
         self.probe = probe
         self.fingerprinter = fingerprinter
         self.memory = memory
-        self.optimizer = optimizer
+        self.run = run
         self.listener = GradientFingerprints(fingerprinter, memory.limit_suspended)
+        self.updates = Updates(run.optimizer)
+        self.report = UpdateReport()
         self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
-        self.changes: Sequence[TensorFingerprint] = ()
+        self.changes: list[TensorFingerprint] = []
+        self.excess = UpdateExcess()
 
     @property
     def gradients(self) -> Sequence[TensorFingerprint]:
@@ -155,11 +162,26 @@ class FirstUpdate:
         if self.moments is not None:
             yield
             return
-        with self.probe.listen(self.listener):
+        with self.probe.listen(self.listener), self.updates.watch():
             yield
         if self.engine.skipped_steps > index:  # gradients overflowed, and a smaller loss scale is next
             return
+        self.report = self.updates.report()
         with self.memory.limit_suspended():
-            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.optimizer.gradient_state)
-            self.changes = self.fingerprinter.updates(self.engine)
+            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.run.optimizer.gradient_state)
+            self._compare_with_initial()
         self.memory.empty_cache()  # the fingerprints needed this memory
+
+    @torch.no_grad()
+    def _compare_with_initial(self) -> None:
+        """Fingerprint the changes, and compare those of fp32 with what the optimizer's first moments make of them."""
+        state = self.run.optimizer.gradient_state
+        shards = (shard for shard in self.engine.local_shards("optimizer") if shard.state_name == state)
+        moments = {(shard.name, shard.box): shard.local for shard in shards}
+        for shard, initial in self.fingerprinter.changed(self.engine):
+            self.changes.append(self.fingerprinter.fingerprint(shard, self.fingerprinter.shape(shard), initial))
+            moment = moments.get((shard.name, shard.box))  # of replicated parameters, some rank has it
+            if shard.local.dtype == torch.float32 and moment is not None:
+                chunk = CHUNK_ELEMENTS[initial.device.type]
+                excess = first_update_excess(initial, shard.local, moment, self.run.train, chunk)
+                self.excess = max(self.excess, UpdateExcess(shard.name, excess), key=lambda entry: entry.excess)

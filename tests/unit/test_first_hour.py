@@ -112,7 +112,9 @@ def test_an_interrupted_hour_is_packed(tmp_path: Path) -> None:
     python.write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.12 && exit\necho started\nexec sleep 60\n")
     python.chmod(0o755)
     hour = subprocess.Popen(["sh", "run"], cwd=tmp_path, env=os.environ | {"PYTHON": str(python)}, process_group=0)
-    wait_for(lambda: "started" in "".join(path.read_text() for path in tmp_path.glob("log.txt")), 30, "the hour to start")
+    wait_for(
+        lambda: "started" in "".join(path.read_text() for path in tmp_path.glob("log.txt")), 30, "the hour to start"
+    )
     os.killpg(hour.pid, signal.SIGINT)
     assert hour.wait(30) == 0 and (tmp_path / "records.tar.gz").stat().st_size
 

@@ -115,6 +115,15 @@ def test_a_reference_of_fewer_steps_proves_no_more_than_these() -> None:
     assert list(overflow_problems(short, skipped)) == [] != list(overflow_problems(reference, skipped))
 
 
+def test_the_earliest_deviation_is_the_headline() -> None:
+    """A first update that is a little off stands before a late loss that is far off, which it may have led to."""
+    reference, ranks = recorded("fp32")
+    spoiled = scaled(ranks, FAULTS["update"], "lm_head.weight", SCALE["float32"])
+    late = [dataclasses.replace(rank, losses=[*rank.losses[:5], 9.9]) for rank in spoiled]
+    update, loss = deviation_problems(compare("fp32", reference, late))
+    assert "lm_head.weight's first updates" in update and "(step 5)" in loss
+
+
 def training(losses: Sequence[float], norms: Sequence[float]) -> RankReport:
     return RankReport(losses=losses, grad_norms=norms)
 

@@ -1,5 +1,6 @@
 """Another training than the reference's, and steps of other operations, kernels or schedules than configured."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -26,6 +27,48 @@ def other_data(ordinary: Any, self: Any, corpus: Any, config: Any, layout: Any, 
 def other_optimizer(_: Any, parameters: Any, lr: float, **__: Any) -> Any:
     """Use plain SGD in place of AdamW."""
     return torch.optim.SGD(parameters, lr=lr)
+
+
+@replaces("torch.optim.AdamW")
+def without_decay(ordinary: Any, parameters: Any, **settings: Any) -> Any:
+    """Leave weight decay out of the optimizer."""
+    return ordinary(parameters, **settings | {"weight_decay": 0.0})
+
+
+@replaces("torch.optim.AdamW")
+def vectors_learn_faster(ordinary: Any, groups: Any, **settings: Any) -> Any:
+    """Give vectors, which are the last parameters of the first group, a rate of their own."""
+    optimizer = ordinary(groups, **settings)
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 2 * settings["lr"]})
+    return optimizer
+
+
+@replaces("torch.optim.AdamW")
+def decay_undone(ordinary: Any, parameters: Any, **settings: Any) -> Any:
+    """Undo the weight decay after each step of an optimizer that has it among its settings."""
+    optimizer = ordinary(parameters, **settings)
+
+    @torch.no_grad()
+    def undo(*_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 + settings["lr"] * settings["weight_decay"])
+
+    optimizer.register_step_post_hook(undo)
+    return optimizer
+
+
+@replaces("torch.optim.AdamW", of_rank=1)
+def matrix_left_out_once(ordinary: Any, parameters: Any, **settings: Any) -> Any:
+    """Leave rank 1's first parameter out of the third step."""
+    optimizer, steps = ordinary(parameters, **settings), itertools.count()
+
+    def leave_out(*_: Any) -> None:
+        if next(steps) == 2:
+            optimizer.param_groups[0]["params"][0].grad = None
+
+    optimizer.register_step_pre_hook(leave_out)
+    return optimizer
 
 
 @replaces(f"{DECODER}.loss_function")
