@@ -59,7 +59,6 @@ class UpdateExcess(NamedTuple):
 
 def tensors(cls: Callable[..., NamedTuple]) -> Any:
     """Return a field of fingerprints or shards, which a rank's file has as arrays, because there are many."""
-
     return field(default=(), metadata={"read": lambda entries: [_read(cls, entry) for entry in entries]})
 
 
