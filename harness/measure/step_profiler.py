@@ -17,6 +17,7 @@ from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
 from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, CollectiveCall, iter_tensors
 from harness.measure.communication import CommunicationCounter
+from harness.measure.dropout_masks import DRAWING, MaskObserver
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.kernels import ACTIVATION_FUNCTIONS, ATTENTION, OPTIMIZER
 from harness.measure.memory import DeviceMemory
@@ -78,6 +79,7 @@ class StepListener(Listener):
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
         self.gradient_dtypes: set[str] = set()
+        self.masks, self.is_second_forward = MaskObserver(), False
         self.recomputations = 0
         self.in_flight = self.max_in_flight = self.split_backwards = 0
         self.sampled_peak_bytes = 0  # the highest peak at which gradients were sampled
@@ -107,8 +109,17 @@ class StepListener(Listener):
     def recompute(self) -> Iterator[None]:
         """Count the second forward of a checkpointed part, and the activations that it saves."""
         self.recomputations += 1
-        with self.activations.recompute():
-            yield
+        self.is_second_forward = True
+        try:
+            with self.activations.recompute():
+                yield
+        finally:  # torch ends a second forward early by an exception
+            self.is_second_forward = False
+
+    def drawn(self, mask: Tensor) -> None:
+        """Observe a mask that was drawn, outside of the step's memory."""
+        with self.recorder.pause():
+            self.masks.observe(mask, self.is_second_forward)
 
     def saved_for_recompute(self, tensor: Tensor) -> None:
         """Count a result that is saved for a second forward, outside autograd."""
@@ -163,6 +174,7 @@ class StepListener(Listener):
             communication=self.communication.traffic(),
             attention_kernels=sorted({ATTENTION[name] for name in self.operators & ATTENTION.keys()}),
             optimizers=sorted({OPTIMIZER[name] for name in self.operators & OPTIMIZER.keys()}),
+            masks=self.masks.report(),
             layers_compiled=self.operators.isdisjoint(ACTIVATION_FUNCTIONS),
         )
 
@@ -207,6 +219,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.has_flops:
             listener.flops += operator_flops(func, args, kwargs, result)
         listener.operators.add(operator.name)
+        if operator.name in DRAWING:
+            listener.drawn(DRAWING[operator.name](result))
         if recorder.add_operator(operator.name, started, operator.is_view):  # else memory has no new peak
             listener.sample_gradients()
         return result

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 
 from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
+from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
+from harness.layout.partition import stages_of_rank
 from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps, shows_scaled_matrix
 from harness.proof.deviations import Aspect, differences, grad_norms, relative_difference
 from harness.records.rank_report import RankReport
 
+MOST_DEVIATIONS = 6  # standard deviations of a share of zeros that are drawn at random
 SAME_TOLERANCE = 1e-6  # relative; the same operations on the same numbers may differ by this
 
 
@@ -152,18 +156,48 @@ def optimizer_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterat
             )
 
 
+def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield where a rank drew too few masks, dropped another share than configured, or recomputed with other masks.
+
+    The project's models drop each layer's two branches and the embedding. Those of a library drop where they choose,
+    and compiled layers draw inside their own kernels.
+    """
+    model, dropped = config.model, config.model.dropout
+    shape = micro_batch_shape(config, layout, "cpu")
+    size = layout.grad_accumulation_steps(config.train) * shape.residual_tokens * model.hidden_size
+    is_known = model_profile(model).is_project_decoder and not config.train.compile
+    for rank in ranks:
+        masks = rank.profiled.masks
+        stages = stages_of_rank(model, layout, rank.rank)
+        expected = size * sum(2 * stage.layers + stage.holds_embedding for stage in stages) if is_known else 1
+        if masks.elements < expected and not config.train.compile:
+            yield (
+                f"dropout: rank {rank.rank} drew masks of {masks.elements} elements, and at least {expected} are"
+                " expected"
+            )
+        share = 1 - masks.kept / max(masks.elements, 1)
+        if masks.elements and abs(share - dropped) > MOST_DEVIATIONS * math.sqrt(dropped / masks.elements):
+            yield f"dropout: rank {rank.rank} dropped {share:.4f} of its activations, and model.dropout={dropped}"
+        if masks.changed:
+            yield (
+                f"dropout: {masks.changed} of {masks.second} masks of rank {rank.rank}'s second forwards are not those"
+                " of the first ones"
+            )
+
+
 def dropout_rng_problems(layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
     """Yield where ranks that share activations drew different dropout masks, and where others drew the same."""
     separate_axes = [axis for axis in AXES if axis != "tp" or layout.sequence_parallel]
-    by_seed: dict[int, set[tuple[int, ...]]] = defaultdict(set)
-    by_coordinates: dict[tuple[int, ...], set[int]] = defaultdict(set)
+    by_mask: dict[float, set[tuple[int, ...]]] = defaultdict(set)
+    by_coordinates: dict[tuple[int, ...], set[float]] = defaultdict(set)
     for rank in ranks:
         coordinates = tuple(layout.coordinates(rank.rank)[axis] for axis in separate_axes)
-        by_seed[rank.dropout_seed or 0].add(coordinates)
-        by_coordinates[coordinates].add(rank.dropout_seed or 0)
-    if any(len(seeds) > 1 for seeds in by_coordinates.values()):
-        yield "dropout: ranks that share activations drew their masks from different seeds"
-    if any(len(coordinates) > 1 for coordinates in by_seed.values()):
+        mask = rank.profiled.masks.last or float(rank.dropout_seed or 0)  # compiled layers draw unseen
+        by_mask[mask].add(coordinates)
+        by_coordinates[coordinates].add(mask)
+    if any(len(masks) > 1 for masks in by_coordinates.values()):
+        yield "dropout: ranks that share activations drew different masks"
+    if any(len(coordinates) > 1 for coordinates in by_mask.values()):
         yield "dropout: ranks with different data, layers or parts of the sequence drew the same masks"
     shares_sequence = layout.tp_enabled and not layout.sequence_parallel
     for rank in ranks:

@@ -43,6 +43,7 @@ from harness.proof.training import (
     compare_training,
     cross_rank_mismatches,
     deviation_problems,
+    dropout_mask_problems,
     dropout_rng_problems,
     optimizer_problems,
     overflow_problems,
@@ -103,7 +104,7 @@ def verify_run(
     problems = [*layout_problems, *optimizer_problems(config, ranks), *prove_steps(run, ranks)]
     problems += cross_rank_mismatches(layout, ranks)
     if config.model.dropout:
-        problems += dropout_rng_problems(layout, ranks)
+        problems += [*dropout_rng_problems(layout, ranks), *dropout_mask_problems(config, layout, ranks)]
     proof, columns = proof_entry(run, layout_problems, reference_note), Cells()
     if reference is not None:
         comparison = compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)

@@ -43,6 +43,18 @@ class StateShard(NamedTuple):
     dtype: str
 
 
+class DrawnMasks(NamedTuple):
+    """The dropout masks of a step; those inside fused attention are not among them."""
+
+    elements: int = 0  # of the masks of first forwards
+    kept: int = 0  # of these elements
+    second: int = 0  # masks that were drawn in second forwards
+    changed: int = 0  # of these, those that no first forward drew
+    last: float | None = (
+        None  # a sum over the last first one, of a branch of the residual stream, that tells it from others
+    )
+
+
 class UpdateReport(NamedTuple):
     """What a rank's optimizers have updated so far."""
 
@@ -220,6 +232,7 @@ class ProfiledStep(FromJson):
     attention_kernels: Sequence[str] = ()
     optimizers: Sequence[str] = ()  # implementations of the optimizer's step
     layers_compiled: bool = False  # whether none of a layer's activation functions ran as an operator
+    masks: DrawnMasks = field(default=DrawnMasks(), metadata={"read": partial(_read, DrawnMasks)})
 
 
 @dataclass(frozen=True)

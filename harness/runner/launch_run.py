@@ -101,7 +101,7 @@ def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
         operator_log=operator_log,
         timeout_seconds=plan.command.timeout_seconds,
         memory_snapshot=plan.command.measure.memory_snapshot,
-        perturbs=plan.folder.is_reference,
+        perturbs=plan.folder.is_reference and not plan.config.model.dropout,  # which other rounding moves
         simulated_ranks=() if plan.config.launch == "processes" else plan.ranks_alone,
         device_guard=str(build_device_guard(cache)) if is_simulated and plan.machine.device == "cuda" else None,
         device_name=plan.machine.device_name,

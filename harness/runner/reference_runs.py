@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from harness.config.schema import CheckpointingConfig
 from harness.launcher.rank_entry import worker_entry
 from harness.proof import simulation
 from harness.proof.reference import merge_reports
@@ -96,7 +97,7 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
     if not plan.command.proof.reference:
         return Reference(NO_REFERENCE)
     if plan.config.model.dropout:
-        return Reference(f"none: no other run drops the same values with model.dropout={plan.config.model.dropout}")
+        return reference_that_drops_alike(plan, context)
     problems: dict[str, UserError] = {}
     slow_flops = math.inf  # of a device
     for chain in possible_chains(plan, problems):
@@ -114,6 +115,20 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
             for layout, error in problems.items()
         )
     )
+
+
+def reference_that_drops_alike(plan: RunPlan, context: RunContext) -> Reference:
+    """Return the reference of a run with dropout: its own layout without checkpointing, which draws the same masks."""
+    dropout, plain = plan.config.model.dropout, replace(plan.config, checkpointing=CheckpointingConfig("none"))
+    if plain == plan.config:
+        return Reference(f"none: no other run drops the same values with model.dropout={dropout}")
+    candidate = plan_reference(plain, plan)
+    try:
+        if refusal := capacity_problem(candidate, ()):
+            raise UserError(refusal.partition(": choose ")[0])
+        return for_run(train_reference(candidate, context, Reference(NO_REFERENCE)), candidate, plan)
+    except UserError as error:
+        return Reference(f"none: only checkpointing=none drops the same values with model.dropout={dropout}: {error}")
 
 
 def possible_chains(plan: RunPlan, problems: dict[str, UserError]) -> Iterator[Chain]:

@@ -128,6 +128,12 @@ def test_a_fault_in_the_reports_is_an_error(
             "gradients: rank 0 held",
         ),
         (faults.masks_alike, f"ddp {DROPPED}", "drew the same masks"),
+        (faults.evaluated, f"ddp {DROPPED} precision=bf16_mixed", "drew masks of 0 elements"),
+        (
+            faults.other_masks_recomputed,
+            f"ddp {DROPPED} precision=bf16_mixed checkpointing=full",
+            "of rank 0's second forwards are not those of the first ones",
+        ),
         (faults.bias_summed_twice, "tp model=gpt_tiny", ".bias's first gradients"),
         (faults.products_not_kept, "ddp checkpointing=selective", "a step ran"),
         (

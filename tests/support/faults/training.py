@@ -173,6 +173,19 @@ def masks_alike(_: Any, seed: int, *__: Any) -> int:
     return seed
 
 
+@replaces("harness.worker.main.train")
+def evaluated(ordinary: Any, report: Any, engine: Any, *arguments: Any) -> Any:
+    """Train the model in the mode in which dropout does nothing."""
+    engine.model.eval()
+    return ordinary(report, engine, *arguments)
+
+
+@replaces("harness.models.activation_checkpoint.checkpoint")
+def other_masks_recomputed(ordinary: Any, *arguments: Any, **settings: Any) -> Any:
+    """Draw new masks in second forwards."""
+    return ordinary(*arguments, **settings | {"preserve_rng_state": False})
+
+
 # --- operations, kernels, schedules and the log of memory
 
 
