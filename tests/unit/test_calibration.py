@@ -113,6 +113,27 @@ def test_points_of_a_known_machine_give_back_its_parameters(disturbed: float, to
     assert max(errors.values()) < max(tolerance, 0.002)
 
 
+def test_a_gpu_s_products_are_fitted_where_the_device_decides() -> None:
+    """Of one H200's, small ones take what the host needs for a launch, and large ones move their bytes meanwhile."""
+    rows = read_table(ROOT / "results" / "first_gpu" / "kernels.csv")
+    sizes = [tuple(map(int, re.findall(r"\d+", row["sizes"]))) for row in rows]
+    columns = (
+        [row["curve"] for row in rows],
+        sizes,
+        *([float(row[key]) for row in rows] for key in ("work", "seconds")),
+    )
+    measured = Measurements(1, "bfloat16", 0, tuple(map(Point, *columns)))
+    machine = dataclasses.replace(MACHINE, device="cuda", device_name="NVIDIA H200")
+    datasheet = described_devices()["NVIDIA H200"]
+    hardware = calibrated_hardware(machine, measured, fit_rates(measured), datasheet)
+    products = measured.of("product")
+    assert [min(point.sizes) for point in products] == [2048, 2048, 4096, 4096, 8192, 8192]
+    assert all(abs(predicted_seconds(p, measured, hardware) / p.seconds - 1) < 0.06 for p in products)
+    rates = kernel_rates(hardware, "bfloat16")
+    assert 0.97 < rates.matmul_flops / max(point.rate for point in products) <= 1.0
+    assert 1.0 < rates.product_seconds(*products[-1].sizes, 2) / products[-1].seconds < 1.06, "a plan adds the bytes"
+
+
 def test_messages_too_short_for_a_bandwidth_are_refused() -> None:
     """With 2e-4 s and 1.5e9 bytes a second, half of the time of 300,000 bytes is latency."""
     whole = measured_on(TRUTH)
