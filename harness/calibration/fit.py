@@ -89,7 +89,8 @@ def fit_rates(measured: Measurements) -> FittedRates:
     """Return the rates that reproduce the points best. Raises UserError if messages were too short for a bandwidth.
 
     What a kernel on memory takes to start is fitted beside its bytes per second. Tensors of small models lie in caches
-    and are read faster.
+    and are read faster. A GPU's product is fitted without its bytes, which plans add: in a calibration they are moved
+    meanwhile.
     """
     products, memories = measured.of("product"), measured.of("memory")
     _, per_byte = fit_terms([(1.0, p.work) for p in memories], memories)

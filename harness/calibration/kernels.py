@@ -97,7 +97,7 @@ def main(run_dir: str) -> None:
         *(host_copy_points(watch, effort.memory_bytes[:4]) if device == "cuda" else ()),
     )
     slowdown = overlap_slowdown(watch, effort.sides[-2], dtype) if ranks > 1 else None
-    measurements = Measurements(ranks, spec["dtype"], dtype.itemsize, points, slowdown)
+    measurements = Measurements(ranks, spec["dtype"], dtype.itemsize * (device == "cpu"), points, slowdown)
     if dist.get_rank() == 0:
         atomic_write_json(Path(run_dir) / RESULT_FILE, dataclasses.asdict(measurements))
     dist.barrier()

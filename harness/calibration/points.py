@@ -46,14 +46,19 @@ class Measurements:
 
     ranks: int
     dtype: str  # of matrix products and attention, by torch's name
-    width: int  # bytes per element of it
+    # Bytes per element of it that a product moves before and after its operations; 0 on a GPU, as it overlaps both.
+    width: int
     points: tuple[Point, ...] = ()
     # The time of products beside an all-reduce beyond that of the products alone, over that of the all-reduce alone.
     overlap_slowdown: float | None = None  # None with a single rank
 
     def of(self, *curves: str) -> list[Point]:
-        """Return the points of some curves."""
-        return [point for point in self.points if point.curve in curves]
+        """Return the points of some curves, but for those that take no longer than a launch.
+
+        Calls follow each other, and a GPU runs one while its host launches the next: such times are the host's.
+        """
+        launch = max(point.seconds / point.work for point in self.points if point.curve == "launch")
+        return [point for point in self.points if point.curve in curves and point.seconds > launch]
 
 
 def rank_entry(run_dir: str) -> None:

@@ -110,7 +110,9 @@ class StackTiming:
     # torch runs them without a compiler.
     elementwise_traffic: NotNegative = 1.0
     logit_bytes: NotNegative = 28.0  # Bytes read and written by the loss for each logit, in forward and backward.
-    kernels_per_layer: Natural = 90  # Kernels of a decoder layer, in forward and backward.
+    # Kernels of a decoder layer, in forward and backward. What else the host does for each, such as views, counts as
+    # launches that take as long.
+    kernels_per_layer: Natural = 90
     # Time in which a device at least waits for its host in both passes of a layer, and beside the layers in those of a
     # stage for a micro-batch.
     layer_seconds: NotNegative = 0.0
@@ -122,6 +124,8 @@ class StackTiming:
     parameter_gather_launches: Natural = 0
     divided_layer_launches: Natural = 0
     micro_batch_launches: Natural = 0
+    # The same to reduce a parameter's gradient in DeepSpeed's stages 1 and 2, on a CPU and on a GPU alike.
+    parameter_reduce_launches: Natural = 0
     # Time of the host for one tensor-parallel collective, beside a kernel's.
     collective_launch_seconds: NotNegative = 1.0e-4
     # The same for each rank of the collective, and in a pipeline, where a stage's host waits for its neighbors. Two

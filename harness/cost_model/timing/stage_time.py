@@ -30,9 +30,10 @@ from harness.layout.state_widths import StateWidths
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
 LAST_BUCKET = 0.05
 
-# What the host of a GPU launches beside a layer's kernels, in units of what was counted on a CPU: on one H200 0.21 for
-# FSDP2 and 0.32 for DeepSpeed's stage 3 (results/first_gpu/speed.csv, 125m).
-GPU_SHARE = 0.3
+# What the host of a GPU does to gather or divide a layer, in units of what was counted on a CPU with gloo: on the hosts
+# of one H200 and one H100 it was 0.21 and 0.19 for FSDP2, and 0.32 and 0.26 for DeepSpeed's stage 3
+# (results/first_gpu/speed.csv: 125m and 350m, less the single process).
+GPU_SHARE = 0.25
 
 
 @dataclass(frozen=True)
@@ -198,26 +199,28 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     tp, collectives = _tp_seconds(step, passes, recomputed)
     # Keys and values are gathered, in each forward, and their gradients scattered.
     cp = (2 + recomputed) * gather_seconds(2 * shape.key_bytes * shape.cp, step.group("cp"), hardware)
-    further = _further_launches(step) * (1.0 if hardware.is_cpu else GPU_SHARE)
-    kernels = timing.kernels_per_layer * (1 + recomputed / 3) + further
     in_pipeline = step.layout.pp_enabled * timing.pipelined_collective_seconds_per_rank
     of_group = shape.tp * max(in_pipeline, timing.collective_seconds_per_rank)
     of_collectives = 0.0 if hardware.is_cpu else collectives * (timing.collective_launch_seconds + of_group)
-    host = kernels * hardware.fitted.launch_seconds + of_collectives
+    host = _launches(step, recomputed) * hardware.fitted.launch_seconds + of_collectives
     device = forward + backward + tp + cp
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
     return MicroBatchTime(forward, backward, tp, cp)
 
 
-def _further_launches(step: StepSetting) -> float:
-    """Return as how many launches counts what the host does in a layer beside its kernels."""
-    timing, launches = step.timing, float(step.timing.divided_layer_launches if step.layout.tp_enabled else 0)
-    if step.layout.zero_stage == 3:
-        of_parameters = len(model_profile(step.config.model).layer_shapes) * timing.parameter_gather_launches
-        each = of_parameters if step.widths.gathers_for_each_use else timing.layer_gather_launches
-        launches += 3 * each  # gathered in forward and in backward, and its gradient reduced
-    return launches
+def _launches(step: StepSetting, recomputed: float) -> float:
+    """Return as how many launches counts what the host does in a layer of which backward runs a share again.
+
+    In stage 3 it gathers a layer in forward and in backward, and reduces its gradient. In stages 1 and 2 DeepSpeed
+    reduces the gradient of each parameter, once a step and in every micro-batch.
+    """
+    timing, stage, tensors = step.timing, step.layout.zero_stage, len(model_profile(step.config.model).layer_shapes)
+    is_deepspeed, kernels = step.widths.gathers_for_each_use, timing.kernels_per_layer * (1 + recomputed / 3)
+    each = tensors * timing.parameter_gather_launches if is_deepspeed else timing.layer_gather_launches
+    times = (0.0, 1 / step.layout.grad_accumulation_steps(step.config.train), 1.0, 0.0)[stage] * is_deepspeed
+    share, divided = 1.0 if step.hardware.is_cpu else GPU_SHARE, timing.divided_layer_launches * step.layout.tp_enabled
+    return kernels + share * (3 * each * (stage == 3) + divided) + times * tensors * timing.parameter_reduce_launches
 
 
 def recomputed_share(step: StepSetting, passes: LayerSeconds) -> float:
