@@ -76,14 +76,14 @@ class BucketedZero(DeepSpeedZero):
     def end(self, each: Pass) -> None:
         """Take the embedding's gradient, and reduce what is left.
 
-        On CUDA the gradients of a tied matrix are summed beside both of them, on a CPU one is added to the other
-        (torch/csrc/autograd/input_buffer.cpp).
+        The gradients of a tied matrix are summed beside both of them unless one is added to the other
+        (torch/csrc/autograd/input_buffer.cpp). The plan for a CPU counts stage 2's sum among the gradients already.
         """
         elements = each.groups.embedding.elements or each.groups.root.elements
         gradient = elements * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
-        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu else 2))
+        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu or self.sums_in_place else 2))
         each.put(buffers_gradient=gradient + other * (self.is_cpu and self.layout.zero_stage == 2))
         self.arrive(each, elements)
         self.reduce(each)
