@@ -146,6 +146,11 @@ class ZeroStage2(BucketedZero):
             return even
         return even * FP32_BYTES // width + (width - FP32_BYTES) * self.owned_elements
 
+    def begin(self, each: Pass) -> None:
+        """Begin with an empty bucket."""
+        super().begin(each)
+        self.large = 0  # the elements of the gradients larger than a bucket that were reduced
+
     def computed(self, each: Pass, following: int) -> int:
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
@@ -178,13 +183,20 @@ class ZeroStage2(BucketedZero):
             is_divided = content > 0 and int(begin / partition) < int(end / partition)
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
             copies = max(content * (wire + self.precision.compute_bytes * is_divided), in_norm)
-        is_head = self.arrived == each.groups.head.largest > 0
-        gradients = each.new_gradients - self.large_gradient_bytes * (is_head and not self.is_cpu)
         if self.is_mixed and not self.is_cpu:
-            each.live["gradients"] = gradients
+            each.live["gradients"] = self.gradients_so_far(each)
         each.touch(buffers_copies=copies)
-        each.put(gradients=gradients)
-        each.live["gradients"] = each.new_gradients
+        each.put(gradients=self.gradients_so_far(each))
+        self.large += content * self.is_large(content)
+        each.live["gradients"] = self.gradients_so_far(each)
+
+    def gradients_so_far(self, each: Pass) -> int:
+        """Return the bytes of a pass's gradients on CUDA, of which the large ones are kept as they are reduced.
+
+        The plan takes those of the rank to be the first; on a CPU it counts all from the first reduction on.
+        """
+        missing = max(0, self.large_gradient_bytes - self.large * self.precision.compute_bytes)
+        return each.new_gradients - missing * (not self.is_cpu)
 
     def end(self, each: Pass) -> None:
         """Allocate the partition on a CPU, where gloo's threads refer to their copies until then."""
