@@ -76,14 +76,14 @@ class BucketedZero(DeepSpeedZero):
     def end(self, each: Pass) -> None:
         """Take the embedding's gradient, and reduce what is left.
 
-        On CUDA the gradients of a tied matrix are summed beside both of them, on a CPU one is added to the other
-        (torch/csrc/autograd/input_buffer.cpp).
+        The gradients of a tied matrix are summed beside both of them unless one is added to the other
+        (torch/csrc/autograd/input_buffer.cpp). The plan for a CPU counts stage 2's sum among the gradients already.
         """
         elements = each.groups.embedding.elements or each.groups.root.elements
         gradient = elements * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
-        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu else 2))
+        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu or self.sums_in_place else 2))
         each.put(buffers_gradient=gradient + other * (self.is_cpu and self.layout.zero_stage == 2))
         self.arrive(each, elements)
         self.reduce(each)
@@ -99,6 +99,11 @@ class ZeroStage2(BucketedZero):
     (average_tensor and allreduce_no_retain). Under offload it then computes the norm of each parameter's gradient in
     fp64 (set_norm_for_param_grad_in_gpu).
     """
+
+    @property
+    def copies_on_cpu(self) -> bool:
+        """Whether gloo copies what ranks reduce."""
+        return self.is_cpu and self.degree > 1
 
     @cached_property
     def owned_elements(self) -> int:
@@ -126,14 +131,14 @@ class ZeroStage2(BucketedZero):
         """
         if self.offloads:
             return super().gradients
-        if self.is_cpu or not self.is_mixed:
+        if self.copies_on_cpu or not self.is_mixed:
             return [self.widths.gradients * self.owned_elements]
         return [self.precision.accumulate_bytes * self.partition + self.large_gradient_bytes]
 
     @cached_property
     def sums(self) -> list[int]:
         """The bytes of the sums to which the gradients of a micro-batch are added at the end of its backward."""
-        if not self.offloads and self.is_mixed and not self.is_cpu:
+        if not self.offloads and self.is_mixed and not self.copies_on_cpu:
             return [self.precision.accumulate_bytes * self.partition]
         width, own = self.widths.gradients, self.gradients
         return [size * min(width, self.precision.accumulate_bytes) // width for size in own] if width else own
@@ -146,6 +151,11 @@ class ZeroStage2(BucketedZero):
             return even
         return even * FP32_BYTES // width + (width - FP32_BYTES) * self.owned_elements
 
+    def begin(self, each: Pass) -> None:
+        """Begin with an empty bucket."""
+        super().begin(each)
+        self.large = 0  # the elements of the gradients larger than a bucket that were reduced
+
     def computed(self, each: Pass, following: int) -> int:
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
@@ -157,7 +167,8 @@ class ZeroStage2(BucketedZero):
 
     def leave_head(self, each: Pass) -> None:
         """Take the head's gradient; a large one is reduced, on a CPU beside the partition."""
-        each.live["gradients"] = each.new_gradients * (self.is_cpu and self.is_large(each.groups.head.largest))
+        is_kept = self.is_cpu and self.is_large(each.groups.head.largest)
+        each.live["gradients"] = self.gradients_so_far(each) * is_kept
         super().leave_head(each)
 
     def enter_layer(self, each: Pass, following: int) -> None:
@@ -178,13 +189,20 @@ class ZeroStage2(BucketedZero):
             is_divided = content > 0 and int(begin / partition) < int(end / partition)
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
             copies = max(content * (wire + self.precision.compute_bytes * is_divided), in_norm)
-        is_head = self.arrived == each.groups.head.largest > 0
-        gradients = each.new_gradients - self.large_gradient_bytes * (is_head and not self.is_cpu)
         if self.is_mixed and not self.is_cpu:
-            each.live["gradients"] = gradients
+            each.live["gradients"] = self.gradients_so_far(each)
         each.touch(buffers_copies=copies)
-        each.put(gradients=gradients)
-        each.live["gradients"] = each.new_gradients
+        each.put(gradients=self.gradients_so_far(each))
+        self.large += content * self.is_large(content)
+        each.live["gradients"] = self.gradients_so_far(each)
+
+    def gradients_so_far(self, each: Pass) -> int:
+        """Return the bytes of a pass's gradients, of which the large ones are kept as they are reduced.
+
+        The plan takes those of the rank to be the first; where gloo copies it counts all from the first reduction on.
+        """
+        missing = max(0, self.large_gradient_bytes - self.large * self.precision.compute_bytes)
+        return each.new_gradients - missing * (not self.copies_on_cpu)
 
     def end(self, each: Pass) -> None:
         """Allocate the partition on a CPU, where gloo's threads refer to their copies until then."""
@@ -199,7 +217,7 @@ class ZeroStage2(BucketedZero):
         tape.touch(gradients=sum(self.gradients), temporaries=copied)
         if self.is_cpu:
             tape.touch(buffers_gathered=self.gathered_copy() - self.widths.buffer_bytes * (not self.offloads))
-        elif not self.offloads:
+        if not self.offloads:
             tape.touch(gradients=sum(self.sums), temporaries=FP64_BYTES * min(max(self.sizes), self.partition))
 
 
@@ -258,7 +276,12 @@ class ZeroStage3(BucketedZero):
         super().end(each)
 
     def step(self, tape: Tape) -> None:
-        """Copy gradients for the optimizer, one sub-group after the other (_prepare_fp32_grad_for_sub_group)."""
+        """Copy gradients for the optimizer, one sub-group after the other (_prepare_fp32_grad_for_sub_group).
+
+        The norm takes a copy in fp64 of the shard of each gradient (get_grad_norm_direct).
+        """
         sub_group = self.precision.accumulate_bytes * int(self.config.strategy.options.get("sub_group_size", 1e9))
         copied = min(self.copied_bytes, sub_group)
         tape.touch(gradients=sum(self.gradients), temporaries=copied + self.foreach_bytes)
+        if not self.offloads:
+            tape.touch(gradients=sum(self.gradients), temporaries=FP64_BYTES * -(-max(self.sizes) // self.degree))

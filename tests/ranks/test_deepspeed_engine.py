@@ -105,6 +105,21 @@ def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str
     row_invariants.check_bytes(record)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=20000 train.loss_chunks=16"
+        " train.seq_len=256 train.global_batch=4 model.hidden_size=256 model.intermediate_size=1024",
+        "strategy=zero3 precision=bf16 model.vocab_size=65536 train.seq_len=16 train.global_batch=1",
+    ],
+)
+def test_the_peak_of_one_rank_is_planned(results: Path, overrides: str) -> None:
+    """Large gradients are kept one after another; and the norm takes a copy in fp64 of a tall vocabulary's."""
+    row = run_with(results, "world_size=1", "train.micro_batch=1", *overrides.split()).row
+    assert_ok(row)
+    assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=1e-3)
+
+
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
 def test_offload_buffers_have_the_size_of_a_ranks_part(precision: str, width: int) -> None:
     """On four ranks the embedding is whole and the layers' matrices are halves, and ZeRO divides both by two."""

@@ -146,6 +146,10 @@ FOUR_LAYERS, SHORT = "model.num_hidden_layers=4", "train.seq_len=64"
 
 EVERY_SECOND = "checkpointing=selective checkpointing.saved_products=every_second"
 
+FOUR_PARTS = "train.loss_chunks=4"
+
+FOUR_PASSES = "model.vocab_size=4000 train.global_batch=4 train.seq_len=512"
+
 SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
 
 CASES = [
@@ -166,6 +170,11 @@ CASES = [
     f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective {SHORT}",
     f"fsdp_full_shard x 2 model=8b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {EVERY_SECOND}",
     f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
+    # The head's gradients of the parts of a loss are summed in place, and those of a tied matrix.
+    f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT} {FOUR_PARTS}",
+    f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT}",
+    # Gradients larger than a bucket are kept one after another, as activations are freed.
+    f"zero2 x 1 model=350m precision=bf16_mixed {TWO_LAYERS} {FOUR_PASSES}",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
 ]
 
