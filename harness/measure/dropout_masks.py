@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.records.rank_report import DrawnMasks
+from harness.records.evidence import DrawnMasks
 
 # The mask among the results of an operator that draws one; the first is torch's on a CPU, the other on CUDA.
 DRAWING: Mapping[str, Callable[[Any], Tensor]] = {
@@ -34,6 +34,6 @@ class MaskObserver:
     def report(self) -> DrawnMasks:
         """Return the counts."""
         first, second = ([tuple(mask.tolist()) for mask in masks] for masks in (self.first, self.second))
-        kept = sum(int(kept) for kept, _ in first)
+        nonzero = sum(int(count) for count, _ in first)
         changed = sum(mask not in first for mask in second)
-        return DrawnMasks(self.elements, kept, len(second), changed, first[-1][1] if first else None)
+        return DrawnMasks(self.elements, nonzero, len(second), changed, first[-1][1] if first else None)

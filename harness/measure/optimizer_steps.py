@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from harness.config.schema import OptimizerSpec, TrainConfig
-from harness.records.rank_report import UpdateReport
+from harness.records.evidence import UpdateReport
 from harness.tensors.storage import plain_tensors
 
 # The relative errors of fp32: of a parameter, which is stored twice, and of its change, after some ten operations.

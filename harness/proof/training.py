@@ -175,7 +175,7 @@ def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[Ran
                 f"dropout: rank {rank.rank} drew masks of {masks.elements} elements, and at least {expected} are"
                 " expected"
             )
-        share = 1 - masks.kept / max(masks.elements, 1)
+        share = 1 - masks.nonzero / max(masks.elements, 1)
         if masks.elements and abs(share - dropped) > MOST_DEVIATIONS * math.sqrt(dropped / masks.elements):
             yield f"dropout: rank {rank.rank} dropped {share:.4f} of its activations, and model.dropout={dropped}"
         if masks.changed:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, get_args
 
+from harness.records.evidence import DrawnMasks, UpdateExcess, UpdateReport, read_tuple
 from harness.util.files import JsonObject
 
 LaunchStatus = Literal["ok", "oom", "error", "timeout", "interrupted"]
@@ -43,43 +44,9 @@ class StateShard(NamedTuple):
     dtype: str
 
 
-class DrawnMasks(NamedTuple):
-    """The dropout masks of a step; those inside fused attention are not among them."""
-
-    elements: int = 0  # of the masks of first forwards
-    kept: int = 0  # of these elements
-    second: int = 0  # masks that were drawn in second forwards
-    changed: int = 0  # of these, those that no first forward drew
-    last: float | None = (
-        None  # a sum over the last first one, of a branch of the residual stream, that tells it from others
-    )
-
-
-class UpdateReport(NamedTuple):
-    """What a rank's optimizers have updated so far."""
-
-    settings: tuple[tuple[Any, ...], ...] = ()  # those of any group, in the order of OptimizerSpec.settings
-    elements: tuple[tuple[int, int], ...] = ()  # (steps, elements that were updated in so many), padding included
-
-
-class UpdateExcess(NamedTuple):
-    """How far the worst first update is from the optimizer's formula: more than 1 is not its."""
-
-    name: str = ""  # of the parameter
-    excess: float = 0.0
-
-
 def tensors(cls: Callable[..., NamedTuple]) -> Any:
     """Return a field of fingerprints or shards, which a rank's file has as arrays, because there are many."""
-    return field(default=(), metadata={"read": lambda entries: [_read(cls, entry) for entry in entries]})
-
-
-def _read(cls: Callable[..., NamedTuple], values: Sequence[Any]) -> NamedTuple:
-    return cls(*map(_as_tuples, values))
-
-
-def _as_tuples(value: Any) -> Any:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+    return field(default=(), metadata={"read": lambda entries: [read_tuple(cls, entry) for entry in entries]})
 
 
 # The keys of attributes in a rank's file where these are others.
@@ -133,6 +100,12 @@ class TrainingReport(FromJson):
     # The differences between the parameters, or their masters, after the first update and the initial weights.
     first_updates: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     last_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    worst_first_update: UpdateExcess = field(
+        default=UpdateExcess(), metadata={"read": partial(read_tuple, UpdateExcess)}
+    )
+    after_first_update: UpdateReport = field(
+        default=UpdateReport(), metadata={"read": partial(read_tuple, UpdateReport)}
+    )
 
 
 @dataclass(frozen=True)
@@ -232,7 +205,7 @@ class ProfiledStep(FromJson):
     attention_kernels: Sequence[str] = ()
     optimizers: Sequence[str] = ()  # implementations of the optimizer's step
     layers_compiled: bool = False  # whether none of a layer's activation functions ran as an operator
-    masks: DrawnMasks = field(default=DrawnMasks(), metadata={"read": partial(_read, DrawnMasks)})
+    masks: DrawnMasks = field(default=DrawnMasks(), metadata={"read": partial(read_tuple, DrawnMasks)})
 
 
 @dataclass(frozen=True)
@@ -270,9 +243,9 @@ class RankReport(TrainingReport):
     host_usage: HostUsage = field(default=HostUsage(), metadata={"read": HostUsage.from_json})
     last_parameters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     last_masters: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
-    after_first_update: UpdateReport = field(default=UpdateReport(), metadata={"read": partial(_read, UpdateReport)})
-    after_last_update: UpdateReport = field(default=UpdateReport(), metadata={"read": partial(_read, UpdateReport)})
-    worst_first_update: UpdateExcess = field(default=UpdateExcess(), metadata={"read": partial(_read, UpdateExcess)})
+    after_last_update: UpdateReport = field(
+        default=UpdateReport(), metadata={"read": partial(read_tuple, UpdateReport)}
+    )
     graphs_in_timed_steps: int = 0  # compiled during these steps
     time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
     trace_problem: str = ""  # why there is no breakdown

@@ -108,8 +108,6 @@ def train_perturbed(
         losses=losses.tolist(),
         grad_norms=grad_norms.tolist(),
         skipped_steps=engine.skipped_steps,
-        first_gradients=first_update.gradients,
-        first_moments=first_update.moments or (),
-        first_updates=first_update.changes,
+        **first_update.report(),
         last_gradients=last.fingerprints,
     )

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,7 +22,8 @@ from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
 from harness.models.build import compiled_graph_count
 from harness.probe import Probe
-from harness.records.rank_report import RankReport, TensorFingerprint, UpdateExcess, UpdateReport
+from harness.records.evidence import UpdateExcess, UpdateReport
+from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
@@ -107,15 +109,11 @@ def train(
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
         host_usage=host_usage,
-        first_gradients=first_update.gradients,
-        first_moments=first_update.moments,
-        first_updates=first_update.changes,
-        after_first_update=first_update.report,
         after_last_update=first_update.updates.report(),
-        worst_first_update=first_update.excess,
         last_parameters=fingerprinter.state(engine, "parameters"),
         last_masters=fingerprinter.state(engine, "optimizer", "master"),
         graphs_in_timed_steps=graphs_in_timed_steps,
+        **first_update.report(),
         **trace.report(),
         profiled=profiled.result(peak_step.log),
         last_gradients=profiled.gradient_fingerprints.fingerprints,
@@ -146,15 +144,20 @@ class FirstUpdate:
         self.run = run
         self.listener = GradientFingerprints(fingerprinter, memory.limit_suspended)
         self.updates = Updates(run.optimizer)
-        self.report = UpdateReport()
+        self.after_first = UpdateReport()
         self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
         self.changes: list[TensorFingerprint] = []
         self.excess = UpdateExcess()
 
-    @property
-    def gradients(self) -> Sequence[TensorFingerprint]:
-        """The fingerprints of the gradients before clipping."""
-        return self.listener.fingerprints
+    def report(self) -> dict[str, Any]:
+        """Return the fields of a rank's report; gradients are those before clipping."""
+        return {
+            "first_gradients": self.listener.fingerprints,
+            "first_moments": self.moments or (),
+            "first_updates": self.changes,
+            "after_first_update": self.after_first,
+            "worst_first_update": self.excess,
+        }
 
     @contextmanager
     def watch(self, index: int) -> Iterator[None]:
@@ -166,7 +169,7 @@ class FirstUpdate:
             yield
         if self.engine.skipped_steps > index:  # gradients overflowed, and a smaller loss scale is next
             return
-        self.report = self.updates.report()
+        self.after_first = self.updates.report()
         with self.memory.limit_suspended():
             self.moments = self.fingerprinter.state(self.engine, "optimizer", self.run.optimizer.gradient_state)
             self._compare_with_initial()

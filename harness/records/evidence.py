@@ -1,0 +1,41 @@
+"""Small parts of a rank's report, which are tuples: what its optimizers and its dropout did."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T", bound=NamedTuple)
+
+
+def read_tuple(cls: Callable[..., T], values: Sequence[Any]) -> T:
+    """Return the named tuple that a rank's file has as an array."""
+    return cls(*map(_as_tuples, values))
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+class DrawnMasks(NamedTuple):
+    """The dropout masks of a step; those inside fused attention are not among them."""
+
+    elements: int = 0  # of the masks of first forwards
+    nonzero: int = 0  # of these elements
+    second: int = 0  # masks that were drawn in second forwards
+    changed: int = 0  # of these, those that no first forward drew
+    last: float | None = (
+        None  # a sum over the last first one, of a branch of the residual stream, that tells it from others
+    )
+
+
+class UpdateReport(NamedTuple):
+    """What a rank's optimizers have updated so far."""
+
+    settings: tuple[tuple[Any, ...], ...] = ()  # those of any group, in the order of OptimizerSpec.settings
+    elements: tuple[tuple[int, int], ...] = ()  # (steps, elements that were updated in so many), padding included
+
+
+class UpdateExcess(NamedTuple):
+    """How far the worst first update is from the optimizer's formula: more than 1 is not its."""
+
+    name: str = ""  # of the parameter
+    excess: float = 0.0
