@@ -63,9 +63,9 @@ def test_a_simulation_stands_for_all_micro_batches(strategy: str) -> None:
 
 ON_GPU = [row for row in read_table(ROOT / "results" / "first_gpu" / "memory.csv") if row["launch"] == "virtual"]
 
-# Blocks that wait for the stream of overlapped gradients are not modelled, and with one warm-up step DDP allocates its
-# buckets anew in the timed one, which a simulation does not have.
-FARTHER = {"zero2_tuned": 0.09, "ddp": 0.07}
+# Blocks that wait for the stream of overlapped gradients or gathers are not modelled, and with one warm-up step DDP
+# allocates its buckets anew in the timed one, which a simulation does not have.
+FARTHER = {"zero2_tuned": 0.09, "zero3": 0.08, "ddp": 0.07}
 
 
 @pytest.mark.parametrize("row", [row if number in (2, 24) else long(row) for number, row in enumerate(ON_GPU)])
@@ -75,5 +75,5 @@ def test_a_simulated_rank_reserves_what_it_did_on_a_gpu(row: dict[str, str]) -> 
     (report,) = simulate_steps([StepRequest(config, layout, int(row["rank"]), device_bytes=None)])
     measured = int(row["peak_reserved_bytes"])
     assert report.peak_reserved_bytes == pytest.approx(measured, rel=FARTHER.get(config.strategy.name, 0.03))
-    if config.strategy.name not in FARTHER:
-        assert report.peak_allocated_bytes == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.003)
+    if config.strategy.name != "ddp":
+        assert report.peak_allocated_bytes == pytest.approx(int(row["peak_allocated_bytes"]), rel=0.007)
