@@ -160,7 +160,7 @@ def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[Ran
     """Yield where a rank drew too few masks, dropped another share than configured, or recomputed with other masks.
 
     The project's models drop each layer's two branches and the embedding. Those of a library drop where they choose,
-    and compiled layers draw inside their own kernels.
+    perhaps with several probabilities, and compiled layers draw inside their own kernels.
     """
     model, dropped = config.model, config.model.dropout
     shape = micro_batch_shape(config, layout, "cpu")
@@ -169,14 +169,14 @@ def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[Ran
     for rank in ranks:
         masks = rank.profiled.masks
         stages = stages_of_rank(model, layout, rank.rank)
-        expected = size * sum(2 * stage.layers + stage.holds_embedding for stage in stages) if is_known else 1
-        if masks.elements < expected and not config.train.compile:
+        expected = size * sum(2 * stage.layers + stage.holds_embedding for stage in stages) * is_known
+        if masks.elements < expected:
             yield (
                 f"dropout: rank {rank.rank} drew masks of {masks.elements} elements, and at least {expected} are"
                 " expected"
             )
         share = 1 - masks.nonzero / max(masks.elements, 1)
-        if masks.elements and abs(share - dropped) > MOST_DEVIATIONS * math.sqrt(dropped / masks.elements):
+        if is_known and abs(share - dropped) > MOST_DEVIATIONS * math.sqrt(dropped / max(masks.elements, 1)):
             yield f"dropout: rank {rank.rank} dropped {share:.4f} of its activations, and model.dropout={dropped}"
         if masks.changed:
             yield (
