@@ -213,7 +213,11 @@ def reported(written: Any, read: Any) -> Any:
     """Return what was written without the empty values of keys that were not read, which older ranks did not report."""
     if not isinstance(read, dict):
         return written
-    return {key: reported(value, read.get(key)) for key, value in written.items() if key in read or value}
+    return {key: reported(value, read.get(key)) for key, value in written.items() if key in read or not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    return all(map(is_empty, value)) if isinstance(value, list) else not value
 
 
 def test_rank_reports_are_written_as_they_were_read() -> None:

@@ -43,10 +43,10 @@ def test_the_log_says_before_a_chain_how_long_it_takes(tmp_path: Path) -> None:
         laboratory.reference(plan)  # by then all of it is recorded
     chain, *references = laboratory.log
     planned = "at the speed of the plan for NVIDIA H100 80GB HBM3"
-    each = "158 s on 1 device, 28 s on 8 devices, 58 s on 8 devices, and 45 s of each for start and measurement"
+    each = "138 s on 1 device, 24 s on 8 devices, 58 s on 8 devices, and 45 s of each for start and measurement"
     assert chain == f"3 references before this run, predicted to take {seconds:,.0f} s: {each}"
     words = [line.rpartition(", ")[2] for line in references]
-    assert words[0] == f"predicted to train for 158 s {planned}" and len(words) == 3
+    assert words[0] == f"predicted to train for 138 s {planned}" and len(words) == 3
     root = laboratory.launched[0].run_id
     assert all(word.endswith(f" at the speed of {root}") for word in words[1:]), words
 
