@@ -83,8 +83,8 @@ class BucketedZero(DeepSpeedZero):
         gradient = elements * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
-        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu or self.sums_in_place else 2))
-        each.put(buffers_gradient=gradient + other * (self.is_cpu and self.layout.zero_stage == 2))
+        each.put(buffers_gradient=gradient + other * (2 - self.sums_in_place))
+        each.put(buffers_gradient=gradient)
         self.arrive(each, elements)
         self.reduce(each)
         each.put(gradients=each.new_gradients)
@@ -99,11 +99,6 @@ class ZeroStage2(BucketedZero):
     (average_tensor and allreduce_no_retain). Under offload it then computes the norm of each parameter's gradient in
     fp64 (set_norm_for_param_grad_in_gpu).
     """
-
-    @property
-    def copies_on_cpu(self) -> bool:
-        """Whether gloo copies what ranks reduce."""
-        return self.is_cpu and self.degree > 1
 
     @cached_property
     def owned_elements(self) -> int:
@@ -131,14 +126,14 @@ class ZeroStage2(BucketedZero):
         """
         if self.offloads:
             return super().gradients
-        if self.copies_on_cpu or not self.is_mixed:
+        if not self.is_mixed:
             return [self.widths.gradients * self.owned_elements]
         return [self.precision.accumulate_bytes * self.partition + self.large_gradient_bytes]
 
     @cached_property
     def sums(self) -> list[int]:
         """The bytes of the sums to which the gradients of a micro-batch are added at the end of its backward."""
-        if not self.offloads and self.is_mixed and not self.copies_on_cpu:
+        if not self.offloads and self.is_mixed:
             return [self.precision.accumulate_bytes * self.partition]
         width, own = self.widths.gradients, self.gradients
         return [size * min(width, self.precision.accumulate_bytes) // width for size in own] if width else own
@@ -167,8 +162,7 @@ class ZeroStage2(BucketedZero):
 
     def leave_head(self, each: Pass) -> None:
         """Take the head's gradient; a large one is reduced, on a CPU beside the partition."""
-        is_kept = self.is_cpu and self.is_large(each.groups.head.largest)
-        each.live["gradients"] = self.gradients_so_far(each) * is_kept
+        each.live["gradients"] = 0
         super().leave_head(each)
 
     def enter_layer(self, each: Pass, following: int) -> None:
@@ -182,14 +176,13 @@ class ZeroStage2(BucketedZero):
         content, wire, norm = self.content, self.precision.reduce_bytes * self.is_mixed, FP64_BYTES * self.offloads
         partition = sum(self.even_sizes) / self.degree
         if self.is_large(content):
-            part = content / self.degree if self.is_cpu else min(content, partition)
-            copies = round(max(part * wire, (content if self.is_cpu else part) * norm))
+            copies = round(min(content, partition) * max(wire, norm))
         else:
             begin, end, largest = self.arrived - content, self.arrived - 1, self.groups[0].layer.largest
             is_divided = content > 0 and int(begin / partition) < int(end / partition)
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
             copies = max(content * (wire + self.precision.compute_bytes * is_divided), in_norm)
-        if self.is_mixed and not self.is_cpu:
+        if self.is_mixed:
             each.live["gradients"] = self.gradients_so_far(each)
         each.touch(buffers_copies=copies)
         each.put(gradients=self.gradients_so_far(each))
@@ -202,18 +195,12 @@ class ZeroStage2(BucketedZero):
         The plan takes those of the rank to be the first; where gloo copies it counts all from the first reduction on.
         """
         missing = max(0, self.large_gradient_bytes - self.large * self.precision.compute_bytes)
-        return each.new_gradients - missing * (not self.copies_on_cpu)
-
-    def end(self, each: Pass) -> None:
-        """Allocate the partition on a CPU, where gloo's threads refer to their copies until then."""
-        if self.is_cpu:
-            each.live["gradients"] = each.new_gradients
-        super().end(each)
+        return each.new_gradients - missing
 
     def step(self, tape: Tape) -> None:
         """Copy a partition that is not flat; compute the norm in fp64, and gather the new parameters."""
         super().step(tape)
-        copied = 0 if self.is_cpu or self.is_mixed else self.copied_bytes
+        copied = 0 if self.is_mixed else self.copied_bytes
         tape.touch(gradients=sum(self.gradients), temporaries=copied)
         if self.is_cpu:
             tape.touch(buffers_gathered=self.gathered_copy() - self.widths.buffer_bytes * (not self.offloads))
