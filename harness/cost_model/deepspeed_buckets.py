@@ -7,7 +7,7 @@ stage3.py.
 from collections.abc import Sequence
 from functools import cached_property
 
-from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero, partition_elements
+from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero, large_elements, rank_partitions
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.sharding import Pass
@@ -79,13 +79,13 @@ class BucketedZero(DeepSpeedZero):
         The gradients of a tied matrix are summed beside both of them unless one is added to the other
         (torch/csrc/autograd/input_buffer.cpp). The plan for a CPU counts stage 2's sum among the gradients already.
         """
-        elements = each.groups.embedding.elements or each.groups.root.elements
-        gradient = elements * self.precision.compute_bytes
+        group = each.groups.embedding if each.groups.embedding.elements else each.groups.root
+        gradient = group.largest * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
-        each.put(buffers_gradient=gradient + other * (2 - self.sums_in_place))
+        each.put(buffers_gradient=gradient + other * (1 if self.sums_in_place or self.shape.loss_chunks > 1 else 2))
         each.put(buffers_gradient=gradient)
-        self.arrive(each, elements)
+        self.arrive(each, group.largest)
         self.reduce(each)
         each.put(gradients=each.new_gradients)
 
@@ -103,7 +103,7 @@ class ZeroStage2(BucketedZero):
     @cached_property
     def owned_elements(self) -> int:
         """The elements of all parameters that lie in the partition, at least in part."""
-        return round(partition_elements(self.config.model, self.layout, self.stages))
+        return max(rank.owned for rank in rank_partitions(self.config.model, self.layout, self.stages))
 
     @cached_property
     def large_gradient_bytes(self) -> int:
@@ -111,8 +111,8 @@ class ZeroStage2(BucketedZero):
 
         These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
         """
-        smallest = self.widths.reduce_bucket_elements
-        large = round(partition_elements(self.config.model, self.layout, self.stages, smallest))
+        ranks, smallest = rank_partitions(self.config.model, self.layout, self.stages), self.widths.reduce_bucket_elements
+        large = max(large_elements(rank, smallest) for rank in ranks)
         return self.precision.compute_bytes * large * (self.is_mixed and not self.offloads)
 
     @cached_property
@@ -198,14 +198,13 @@ class ZeroStage2(BucketedZero):
         return each.new_gradients - missing
 
     def step(self, tape: Tape) -> None:
-        """Copy a partition that is not flat; compute the norm in fp64, and gather the new parameters."""
-        super().step(tape)
-        copied = 0 if self.is_mixed else self.copied_bytes
-        tape.touch(gradients=sum(self.gradients), temporaries=copied)
+        """Compute the norm, run the optimizer, and gather the new parameters."""
+        if self.offloads:
+            super().step(tape)
+        else:
+            self.flat_step(tape)
         if self.is_cpu:
             tape.touch(buffers_gathered=self.gathered_copy() - self.widths.buffer_bytes * (not self.offloads))
-        if not self.offloads:
-            tape.touch(gradients=sum(self.sums), temporaries=FP64_BYTES * min(max(self.sizes), self.partition))
 
 
 class ZeroStage3(BucketedZero):
