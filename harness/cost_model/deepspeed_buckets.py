@@ -7,7 +7,7 @@ stage3.py.
 from collections.abc import Sequence
 from functools import cached_property
 
-from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero, large_elements, rank_partitions
+from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.sharding import Pass
@@ -26,10 +26,6 @@ class BucketedZero(DeepSpeedZero):
     def played_layers(self, layers: int) -> Sequence[int]:
         """Return all layers, each of which finds another content in the bucket."""
         return range(layers)
-
-    def is_large(self, elements: int) -> bool:
-        """Return whether a gradient does not fit the bucket."""
-        return elements > self.widths.reduce_bucket_elements
 
     def begin(self, each: Pass) -> None:
         """Begin with an empty bucket."""
@@ -103,7 +99,7 @@ class ZeroStage2(BucketedZero):
     @cached_property
     def owned_elements(self) -> int:
         """The elements of all parameters that lie in the partition, at least in part."""
-        return max(rank.owned for rank in rank_partitions(self.config.model, self.layout, self.stages))
+        return max(rank.owned for rank in self.ranks)
 
     @cached_property
     def large_gradient_bytes(self) -> int:
@@ -111,8 +107,7 @@ class ZeroStage2(BucketedZero):
 
         These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
         """
-        ranks, smallest = rank_partitions(self.config.model, self.layout, self.stages), self.widths.reduce_bucket_elements
-        large = max(large_elements(rank, smallest) for rank in ranks)
+        large = max(self.large_elements(rank.sizes[rank.first == 0 :]) for rank in self.ranks)
         return self.precision.compute_bytes * large * (self.is_mixed and not self.offloads)
 
     @cached_property
@@ -155,11 +150,6 @@ class ZeroStage2(BucketedZero):
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
 
-    def head_gradient(self, each: Pass) -> None:
-        """Allocate the bucket with the first gradient."""
-        super().head_gradient(each)
-        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes
-
     def leave_head(self, each: Pass) -> None:
         """Take the head's gradient; a large one is reduced, on a CPU beside the partition."""
         each.live["gradients"] = 0
@@ -174,20 +164,25 @@ class ZeroStage2(BucketedZero):
         In mixed precision it is allocated first (_get_compact_grad_partition_slice), else by copy_grads_in_partition.
         """
         content, wire, norm = self.content, self.precision.reduce_bytes * self.is_mixed, FP64_BYTES * self.offloads
-        partition = sum(self.even_sizes) / self.degree
+        part = content if self.widths.all_reduces_gradients else self.largest_part(self.arrived - content, content)
         if self.is_large(content):
-            copies = round(min(content, partition) * max(wire, norm))
+            copies = round(min(content, self.partition) * max(wire, norm))
         else:
-            begin, end, largest = self.arrived - content, self.arrived - 1, self.groups[0].layer.largest
-            is_divided = content > 0 and int(begin / partition) < int(end / partition)
+            largest = self.groups[0].layer.largest
+            is_joined = self.is_mixed or part < content or self.widths.all_reduces_gradients
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
-            copies = max(content * (wire + self.precision.compute_bytes * is_divided), in_norm)
+            copies = max(part * (wire + self.precision.compute_bytes * is_joined), in_norm)
         if self.is_mixed:
             each.live["gradients"] = self.gradients_so_far(each)
         each.touch(buffers_copies=copies)
         each.put(gradients=self.gradients_so_far(each))
         self.large += content * self.is_large(content)
         each.live["gradients"] = self.gradients_so_far(each)
+
+    def largest_part(self, begin: int, elements: int) -> int:
+        """Return the most of these elements that lie in a partition; `begin` counts from the end of the parameters."""
+        first = min(elements, self.partition - begin % self.partition)
+        return max(first, min(elements - first, self.partition))
 
     def gradients_so_far(self, each: Pass) -> int:
         """Return the bytes of a pass's gradients, of which the large ones are kept as they are reduced.
@@ -204,7 +199,7 @@ class ZeroStage2(BucketedZero):
         else:
             self.flat_step(tape)
         if self.is_cpu:
-            tape.touch(buffers_gathered=self.gathered_copy() - self.widths.buffer_bytes * (not self.offloads))
+            tape.touch(buffers_gathered=self.gathered_copy())
 
 
 class ZeroStage3(BucketedZero):

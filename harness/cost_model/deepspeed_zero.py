@@ -11,13 +11,11 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
 from harness.cost_model.shard_groups import without_data_parallelism
-from harness.cost_model.sharding import Sharding
+from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_sizes
-from harness.layout.state_widths import StateWidths
 
 FP64_BYTES = 8
 
@@ -52,6 +50,24 @@ class DeepSpeedZero(Sharding):
         """The elements of a rank's partition."""
         return math.ceil(sum(self.even_sizes) / self.degree)
 
+    @cached_property
+    def ranks(self) -> Sequence[RankPartition]:
+        """The ranks among which those with the most of anything are."""
+        return rank_partitions(self.config.model, self.layout, self.stages)
+
+    def is_large(self, elements: int) -> bool:
+        """Return whether a gradient does not fit the bucket."""
+        return elements > self.widths.reduce_bucket_elements
+
+    def large_elements(self, sizes: Sequence[int]) -> int:
+        """Return the elements of those gradients that do not fit the bucket."""
+        return sum(filter(self.is_large, sizes))
+
+    def head_gradient(self, each: Pass) -> None:
+        """Allocate the bucket with the first gradient (setup_buckets)."""
+        super().head_gradient(each)
+        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes
+
     @property
     def keeps_gradients(self) -> bool:
         """Whether the memory of gradients is still allocated when a step begins: not before the host's part is."""
@@ -70,17 +86,18 @@ class DeepSpeedZero(Sharding):
     def flat_step(self, tape: Tape, has_others: bool = False) -> None:
         """Compute the norm of each gradient in fp64, copy a partition that is not flat, and run the optimizer on it.
 
-        All other gradients, if a rank has them, are freed before the copy; without them the buckets are before the norm
+        All other gradients, if a rank has them, are freed before the copy, and those that lie in the bucket keep it
         (get_grad_norm_direct, free_grad_in_param_list and step).
         """
-        flat, width, freed = self.partition, self.precision.accumulate_bytes, self.widths.buffer_bytes
-        for rank in rank_partitions(self.config.model, self.layout, self.stages):
-            own = flat if self.is_mixed else rank.owned
-            elements, copied = own + (sum(self.sizes) - rank.owned) * has_others, FP64_BYTES * rank.largest
-            tape.touch(gradients=width * elements, temporaries=copied, buffers_bucket=-freed * (not has_others))
+        flat, width = self.partition, self.precision.accumulate_bytes
+        for rank in self.ranks:
+            own, others = flat if self.is_mixed else rank.owned, (sum(self.sizes) - rank.owned) * has_others
+            large = others and self.large_elements(self.sizes) - self.large_elements(rank.sizes)
+            norm, bucket = FP64_BYTES * rank.largest, self.widths.backward_buffer_bytes * (large < others)
+            tape.touch(gradients=width * (own + large), temporaries=norm, buffers_bucket=bucket)
             if not self.is_mixed:
-                tape.touch(gradients=width * own, temporaries=width * flat, buffers_bucket=-freed)
-        tape.touch(gradients=width * flat, temporaries=self.foreach_bytes, buffers_bucket=-freed)
+                tape.touch(gradients=width * own, temporaries=width * flat)
+        tape.touch(gradients=width * flat, temporaries=self.foreach_bytes)
 
 
 class ZeroStage1(DeepSpeedZero):
@@ -103,20 +120,25 @@ class ZeroStage1(DeepSpeedZero):
             return super().gradients_at_start
         return [size * self.precision.accumulate_bytes // self.widths.gradients for size in self.sums]
 
+    def begin(self, each: Pass) -> None:
+        """Keep the bucket from the first micro-batch's backward to the reduction after the last one's."""
+        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes * (not each.is_first)
+
     def waiting(self, rank: RankPartition) -> int:
         """Return the elements of gradients beside the bucket when a rank copies the first of its own.
 
-        Those that fit have moved to the bucket (reduce_gradients); the copy is made when the next one does not fit.
+        Those that fit have moved to the bucket (reduce_gradients); the copy is made when the next one does not fit. In
+        mixed precision the gradients of a bucket are put together before (average_tensor, allreduce_no_retain).
         """
-        content, left, limit = 0, sum(self.sizes), self.widths.reduce_bucket_elements
+        content, left = 0, sum(self.sizes)
         for number, size in enumerate(self.sizes):
-            if content + size > limit:
-                content = 0
+            if content and self.is_large(content + size):
                 if number > rank.first:
                     break
+                content = 0
             content += size
-            left -= size * (size <= limit)
-        return left
+            left -= size * (not self.is_large(size))
+        return left + content * (self.is_mixed and not self.is_large(content))
 
     def step(self, tape: Tape) -> None:
         """Reduce gradients, compute their norm, run the optimizer, and gather the new parameters.
@@ -124,7 +146,7 @@ class ZeroStage1(DeepSpeedZero):
         A rank copies its own gradients as they are reduced (copy_grads_in_partition), in mixed precision its partition.
         """
         own, width, first = sum(self.gradients), self.precision.accumulate_bytes, self.sizes[0]
-        freed = self.widths.buffer_bytes * (not (self.holds_gradients_twice or self.offloads))
+        tape.live["buffers_bucket"] = self.widths.backward_buffer_bytes
         if self.holds_gradients_twice:  # it widens a copy of one after the other (bf16_optimizer.py, _update_hp_grad)
             super().step(tape)
             tape.touch(gradients=own, temporaries=width * max(self.sizes))
@@ -136,12 +158,13 @@ class ZeroStage1(DeepSpeedZero):
             copied = FP64_BYTES * min(first, self.partition) * (first > self.widths.reduce_bucket_elements)
             tape.touch(gradients=own, temporaries=copied + width * self.partition * self.is_mixed)
         else:
-            for rank in rank_partitions(self.config.model, self.layout, self.stages):
+            for rank in self.ranks:
                 copied = self.partition if self.is_mixed else rank.owned
                 tape.touch(gradients=width * self.waiting(rank), temporaries=width * copied)
             self.flat_step(tape, has_others=self.is_mixed)
+        tape.drop("buffers_bucket")
         if self.is_cpu:
-            tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy() - freed)
+            tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy())
 
 
 def rank_partitions(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> Sequence[RankPartition]:
@@ -168,25 +191,3 @@ def _rank_partitions(
         largest = max(min(ends[number], high) - max(begins[number], low) for number in own)
         result.append(RankPartition(rank, own[0], [math.ceil(sizes[number]) for number in own], math.ceil(largest)))
     return result
-
-
-def large_elements(rank: RankPartition, smallest: int) -> int:
-    """Return the elements of those parameters that have more than `smallest`, and not the embedding."""
-    return sum(size for size in rank.sizes[rank.first == 0 :] if size > smallest)
-
-
-def fullest_rank(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
-    """Return a rank that no other one exceeds where DeepSpeed divides all parameters as one tensor: stages 1 and 2.
-
-    Stage 2 keeps gradients whole, and allocates the partition of the last ranks first. Stage 1 under offload reduces
-    all gradients after backward, of which the first rank has the first.
-    """
-    if layout.zero_stage == 1:
-        return 0
-    if layout.offload != "none":
-        return layout.world_size - layout.tp
-    smallest = widths.reduce_bucket_elements if config.precision.is_mixed else 0
-    ranks = reversed(rank_partitions(config.model, layout, stages))
-    if config.precision.is_mixed:
-        return max(ranks, key=lambda rank: large_elements(rank, smallest)).rank * layout.tp
-    return max(ranks, key=lambda rank: rank.owned).rank * layout.tp

@@ -13,9 +13,9 @@ import pytest
 
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
-from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import estimate_memory, saved_bytes
+from harness.cost_model.rank_memory import fullest_rank
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
