@@ -157,9 +157,12 @@ class Sharding:
         """Make parameters whole that backward needs first."""
 
     def head_gradient(self, each: Pass) -> None:
-        """Accumulate the head's gradient: it becomes the parameter's own, or is added to it."""
-        matrix = self.vocabulary_grad_bytes
-        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else self.grad_accumulate_bytes
+        """Accumulate the head's gradient: it becomes the parameter's own, or is added to it.
+
+        That of a tied matrix waits for the embedding's.
+        """
+        matrix, waits = self.vocabulary_grad_bytes, self.is_tied or each.new_gradients
+        accumulated = matrix * (self.is_tied or self.has_16_bit_grads) if waits else self.grad_accumulate_bytes
         each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
         each.live["temporaries_waiting"] = matrix * self.is_tied
 
