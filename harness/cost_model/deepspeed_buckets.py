@@ -73,7 +73,7 @@ class BucketedZero(DeepSpeedZero):
         """Take the embedding's gradient, and reduce what is left.
 
         The gradients of a tied matrix are summed beside both of them unless one is added to the other
-        (torch/csrc/autograd/input_buffer.cpp). The plan for a CPU counts stage 2's sum among the gradients already.
+        (torch/csrc/autograd/input_buffer.cpp), as the embedding's is to the sum of a head's in parts.
         """
         group = each.groups.embedding if each.groups.embedding.elements else each.groups.root
         gradient = group.largest * self.precision.compute_bytes
@@ -90,10 +90,10 @@ class ZeroStage2(BucketedZero):
     """Stage 2, which reduces gradients to the ranks that own them.
 
     In mixed precision it copies them in fp32, a large one a rank's part after another. One that lies in the partition
-    of a single rank is copied whole; the plan for a CPU takes it to be divided evenly. Where a parameter lies in two
-    partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
+    of a single rank is copied whole. What one rank owns of a bucket is reduced at a time, or the whole bucket to all
+    ranks. It is put together before where a parameter lies in two partitions, and by its owner in mixed precision
     (average_tensor and allreduce_no_retain). Under offload it then computes the norm of each parameter's gradient in
-    fp64 (set_norm_for_param_grad_in_gpu).
+    fp64 (set_norm_for_param_grad_in_gpu). gloo copies none of it, but its threads may free what was put together late.
     """
 
     @cached_property
@@ -103,7 +103,7 @@ class ZeroStage2(BucketedZero):
 
     @cached_property
     def large_gradient_bytes(self) -> int:
-        """The bytes of the partition's gradients that are kept until the end of backward on CUDA.
+        """The bytes of the partition's gradients that are kept until the end of backward.
 
         These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
         """
@@ -116,8 +116,7 @@ class ZeroStage2(BucketedZero):
 
         In mixed precision they are the rank's partition in fp32 (_build_compact_grad_partition_buffer), and the
         gradients, as it computes them, of those parameters in the partition that are larger than a bucket. The
-        embedding's comes last and is among the buffers. The plan for a CPU takes all parameters in the partition in the
-        widths' bytes.
+        embedding's comes last and is among the buffers.
         """
         if self.offloads:
             return super().gradients
@@ -149,11 +148,6 @@ class ZeroStage2(BucketedZero):
     def computed(self, each: Pass, following: int) -> int:
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
-
-    def leave_head(self, each: Pass) -> None:
-        """Take the head's gradient; a large one is reduced, on a CPU beside the partition."""
-        each.live["gradients"] = 0
-        super().leave_head(each)
 
     def enter_layer(self, each: Pass, following: int) -> None:
         """Allocate nothing with a layer."""
@@ -187,7 +181,7 @@ class ZeroStage2(BucketedZero):
     def gradients_so_far(self, each: Pass) -> int:
         """Return the bytes of a pass's gradients, of which the large ones are kept as they are reduced.
 
-        The plan takes those of the rank to be the first; where gloo copies it counts all from the first reduction on.
+        The plan takes those of the rank to be the first.
         """
         missing = max(0, self.large_gradient_bytes - self.large * self.precision.compute_bytes)
         return each.new_gradients - missing
