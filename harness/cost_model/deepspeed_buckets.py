@@ -78,6 +78,7 @@ class BucketedZero(DeepSpeedZero):
         group = each.groups.embedding if each.groups.embedding.elements else each.groups.root
         gradient = group.largest * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
+        self.arrive(each, group.elements - group.largest)  # the positions' gradient
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
         each.put(buffers_gradient=gradient + other * (1 if self.sums_in_place or self.shape.loss_chunks > 1 else 2))
         each.put(buffers_gradient=gradient)
