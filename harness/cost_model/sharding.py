@@ -161,8 +161,9 @@ class Sharding:
 
         That of a tied matrix waits for the embedding's.
         """
-        matrix, waits = self.vocabulary_grad_bytes, self.is_tied or each.new_gradients
-        accumulated = matrix * (self.is_tied or self.has_16_bit_grads) if waits else self.grad_accumulate_bytes
+        matrix = self.vocabulary_grad_bytes
+        added = matrix if self.is_tied else self.grad_accumulate_bytes
+        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else added
         each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
         each.live["temporaries_waiting"] = matrix * self.is_tied
 
