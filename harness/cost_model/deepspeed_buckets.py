@@ -7,7 +7,7 @@ stage3.py.
 from collections.abc import Sequence
 from functools import cached_property
 
-from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero, partition_elements
+from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.sharding import Pass
@@ -26,10 +26,6 @@ class BucketedZero(DeepSpeedZero):
     def played_layers(self, layers: int) -> Sequence[int]:
         """Return all layers, each of which finds another content in the bucket."""
         return range(layers)
-
-    def is_large(self, elements: int) -> bool:
-        """Return whether a gradient does not fit the bucket."""
-        return elements > self.widths.reduce_bucket_elements
 
     def begin(self, each: Pass) -> None:
         """Begin with an empty bucket."""
@@ -77,15 +73,16 @@ class BucketedZero(DeepSpeedZero):
         """Take the embedding's gradient, and reduce what is left.
 
         The gradients of a tied matrix are summed beside both of them unless one is added to the other
-        (torch/csrc/autograd/input_buffer.cpp). The plan for a CPU counts stage 2's sum among the gradients already.
+        (torch/csrc/autograd/input_buffer.cpp), as the embedding's is to the sum of a head's in parts.
         """
-        elements = each.groups.embedding.elements or each.groups.root.elements
-        gradient = elements * self.precision.compute_bytes
+        group = each.groups.embedding if each.groups.embedding.elements else each.groups.root
+        gradient = group.largest * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
+        self.arrive(each, group.elements - group.largest)  # the positions' gradient
         each.touch(temporaries=self.shape.whole_hidden_bytes, buffers_gradient=gradient + other)
-        each.put(buffers_gradient=gradient + other * (1 if self.is_cpu or self.sums_in_place else 2))
-        each.put(buffers_gradient=gradient + other * (self.is_cpu and self.layout.zero_stage == 2))
-        self.arrive(each, elements)
+        each.put(buffers_gradient=gradient + other * (1 if self.sums_in_place or self.shape.loss_chunks > 1 else 2))
+        each.put(buffers_gradient=gradient)
+        self.arrive(each, group.largest)
         self.reduce(each)
         each.put(gradients=each.new_gradients)
 
@@ -94,30 +91,24 @@ class ZeroStage2(BucketedZero):
     """Stage 2, which reduces gradients to the ranks that own them.
 
     In mixed precision it copies them in fp32, a large one a rank's part after another. One that lies in the partition
-    of a single rank is copied whole; the plan for a CPU takes it to be divided evenly. Where a parameter lies in two
-    partitions, the parts of a bucket that one rank owns are not next to each other, and are put together before
+    of a single rank is copied whole. What one rank owns of a bucket is reduced at a time, or the whole bucket to all
+    ranks. It is put together before where a parameter lies in two partitions, and by its owner in mixed precision
     (average_tensor and allreduce_no_retain). Under offload it then computes the norm of each parameter's gradient in
-    fp64 (set_norm_for_param_grad_in_gpu).
+    fp64 (set_norm_for_param_grad_in_gpu). gloo copies none of it, but its threads may free what was put together late.
     """
-
-    @property
-    def copies_on_cpu(self) -> bool:
-        """Whether gloo copies what ranks reduce."""
-        return self.is_cpu and self.degree > 1
 
     @cached_property
     def owned_elements(self) -> int:
         """The elements of all parameters that lie in the partition, at least in part."""
-        return round(partition_elements(self.config.model, self.layout, self.stages))
+        return max(rank.owned for rank in self.ranks)
 
     @cached_property
     def large_gradient_bytes(self) -> int:
-        """The bytes of the partition's gradients that are kept until the end of backward on CUDA.
+        """The bytes of the partition's gradients that are kept until the end of backward.
 
         These are larger than a bucket, and in mixed precision beside the partition of fp32 sums.
         """
-        smallest = self.widths.reduce_bucket_elements
-        large = round(partition_elements(self.config.model, self.layout, self.stages, smallest))
+        large = max(self.large_elements(rank.sizes[rank.first == 0 :]) for rank in self.ranks)
         return self.precision.compute_bytes * large * (self.is_mixed and not self.offloads)
 
     @cached_property
@@ -126,19 +117,18 @@ class ZeroStage2(BucketedZero):
 
         In mixed precision they are the rank's partition in fp32 (_build_compact_grad_partition_buffer), and the
         gradients, as it computes them, of those parameters in the partition that are larger than a bucket. The
-        embedding's comes last and is among the buffers. The plan for a CPU takes all parameters in the partition in the
-        widths' bytes.
+        embedding's comes last and is among the buffers.
         """
         if self.offloads:
             return super().gradients
-        if self.copies_on_cpu or not self.is_mixed:
+        if not self.is_mixed:
             return [self.widths.gradients * self.owned_elements]
         return [self.precision.accumulate_bytes * self.partition + self.large_gradient_bytes]
 
     @cached_property
     def sums(self) -> list[int]:
         """The bytes of the sums to which the gradients of a micro-batch are added at the end of its backward."""
-        if not self.offloads and self.is_mixed and not self.copies_on_cpu:
+        if not self.offloads and self.is_mixed:
             return [self.precision.accumulate_bytes * self.partition]
         width, own = self.widths.gradients, self.gradients
         return [size * min(width, self.precision.accumulate_bytes) // width for size in own] if width else own
@@ -160,17 +150,6 @@ class ZeroStage2(BucketedZero):
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
 
-    def head_gradient(self, each: Pass) -> None:
-        """Allocate the bucket with the first gradient."""
-        super().head_gradient(each)
-        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes
-
-    def leave_head(self, each: Pass) -> None:
-        """Take the head's gradient; a large one is reduced, on a CPU beside the partition."""
-        is_kept = self.is_cpu and self.is_large(each.groups.head.largest)
-        each.live["gradients"] = self.gradients_so_far(each) * is_kept
-        super().leave_head(each)
-
     def enter_layer(self, each: Pass, following: int) -> None:
         """Allocate nothing with a layer."""
 
@@ -180,45 +159,42 @@ class ZeroStage2(BucketedZero):
         In mixed precision it is allocated first (_get_compact_grad_partition_slice), else by copy_grads_in_partition.
         """
         content, wire, norm = self.content, self.precision.reduce_bytes * self.is_mixed, FP64_BYTES * self.offloads
-        partition = sum(self.even_sizes) / self.degree
+        part = content if self.widths.all_reduces_gradients else self.largest_part(self.arrived - content, content)
         if self.is_large(content):
-            part = content / self.degree if self.is_cpu else min(content, partition)
-            copies = round(max(part * wire, (content if self.is_cpu else part) * norm))
+            copies = round(min(content, self.partition) * max(wire, norm))
         else:
-            begin, end, largest = self.arrived - content, self.arrived - 1, self.groups[0].layer.largest
-            is_divided = content > 0 and int(begin / partition) < int(end / partition)
+            largest = self.groups[0].layer.largest
+            is_joined = self.is_mixed or part < content or self.widths.all_reduces_gradients
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
-            copies = max(content * (wire + self.precision.compute_bytes * is_divided), in_norm)
-        if self.is_mixed and not self.is_cpu:
+            copies = max(part * (wire + self.precision.compute_bytes * is_joined), in_norm)
+        if self.is_mixed:
             each.live["gradients"] = self.gradients_so_far(each)
         each.touch(buffers_copies=copies)
         each.put(gradients=self.gradients_so_far(each))
         self.large += content * self.is_large(content)
         each.live["gradients"] = self.gradients_so_far(each)
 
+    def largest_part(self, begin: int, elements: int) -> int:
+        """Return the most of these elements that lie in a partition; `begin` counts from the end of the parameters."""
+        first = min(elements, self.partition - begin % self.partition)
+        return max(first, min(elements - first, self.partition))
+
     def gradients_so_far(self, each: Pass) -> int:
         """Return the bytes of a pass's gradients, of which the large ones are kept as they are reduced.
 
-        The plan takes those of the rank to be the first; where gloo copies it counts all from the first reduction on.
+        The plan takes those of the rank to be the first.
         """
         missing = max(0, self.large_gradient_bytes - self.large * self.precision.compute_bytes)
-        return each.new_gradients - missing * (not self.copies_on_cpu)
-
-    def end(self, each: Pass) -> None:
-        """Allocate the partition on a CPU, where gloo's threads refer to their copies until then."""
-        if self.is_cpu:
-            each.live["gradients"] = each.new_gradients
-        super().end(each)
+        return each.new_gradients - missing
 
     def step(self, tape: Tape) -> None:
-        """Copy a partition that is not flat; compute the norm in fp64, and gather the new parameters."""
-        super().step(tape)
-        copied = 0 if self.is_cpu or self.is_mixed else self.copied_bytes
-        tape.touch(gradients=sum(self.gradients), temporaries=copied)
+        """Compute the norm, run the optimizer, and gather the new parameters."""
+        if self.offloads:
+            super().step(tape)
+        else:
+            self.flat_step(tape)
         if self.is_cpu:
-            tape.touch(buffers_gathered=self.gathered_copy() - self.widths.buffer_bytes * (not self.offloads))
-        if not self.offloads:
-            tape.touch(gradients=sum(self.sums), temporaries=FP64_BYTES * min(max(self.sizes), self.partition))
+            tape.touch(buffers_gathered=self.gathered_copy())
 
 
 class ZeroStage3(BucketedZero):

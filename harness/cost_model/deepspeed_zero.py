@@ -6,19 +6,33 @@ Functions that are named without a file are those of deepspeed/runtime/zero/stag
 import bisect
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from harness.config.model import ModelConfig
-from harness.config.schema import RunConfig
 from harness.cost_model.shard_groups import without_data_parallelism
-from harness.cost_model.sharding import Sharding
+from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, local_sizes
-from harness.layout.state_widths import StateWidths
 
 FP64_BYTES = 8
+
+
+@dataclass(frozen=True)
+class RankPartition:
+    """A rank's partition of the flat parameters, with the parameters that lie in it, at least in part."""
+
+    rank: int
+    first: int  # the number of the first one
+    sizes: Sequence[int]  # in elements
+    largest: int  # the most elements of a parameter that lie in it
+
+    @property
+    def owned(self) -> int:
+        """The elements of these parameters."""
+        return sum(self.sizes)
 
 
 class DeepSpeedZero(Sharding):
@@ -36,6 +50,24 @@ class DeepSpeedZero(Sharding):
         """The elements of a rank's partition."""
         return math.ceil(sum(self.even_sizes) / self.degree)
 
+    @cached_property
+    def ranks(self) -> Sequence[RankPartition]:
+        """The ranks among which those with the most of anything are."""
+        return rank_partitions(self.config.model, self.layout, self.stages)
+
+    def is_large(self, elements: int) -> bool:
+        """Return whether a gradient does not fit the bucket."""
+        return elements > self.widths.reduce_bucket_elements
+
+    def large_elements(self, sizes: Sequence[int]) -> int:
+        """Return the elements of those gradients that do not fit the bucket."""
+        return sum(filter(self.is_large, sizes))
+
+    def head_gradient(self, each: Pass) -> None:
+        """Allocate the bucket with the first gradient (setup_buckets)."""
+        super().head_gradient(each)
+        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes
+
     @property
     def keeps_gradients(self) -> bool:
         """Whether the memory of gradients is still allocated when a step begins: not before the host's part is."""
@@ -50,6 +82,22 @@ class DeepSpeedZero(Sharding):
     def gathered_copy(self) -> int:
         """Return the bytes of the flat copy in which gloo gathers new parameters."""
         return self.precision.compute_bytes * sum(self.counts) * (self.degree > 1)
+
+    def flat_step(self, tape: Tape, has_others: bool = False) -> None:
+        """Compute the norm of each gradient in fp64, copy a partition that is not flat, and run the optimizer on it.
+
+        All other gradients, if a rank has them, are freed before the copy, and those that lie in the bucket keep it
+        (get_grad_norm_direct, free_grad_in_param_list and step).
+        """
+        flat, width = self.partition, self.precision.accumulate_bytes
+        for rank in self.ranks:
+            own, others = flat if self.is_mixed else rank.owned, (sum(self.sizes) - rank.owned) * has_others
+            large = others and self.large_elements(self.sizes) - self.large_elements(rank.sizes)
+            norm, bucket = FP64_BYTES * rank.largest, self.widths.backward_buffer_bytes * (large < others)
+            tape.touch(gradients=width * (own + large), temporaries=norm, buffers_bucket=bucket)
+            if not self.is_mixed:
+                tape.touch(gradients=width * own, temporaries=width * flat)
+        tape.touch(gradients=width * flat, temporaries=self.foreach_bytes)
 
 
 class ZeroStage1(DeepSpeedZero):
@@ -72,75 +120,74 @@ class ZeroStage1(DeepSpeedZero):
             return super().gradients_at_start
         return [size * self.precision.accumulate_bytes // self.widths.gradients for size in self.sums]
 
-    def step(self, tape: Tape) -> None:
-        """Reduce gradients under offload, compute their norm, copy the partition, and gather the new parameters.
+    def begin(self, each: Pass) -> None:
+        """Keep the bucket from the first micro-batch's backward to the reduction after the last one's."""
+        each.live["buffers_bucket"] = self.widths.backward_buffer_bytes * (not each.is_first)
 
-        Without BF16_Optimizer the reduction buckets are freed before parameters are gathered.
+    def waiting(self, rank: RankPartition) -> int:
+        """Return the elements of gradients beside the bucket when a rank copies the first of its own.
+
+        Those that fit have moved to the bucket (reduce_gradients); the copy is made when the next one does not fit. In
+        mixed precision the gradients of a bucket are put together before (average_tensor, allreduce_no_retain).
         """
-        super().step(tape)
+        content, left = 0, sum(self.sizes)
+        for number, size in enumerate(self.sizes):
+            if content and self.is_large(content + size):
+                if number > rank.first:
+                    break
+                content = 0
+            content += size
+            left -= size * (not self.is_large(size))
+        return left + content * (self.is_mixed and not self.is_large(content))
+
+    def step(self, tape: Tape) -> None:
+        """Reduce gradients, compute their norm, run the optimizer, and gather the new parameters.
+
+        A rank copies its own gradients as they are reduced (copy_grads_in_partition), in mixed precision its partition.
+        """
         own, width, first = sum(self.gradients), self.precision.accumulate_bytes, self.sizes[0]
-        freed, largest_copy = self.widths.buffer_bytes, FP64_BYTES * min(first, self.partition)
+        tape.live["buffers_bucket"] = self.widths.backward_buffer_bytes
         if self.holds_gradients_twice:  # it widens a copy of one after the other (bf16_optimizer.py, _update_hp_grad)
+            super().step(tape)
             tape.touch(gradients=own, temporaries=width * max(self.sizes))
-        else:
-            tape.touch(gradients=own, temporaries=self.copied_bytes, buffers_bucket=-freed)
-        if self.is_cpu:
-            freed *= not (self.holds_gradients_twice or self.offloads)
-            tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy() - freed)
         elif self.offloads:
             # When the first gradient, the embedding's, is reduced by itself, there are the rank's partition of the sums
             # in mixed precision (_get_compact_grad_partition_slice), and a copy in fp64 for the norm of what the rank
             # has of it (copy_grads_in_partition, set_norm_for_param_grad_in_gpu).
-            copied = largest_copy * (first > self.widths.reduce_bucket_elements)
+            super().step(tape)
+            copied = FP64_BYTES * min(first, self.partition) * (first > self.widths.reduce_bucket_elements)
             tape.touch(gradients=own, temporaries=copied + width * self.partition * self.is_mixed)
-        elif not self.holds_gradients_twice:
-            # The norm takes a copy in fp64 of each gradient. The first rank has the most: only parts of its own
-            # gradients, from the embedding on, and all of others' (get_grad_norm_direct and free_grad_in_param_list).
-            ends = accumulate(self.sizes)
-            whole = sum(size for size, end in zip(self.sizes, ends, strict=True) if end - size < self.partition)
-            elements = sum(self.sizes) + (self.partition - whole) * self.is_mixed
-            tape.touch(gradients=width * elements, temporaries=largest_copy)
+        else:
+            for rank in self.ranks:
+                copied = self.partition if self.is_mixed else rank.owned
+                tape.touch(gradients=width * self.waiting(rank), temporaries=width * copied)
+            self.flat_step(tape, has_others=self.is_mixed)
+        tape.drop("buffers_bucket")
+        if self.is_cpu:
+            tape.touch(gradients=own * self.holds_gradients_twice, buffers_gathered=self.gathered_copy())
 
 
-def partition_elements(
-    model: ModelConfig, layout: Layout, stages: Sequence[Stage], smallest: int | None = None
-) -> float:
-    """Return the elements of the parameters that lie in a rank's partition of the flat parameters, at least in part.
+def rank_partitions(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> Sequence[RankPartition]:
+    """Return the partitions among which those with the most of anything are, in order.
 
-    It is those of the rank with most of them: DeepSpeed's stage 2 keeps each of their gradients whole. Only those with
-    more elements than `smallest` count if it is given, and not the embedding.
+    Stages 1 and 2 divide all parameters as one tensor. A rank within one parameter has no more than the ranks in which
+    that parameter begins and ends.
     """
-    return _fullest_partition(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard, smallest)[0]
-
-
-def fullest_rank(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
-    """Return a rank that no other one exceeds where DeepSpeed divides all parameters as one tensor: stages 1 and 2.
-
-    Stage 2 keeps gradients whole, and allocates the partition of the last ranks first. Stage 1 under offload reduces
-    all gradients after backward, of which the first rank has the first.
-    """
-    if layout.zero_stage == 1:
-        return 0
-    if layout.offload != "none":
-        return layout.world_size - layout.tp
-    smallest = widths.reduce_bucket_elements if config.precision.is_mixed else None
-    shared = without_data_parallelism(layout)
-    return _fullest_partition(config.model, shared, tuple(stages), layout.dp_shard, smallest)[1] * layout.tp
+    return _rank_partitions(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
 
 
 @lru_cache(maxsize=256)
-def _fullest_partition(
-    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, smallest: int | None
-) -> tuple[float, int]:
-    """Return the elements of partition_elements, and the last shard that has as many."""
+def _rank_partitions(
+    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int
+) -> Sequence[RankPartition]:
     sizes = local_sizes(model, layout, stages)
     part, ends = sum(sizes) / shards, list(accumulate(sizes))
     begins = [end - size for size, end in zip(sizes, ends, strict=True)]
-    # A rank within one parameter has no more than the ranks in which that parameter begins and ends.
     borders = {int(end / part) + offset for end in (0.0, *ends) for offset in (-1, 0, 1)}
-    ranks = sorted(rank for rank in borders if 0 <= rank < shards)
-    counted = sizes if smallest is None else [0.0, *(size if size > smallest else 0.0 for size in sizes[1:])]
-    return max(
-        (sum(counted[bisect.bisect_right(ends, rank * part) : bisect.bisect_left(begins, (rank + 1) * part)]), rank)
-        for rank in ranks
-    )
+    result = []
+    for rank in sorted(rank for rank in borders if 0 <= rank < shards):
+        low, high = rank * part, (rank + 1) * part
+        own = range(bisect.bisect_right(ends, low), bisect.bisect_left(begins, high))
+        largest = max(min(ends[number], high) - max(begins[number], low) for number in own)
+        result.append(RankPartition(rank, own[0], [math.ceil(sizes[number]) for number in own], math.ceil(largest)))
+    return result

@@ -12,7 +12,7 @@ from operator import add, mul
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.deepspeed_buckets import ZeroStage2, ZeroStage3
-from harness.cost_model.deepspeed_zero import ZeroStage1
+from harness.cost_model.deepspeed_zero import ZeroStage1, rank_partitions
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
@@ -158,6 +158,22 @@ def highest_rank(steps: Sequence[RankStep]) -> tuple[RankStep, int]:
     """Return the first of the ranks of these steps whose peak is highest, with its step."""
     ranks = [(step, pp_rank) for step in steps for pp_rank in step.pp_ranks]
     return max(ranks, key=lambda rank: (rank[0].peak(rank[1]).total, -rank[1]))
+
+
+def fullest_rank(config: RunConfig, layout: Layout, widths: StateWidths, stages: Sequence[Stage]) -> int:
+    """Return a rank that no other one exceeds where DeepSpeed divides all parameters as one tensor: stages 1 and 2.
+
+    Under offload stage 2 allocates the partition of the last ranks first. Stage 1 reduces all gradients after backward,
+    of which the first rank has the first.
+    """
+    if layout.offload != "none":
+        return (layout.world_size - layout.tp) * (layout.zero_stage == 2)
+    peaks = dict[int, int]()
+    for partition in rank_partitions(config.model, layout, stages):
+        own = sharding_of(config, layout, widths, "cuda", stages)
+        own.ranks = [partition]  # type: ignore[attr-defined]
+        peaks[partition.rank] = RankStep(own).peak(0).total
+    return max(peaks, key=lambda rank: (peaks[rank], rank)) * layout.tp
 
 
 def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tuple[tuple[Stage, ...], tuple[int, ...]]]:

@@ -157,9 +157,13 @@ class Sharding:
         """Make parameters whole that backward needs first."""
 
     def head_gradient(self, each: Pass) -> None:
-        """Accumulate the head's gradient: it becomes the parameter's own, or is added to it."""
+        """Accumulate the head's gradient: it becomes the parameter's own, or is added to it.
+
+        That of a tied matrix waits for the embedding's.
+        """
         matrix = self.vocabulary_grad_bytes
-        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else self.grad_accumulate_bytes
+        added = matrix if self.is_tied else self.grad_accumulate_bytes
+        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else added
         each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
         each.live["temporaries_waiting"] = matrix * self.is_tied
 

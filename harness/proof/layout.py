@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
-from harness.cost_model.deepspeed_zero import partition_elements
+from harness.cost_model.deepspeed_zero import rank_partitions
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import local_numel, split_into_stages, stages_of_rank, tp_shard_dim
@@ -94,7 +94,8 @@ def gradient_problems(
     for rank in ranks:
         share = rank_numel(model, layout, rank.rank, "gradients")
         if layout.uses_deepspeed_zero and layout.zero_stage == 2:
-            share = max(share, partition_elements(model, layout, stages_of_rank(model, layout, rank.rank)))
+            partitions = rank_partitions(model, layout, stages_of_rank(model, layout, rank.rank))
+            share = max(share, *(partition.owned for partition in partitions))
         width = widths.gradients + widths.host_gradients
         allowed = 1.05 * width * share + 3 * width * largest
         peak = rank.profiled.gradient_bytes

@@ -11,10 +11,10 @@ from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.config.stack import load_stack
-from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
+from harness.cost_model.rank_memory import fullest_rank
 from harness.data.corpus import Corpus, prepare_corpus
 from harness.engines.base import (
     device_count,

@@ -120,6 +120,22 @@ def test_the_peak_of_one_rank_is_planned(results: Path, overrides: str) -> None:
     assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        "strategy=zero1 precision=bf16",
+        "strategy=zero1 precision=bf16_mixed train.global_batch=4",
+        "strategy=zero2 precision=fp32 model.tie_word_embeddings=true train.global_batch=4 checkpointing=selective",
+    ],
+)
+def test_the_peak_of_a_tall_vocabulary_is_planned(results: Path, overrides: str) -> None:
+    """A rank copies the gradients that it owns, and a tied matrix has three of them."""
+    shape = ["train.micro_batch=1", "train.global_batch=2", "train.seq_len=16", "model.vocab_size=20001"]
+    row = run_with(results, "world_size=2", *shape, *overrides.split()).row
+    assert_ok(row)
+    assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=1e-3)
+
+
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16_mixed", 2)])
 def test_offload_buffers_have_the_size_of_a_ranks_part(precision: str, width: int) -> None:
     """On four ranks the embedding is whole and the layers' matrices are halves, and ZeRO divides both by two."""

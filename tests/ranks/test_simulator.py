@@ -13,9 +13,9 @@ import pytest
 
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
-from harness.cost_model.deepspeed_zero import fullest_rank
 from harness.cost_model.flops import executed_flops, takes_fused_kernel
 from harness.cost_model.memory import estimate_memory, saved_bytes
+from harness.cost_model.rank_memory import fullest_rank
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import StateWidths
@@ -150,6 +150,8 @@ FOUR_PARTS = "train.loss_chunks=4"
 
 FOUR_PASSES = "model.vocab_size=4000 train.global_batch=4 train.seq_len=512"
 
+TALL, TIED = "model.vocab_size=20001 model.num_hidden_layers=2 train.seq_len=16", "model.tie_word_embeddings=true"
+
 SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
 
 CASES = [
@@ -175,6 +177,10 @@ CASES = [
     f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT}",
     # Gradients larger than a bucket are kept one after another, as activations are freed.
     f"zero2 x 1 model=350m precision=bf16_mixed {TWO_LAYERS} {FOUR_PASSES}",
+    # A tall vocabulary: what a rank owns is copied whole, a tied matrix has three gradients, and norms are in fp64.
+    f"zero1 x 5 model=tiny precision=bf16 {TALL} train.global_batch=5",
+    f"zero1 x 3 model=tiny precision=bf16_mixed {TALL} train.global_batch=3",
+    f"zero2 x 2 model=tiny precision=bf16 {TALL} {TIED} train.global_batch=2",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
 ]
 

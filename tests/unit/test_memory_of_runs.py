@@ -10,7 +10,7 @@ import pytest
 from harness.config.schema import RunConfig
 from harness.cost_model import sharding
 from harness.cost_model.deepspeed_buckets import BucketedZero
-from harness.cost_model.deepspeed_zero import DeepSpeedZero
+from harness.cost_model.deepspeed_zero import DeepSpeedZero, ZeroStage1
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.cost_model.whole_parameters import ParameterCoordinator, whole_parameters
@@ -36,6 +36,12 @@ DRAWS = {
     "5029": "DeepSpeed's stage 2 gathers parameters beside gradients on the host",
     "5061": "DeepSpeed's stage 3 keeps the matrices that a second forward gathered",
     "1025": "DeepSpeed's stage 3 keeps parameters whole that are used again soon",
+    "1054": "DeepSpeed's stage 1 copies a rank's own gradients as it reduces them",
+    "1032": "DeepSpeed's stage 1 copies the partition in mixed precision, beside the bucket",
+    "1109": "a tied head's gradient waits for the embedding's before it is added to a sum",
+    "1135": "the gradient of a tied embedding is added to the sum of a head's in two parts",
+    "6045": "DeepSpeed's stage 2 keeps its partition in fp32, on a CPU too",
+    "6021": "DeepSpeed's stage 1 has no bucket before the first gradient",
     "5140": "DeepSpeed's stage 3 sums the gradients of a head in two parts in place",
 }
 
@@ -114,6 +120,7 @@ FAULTS = {
     "reduced gradients": (FullyShard, "reduced", lambda *_: 0),
     "copies of gloo": (DeepSpeedZero, "gathered_copy", lambda *_: 0),
     "gathered tensors": (FullyShard, "whole", lambda *_: 0),
+    "copies of a rank's gradients": (ZeroStage1, "waiting", lambda *_: 0),
     "waiting gradients": (BucketedZero, "is_large", lambda *_: False),
     "what second forwards refer to": (ParameterCoordinator, "refer", lambda *_: None),
     "parameters that stay": (ParameterCoordinator, "_stays", lambda *_: False),
