@@ -194,10 +194,11 @@ def test_more_shards_or_checkpointing_never_need_more_memory(
     full = dataclasses.replace(config, checkpointing=CheckpointingConfig("full"))
     recomputing = estimate_memory(full, few, ADAM_FP32)
     assert recomputing.activation_bytes <= sharded_less.activation_bytes
-    # A second forward under DeepSpeed's stage 3 refers to a layer's gathered matrices, which are gathered again.
+    # A second forward under DeepSpeed's stage 3 refers to a layer's gathered matrices, which are gathered again, while
+    # those of the next one are prefetched.
     gathered_twice = data_parallel == "none" and stage == 3
     layer = shard_groups(config.model, few, whole_model(config.model)).layer.elements * config.precision.compute_bytes
-    assert recomputing.peak_bytes <= sharded_less.peak_bytes + gathered_twice * layer
+    assert recomputing.peak_bytes <= sharded_less.peak_bytes + 2 * gathered_twice * layer
 
 
 def reported_capacity_problem(
