@@ -276,4 +276,4 @@ def test_a_little_scaled_matrix_is_an_error(results: Path, fault: Entry, overrid
     record = run_with(results, *overrides.split(), entry=fault)
     assert_not_proven(record, problem)
     problems = record.proof["problems"]
-    assert all("deviates by" in text for text in problems), problems
+    assert all("deviates by" in text or "is not that of AdamW" in text for text in problems), problems
