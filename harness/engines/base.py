@@ -38,11 +38,13 @@ class StepResult(NamedTuple):
     """The loss and the gradient norm of one step; tensors stay on the device so that nothing waits for them.
 
     `loss` is the mean over the step's tokens of this rank's data, even where another rank computed it. `grad_norm` is
-    the global gradient norm before clipping.
+    the global gradient norm before clipping, and `squares` the sums of squares that it is made of: one for each of
+    local_shards("gradients") when gradients are ready, in this order; None where they would cost too much.
     """
 
     loss: "Tensor"
     grad_norm: "Tensor | float"
+    squares: "Tensor | None"
 
 
 class Engine(Protocol):

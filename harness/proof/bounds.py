@@ -17,6 +17,8 @@ LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison 
 # norm then deviates by this much, and the bound is half of it.
 SENSITIVITY = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
 
+LOSS, GLOBAL_NORM = Aspect("loss", "step"), Aspect("global norm", "step")
+
 FIRST_MOMENTS = ("first_gradients", "first_moments", "first_updates")  # while all trainings have the same weights
 
 # The largest of some hundred differences is seldom twice that of as many others of the same kind.
@@ -50,8 +52,9 @@ class NoiseFloors:
 def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: str) -> NoiseFloors:
     """Return how far the reference's two trainings are apart.
 
-    Losses and global norms are single values, and their difference may be zero by chance. Their floor is therefore the
-    largest difference until one step later; that of the global norm starts at the floor of the norms of tensors.
+    Losses and global norms are single values, and their difference may be zero by chance. Their floor, like that of the
+    gradients of any step, is therefore the largest difference until one step later; that of the global norm starts at
+    the floor of the norms of tensors.
     """
     perturbation = list(differences(reference, [perturbed], compute))
     floors: dict[Aspect, float] = {}
@@ -59,9 +62,10 @@ def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: 
         floors[aspect] = max(value, floors.get(aspect, 0.0))
     steps = len(reference.losses)
     first_norm = floors.get(Aspect("norm", "first_gradients"), 0.0)
-    for measure, least in (("loss", 0.0), ("global norm", first_norm)):
-        series = [Aspect(measure, "step", step) for step in range(steps)]  # type: ignore[arg-type]
-        values = [floors[aspect] for aspect in series]
+    matrix, vector = (Aspect("norm", "gradients", of_vectors=of_vectors) for of_vectors in (False, True))
+    for of_step, least in ((LOSS, 0.0), (GLOBAL_NORM, first_norm), (matrix, 0.0), (vector, 0.0)):
+        series = [of_step._replace(step=step) for step in range(steps)]
+        values = [floors.get(aspect, 0.0) for aspect in series]
         floors |= {aspect: max(least, *values[: step + 2]) for step, aspect in enumerate(series)}
     return NoiseFloors(floors, {difference.where: difference.value for difference in perturbation})
 
@@ -116,7 +120,7 @@ def proven_steps(bounds: Mapping[Aspect, float | None], steps: int) -> int:
     The last step counts only if the norms of all gradients have a bound, too.
     """
     for step in range(steps):
-        of_step = [Aspect("loss", "step", step), Aspect("global norm", "step", step)]
+        of_step = [LOSS._replace(step=step), GLOBAL_NORM._replace(step=step)]
         if step == steps - 1:
             of_step.append(Aspect("norm", "last_gradients"))
         if any(bounds.get(aspect, 0.0) is None for aspect in of_step):

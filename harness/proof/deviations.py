@@ -24,8 +24,8 @@ class Aspect(NamedTuple):
     """
 
     measure: Measure
-    moment: str  # the field of the fingerprints, or "step"
-    step: int = 0  # of a loss or a global norm
+    moment: str  # the field of the fingerprints, "step", or "gradients" for those of any step
+    step: int = 0  # of a loss, a global norm, or a gradient of any step
     of_vectors: bool = False  # norm weights and biases, which have one dimension
 
 
@@ -52,50 +52,67 @@ def differences(reference: TrainingReport, ranks: Sequence[TrainingReport], comp
             where = f"global norm at step {step}, rank {number}"
             yield Difference(Aspect("global norm", "step", step), relative_difference(norm, expected), where)
     for moment in MOMENTS:
-        if _fingerprints(moment, reference):
-            yield from _tensor_differences(moment, reference, ranks, ROUNDING[compute])
+        of_ranks = [_fingerprints(moment, rank) for rank in ranks]
+        yield from _tensor_differences(moment, 0, _fingerprints(moment, reference), of_ranks, ROUNDING[compute])
+    steps = min(len(report.gradient_squares) for report in (reference, *ranks))
+    for step in (step for step in range(steps) if reference.grad_norms[step] is not None):  # not skipped
+        of_ranks = [gradients_at(step, rank) for rank in ranks]
+        yield from _tensor_differences("gradients", step, gradients_at(step, reference), of_ranks, ROUNDING[compute])
+
+
+def gradients_at(step: int, rank: TrainingReport) -> list[TensorFingerprint]:
+    """Return the gradients of any step, of which a rank knows the norms alone."""
+    squares = zip(rank.first_gradients, rank.gradient_squares[step], strict=False)  # a missing one has no norm
+    return [entry._replace(square=square, projection=0.0) for entry, square in squares]
 
 
 def _tensor_differences(
-    moment: str, reference: TrainingReport, ranks: Sequence[TrainingReport], rounding: float
+    moment: str,
+    step: int,
+    entries: Sequence[TensorFingerprint],
+    of_ranks: Sequence[Sequence[TensorFingerprint]],
+    rounding: float,
 ) -> Iterator[Difference]:
-    """Yield the differences of every parameter's norm and direction at a moment.
+    """Yield the differences of every parameter's norm and direction at a moment, if the reference has `entries` of it.
 
     They are relative to the reference's norm of the parameter, for a bias to the norm of weight and bias together,
-    because softmax does not change with a shift of keys. For the same reason a last gradient counts as no smaller than
+    because softmax does not change with a shift of keys. For the same reason a later gradient counts as no smaller than
     `rounding` of one with as many elements of the average size: weights differ by then, and the gradient of queries and
     keys with uniform attention may differ by more than its own size.
     """
-    entries = _fingerprints(moment, reference)
+    if not entries:
+        return
     whole = {name: (math.sqrt(_or_nan(square)), _or_nan(projection)) for name, _, _, square, projection in entries}
     elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in entries}
     vectors = {entry.name for entry in entries if len(entry.shape) == 1}
     average = math.hypot(*(norm for norm, _ in whole.values())) / math.sqrt(sum(elements.values()))
-    least = rounding * average if moment == "last_gradients" else 0.0
-    what = moment.replace("_", " ")
-    for name, copies in copies_of_tensors(moment, ranks).items():
+    least = rounding * average if moment in ("last_gradients", "gradients") else 0.0
+    what = f"gradient at step {step}" if moment == "gradients" else moment.replace("_", " ")
+    for name, copies in copies_of_tensors(of_ranks).items():
         if name not in whole:
-            yield Difference(Aspect("norm", moment), math.inf, f"{name} is not in the reference")
+            yield Difference(Aspect("norm", moment, step), math.inf, f"{name} is not in the reference")
             continue
         norm, projection = whole[name]
         is_bias = name.endswith(".bias")
-        norm_aspect = Aspect("norm", moment, of_vectors=name in vectors)
+        norm_aspect = Aspect("norm", moment, step, of_vectors=name in vectors)
         weight_norm = whole.get(f"{name.removesuffix('.bias')}.weight", (0.0, 0.0))[0] if is_bias else 0.0
         scale = max(math.hypot(norm, weight_norm), least * math.sqrt(elements[name])) or 1.0
         for square_sum, projection_sum in copies:
             difference = _nan_to_inf(abs(math.sqrt(square_sum) - norm) / scale)
             yield Difference(norm_aspect, difference, f"norm of {name}'s {what}")
+            if moment == "gradients":
+                continue
             difference = _nan_to_inf(abs(projection_sum - projection) / scale)
             yield Difference(norm_aspect._replace(measure="direction"), difference, f"direction of {name}'s {what}")
-    for name in whole.keys() - {entry.name for rank in ranks for entry in _fingerprints(moment, rank)}:
-        yield Difference(Aspect("norm", moment), math.inf, f"{name} has no {what}")
+    for name in whole.keys() - {entry.name for of_rank in of_ranks for entry in of_rank}:
+        yield Difference(Aspect("norm", moment, step), math.inf, f"{name} has no {what}")
 
 
-def copies_of_tensors(moment: str, ranks: Sequence[TrainingReport]) -> dict[str, list[tuple[float, float]]]:
+def copies_of_tensors(of_ranks: Sequence[Sequence[TensorFingerprint]]) -> dict[str, list[tuple[float, float]]]:
     """Return by parameter the (sum of squares, projection) of each whole copy that the ranks hold together."""
     by_box: dict[str, dict[Box, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    for rank in ranks:
-        for name, _, box, square, projection in _fingerprints(moment, rank):
+    for entries in of_ranks:
+        for name, _, box, square, projection in entries:
             if all(start < stop for start, stop in box):  # an empty box may be on several ranks
                 by_box[name][box].append((_or_nan(square), _or_nan(projection)))
     return {name: _combine_shards(list(boxes.values())) for name, boxes in by_box.items()}

@@ -56,7 +56,7 @@ class Comparison:
 
     def of_gradient(self) -> list[Check]:
         """Return the checks of global norms, and of every parameter's gradient at the first and last step."""
-        moments = ("first_gradients", "first_moments", "last_gradients")
+        moments = ("first_gradients", "first_moments", "last_gradients", "gradients")
         return [c for c in self.checks if c.aspect.moment in moments or c.aspect.measure == "global norm"]
 
     def of_update(self) -> list[Check]:

@@ -100,6 +100,8 @@ class TrainingReport(FromJson):
     # The differences between the parameters, or their masters, after the first update and the initial weights.
     first_updates: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
     last_gradients: Sequence[TensorFingerprint] = tensors(TensorFingerprint)
+    # The sum of squares of each of first_gradients in every step; none where they lie on the host.
+    gradient_squares: Sequence[Sequence[float | None]] = ()
     worst_first_update: UpdateExcess = field(
         default=UpdateExcess(), metadata={"read": partial(read_tuple, UpdateExcess)}
     )
@@ -295,7 +297,7 @@ _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "
 # The keys of the file whose values only the proof reads; they are too long for the run's record.
 LONG_KEYS = (
     *("parameters", "optimizer", "first_gradients", "first_moments", "first_updates", "last_gradients"),
-    *("last_parameters", "last_masters", "perturbed", "phase_seconds", "traceback"),
+    *("gradient_squares", "last_parameters", "last_masters", "perturbed", "phase_seconds", "traceback"),
 )
 
 

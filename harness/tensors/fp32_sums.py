@@ -113,6 +113,7 @@ def piece_norms(tensor: Tensor) -> Tensor:
     return torch.cat((pieces, rest.reshape(1)))
 
 
-def sum_of_squares(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the fp64 sum of the squares of all elements of tensors on one device."""
-    return torch.cat([piece_norms(tensor) for tensor in tensors]).double().square().sum()
+def sums_of_squares(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the fp64 sum of the squares of the elements of each tensor; all lie on one device."""
+    norms = torch._foreach_norm([piece_norms(tensor) for tensor in tensors], dtype=torch.float64)
+    return torch.stack(norms).square()

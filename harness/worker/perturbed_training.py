@@ -18,7 +18,7 @@ from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerpr
 from harness.measure.memory import DeviceMemory
 from harness.probe import Probe
 from harness.records.rank_report import TrainingReport
-from harness.worker.train_loop import FirstUpdate
+from harness.worker.train_loop import FirstUpdate, StepResults
 
 aten = torch.ops.aten
 
@@ -96,17 +96,14 @@ def train_perturbed(
     fingerprinter = Fingerprinter(config.model, train.seed, memory.device)
     first_update = FirstUpdate(engine, probe, fingerprinter, memory, config)
     last = GradientFingerprints(fingerprinter)
-    losses, grad_norms = torch.zeros(2, train.total_steps, device=memory.device)
+    results = StepResults(train.total_steps, memory.device)
     for index in range(train.total_steps):
         progress("perturbed", index)
         watch = probe.listen(last) if index == train.profiled_step else first_update.watch(index)
         with watch, DividedSums():  # type: ignore[no-untyped-call]
-            result = engine.step([*reversed(batches(index))])
-        with torch.no_grad():
-            losses[index], grad_norms[index] = result.loss, result.grad_norm
+            results.keep(index, engine.step([*reversed(batches(index))]))
     return TrainingReport(
-        losses=losses.tolist(),
-        grad_norms=grad_norms.tolist(),
+        **results.report(),
         skipped_steps=engine.skipped_steps,
         **first_update.report(),
         last_gradients=last.fingerprints,

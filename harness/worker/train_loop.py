@@ -6,10 +6,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from harness.config.schema import TRACED_STEPS, RunConfig
-from harness.engines.base import Batch, Engine
+from harness.engines.base import Batch, Engine, StepResult
 from harness.layout.layout import Layout
 from harness.measure.allocation_logger import PeakStepLog
 from harness.measure.gradient_fingerprint import CHUNK_ELEMENTS, Fingerprinter, GradientFingerprints
@@ -48,16 +49,13 @@ def train(
     every warm-up step.
     """
     config = run.train
-    # These tensors are allocated before the first step, so that every step needs the same memory.
-    losses, grad_norms = torch.zeros(2, config.total_steps, device=memory.device)
+    results = StepResults(config.total_steps, memory.device)
 
     def step(phase: str, index: int) -> None:
         progress(phase, index)
         with probe.phase("data"):
             micro_batches = batches(index)
-        result = engine.step(micro_batches)
-        with torch.no_grad():
-            losses[index], grad_norms[index] = result.loss, result.grad_norm
+        results.keep(index, engine.step(micro_batches))
 
     fingerprinter = Fingerprinter(run.model, config.seed, memory.device)
     first_update = FirstUpdate(engine, probe, fingerprinter, memory, run)
@@ -104,8 +102,7 @@ def train(
                     step("traced", index)
     return dataclasses.replace(
         report,
-        losses=losses.tolist(),
-        grad_norms=grad_norms.tolist(),
+        **results.report(),
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
         host_usage=host_usage,
@@ -126,6 +123,34 @@ def driven_devices(engine: Engine, memory: DeviceMemory) -> list[torch.device]:
     if engine.devices == 1:
         return [memory.device]
     return [torch.device(memory.device.type, index) for index in range(engine.devices)]
+
+
+class StepResults:
+    """The losses, global norms and squared gradients of all steps, which the first step allocates for all others.
+
+    Every step then needs the same memory. Squares are copied to the host, and there outside of torch's allocator.
+    """
+
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.losses, self.grad_norms = torch.zeros(2, steps, device=device)
+        self.squares: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def keep(self, index: int, result: StepResult) -> None:
+        """Keep the result of step number `index`, without waiting for it on a GPU."""
+        self.losses[index], self.grad_norms[index] = result.loss, result.grad_norm
+        if result.squares is None:
+            return
+        if self.squares is None:
+            squares = torch.from_numpy(np.zeros((len(self.losses), len(result.squares))))
+            self.squares = squares.pin_memory() if result.squares.is_cuda else squares
+        self.squares[index].copy_(result.squares, non_blocking=True)
+
+    def report(self) -> dict[str, Any]:
+        """Return the fields of a rank's report, once the device has passed the last step."""
+        losses, grad_norms = self.losses.tolist(), self.grad_norms.tolist()  # which waits for the device
+        squares = () if self.squares is None else self.squares.tolist()
+        return {"losses": losses, "grad_norms": grad_norms, "gradient_squares": squares}
 
 
 class FirstUpdate:

@@ -40,6 +40,8 @@ PRODUCT = "train.micro_batch=1 train.seq_len=32"
 
 HYBRID = f"fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4 {PRODUCT}"
 
+ONE_MICRO_BATCH = "train.global_batch=4 train.micro_batch=2 train.steps=4"
+
 OFFLOADED = "ddp checkpointing.offload_activations=true"
 
 
@@ -122,6 +124,10 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.vectors_learn_faster, "ddp precision=bf16_mixed", "with lr=0.0006 in step 1"),
         (faults.decay_undone, "zero2 precision=bf16_mixed", "is not that of AdamW"),
         (faults.matrix_left_out_once, "fsdp_full_shard precision=bf16_mixed", "elements by AdamW in each of"),
+        *(
+            (faults.gradient_left_out_once, f"{options} {ONE_MICRO_BATCH}", "gradient at step 4")
+            for options in ("fsdp_full_shard precision=bf16_mixed", "zero3", "zero2 precision=bf16_mixed")
+        ),
         (
             faults.lower_stage,  # without accumulation both stages send the same
             "zero2 train.micro_batch=4 strategy.options.overlap_comm=false strategy.options.reduce_bucket_size=30000",
@@ -225,8 +231,8 @@ def test_an_incomplete_copy_of_a_tensor_is_not_a_number() -> None:
 
     empty = rank(((4, 4),), 0.0)
     whole = [rank(halves[0], 3.0), rank(halves[1], 1.0), empty, empty]
-    assert copies_of_tensors("last_gradients", whole) == {"w": [(4.0, 2.0)]}
-    first, second = copies_of_tensors("last_gradients", [*whole, rank(halves[0], 3.0)])["w"]
+    assert copies_of_tensors([rank.last_gradients for rank in whole]) == {"w": [(4.0, 2.0)]}
+    first, second = copies_of_tensors([rank.last_gradients for rank in (*whole, rank(halves[0], 3.0))])["w"]
     assert first == (4.0, 2.0) and all(map(math.isnan, second))
 
 

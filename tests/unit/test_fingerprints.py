@@ -15,7 +15,7 @@ from harness.measure import gradient_fingerprint
 from harness.measure.gradient_fingerprint import Fingerprinter
 from harness.models.init_weights import initial_value
 from harness.records.rank_report import Box
-from harness.tensors.fp32_sums import PIECE, sum_of_squares
+from harness.tensors.fp32_sums import PIECE, sums_of_squares
 from harness.tensors.shard import Shard
 from tests.support.commands import compose_config
 
@@ -142,7 +142,7 @@ def test_a_norm_is_accurate_at_any_size(numel: int, values: str) -> None:
     if values == "normal":
         tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     exact = math.fsum(float(part.double().square().sum()) for part in tensor.split(10**7))
-    assert abs(float(sum_of_squares([tensor])) / exact - 1) < TOLERANCE
+    assert abs(float(sums_of_squares([tensor])) / exact - 1) < TOLERANCE
 
 
 def test_the_norm_of_a_gradient_of_any_shape_and_type_counts_every_element_once() -> None:
@@ -150,4 +150,4 @@ def test_the_norm_of_a_gradient_of_any_shape_and_type_counts_every_element_once(
     tensors = [torch.randn(shape, generator=generator) for shape in ((), (3, 5), (70, 61), (1, 2, 3, 4))]
     tensors += [torch.randn(40, 200, generator=generator).T, torch.randn(5000, generator=generator).bfloat16()]
     exact = sum(float(tensor.double().square().sum()) for tensor in tensors)
-    assert abs(float(sum_of_squares(tensors)) / exact - 1) < TOLERANCE
+    assert abs(float(sums_of_squares(tensors).sum()) / exact - 1) < TOLERANCE

@@ -13,6 +13,7 @@ from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import loss_of
 from harness.probe import Probe
+from harness.tensors.fp32_sums import sums_of_squares
 from harness.tensors.shard import STAGING, Shard
 
 
@@ -63,12 +64,21 @@ class DeepSpeedTrainEngine:
                 self._engine.allreduce_gradients()
         self._gradients_are_ready = True
         self._probe.gradients_ready(self)
+        with self._probe.phase("norm"):
+            squares = self._gradient_squares()
         self._gradients_are_ready = False
         with self._probe.phase("optimizer"):
             self._engine.step()
             if not self._engine.was_step_applied():
                 raise FloatingPointError("DeepSpeed skipped a step: the gradients are not finite")
-            return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm())
+            return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm(), squares)
+
+    @torch.no_grad()
+    def _gradient_squares(self) -> torch.Tensor | None:
+        """Return the sum of squares of each gradient's shard; None where they lie on the host, and would take long."""
+        if "gradients" in self.host_state:
+            return None
+        return sums_of_squares(shard.local for shard in self.local_shards("gradients"))
 
     def local_shards(self, kind: StateKind) -> Iterable[Shard]:
         """Yield the shards of one kind of state that this rank holds now, and the copies that it holds beside them.

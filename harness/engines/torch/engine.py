@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from harness.config.schema import STATE_NAMES, RunConfig
 from harness.engines.base import Batch, StepResult
 from harness.engines.torch.data_parallel import DataParallel, master_params
-from harness.engines.torch.grad_norm import clip_gradients, reduce_partial_grad, squared_grad_norm
+from harness.engines.torch.grad_norm import clip_gradients, local_part, reduce_partial_grad, squared_grad_norm
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.micro_batches import GradAccumulationLoop, MicroBatchRunner
 from harness.engines.torch.optimizer import build_optimizer
@@ -24,6 +24,7 @@ from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
 from harness.models.init_weights import local_box
 from harness.probe import Probe
+from harness.tensors.fp32_sums import sums_of_squares
 from harness.tensors.shard import BUCKET, Shard
 
 
@@ -73,17 +74,20 @@ class TorchEngine:
         self.probe.gradients_ready(self)
         with self.probe.phase("norm"):
             gradients = [master.grad for master in masters if master.grad is not None]
+            squares = sums_of_squares(local_part(gradient) for gradient in gradients)
             copy = self.tied.master if self.tied is not None and self.tied.is_copy else None
-            counted = [master.grad for master in masters if master.grad is not None and master is not copy]
-            loss, grad_norm = self.reduce_loss_and_norm(loss, counted)
+            counted = [index for index, master in enumerate(masters) if master is not copy]
+            loss, grad_norm = self.reduce_loss_and_norm(
+                loss, [gradients[index] for index in counted], [squares[index] for index in counted]
+            )
         with self.probe.phase("optimizer"):
             if self.loss_scaler.update_and_check(grad_norm):
                 if self.max_grad_norm:
                     clip_gradients(gradients, grad_norm, self.max_grad_norm)
                 self.optimizer.step()
-            del gradients, counted
+            del gradients
             self.parallel.sync_model_params()
-        return StepResult(loss, grad_norm)
+        return StepResult(loss, grad_norm, squares)
 
     @property
     def skipped_steps(self) -> int:
@@ -97,13 +101,16 @@ class TorchEngine:
         """
         return loss_parallel() if self.is_tensor_parallel else nullcontext()
 
-    def reduce_loss_and_norm(self, loss: Tensor | None, gradients: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def reduce_loss_and_norm(
+        self, loss: Tensor | None, gradients: Sequence[Tensor], squares: Sequence[Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Return the loss and the global gradient norm, the same on all ranks of a pipeline.
 
-        The loss is that of this rank's data; only a pipeline's last stage passes one. Each stage adds its part of the
-        norm. Context-parallel ranks average the losses of their chunks.
+        `squares` has the sum of squares of this rank's part of each gradient. The loss is that of this rank's data;
+        only a pipeline's last stage passes one. Each stage adds its part of the norm. Context-parallel ranks average
+        the losses of their chunks.
         """
-        square = squared_grad_norm(gradients, torch.device(self.mesh.device_type))
+        square = squared_grad_norm(gradients, squares, torch.device(self.mesh.device_type))
         sums = torch.stack((square.new_zeros(()) if loss is None else loss.float(), square))
         if self.pp_group is not None:
             dist.all_reduce(sums, group=self.pp_group)

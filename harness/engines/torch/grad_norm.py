@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 
-from harness.tensors.fp32_sums import sum_of_squares
-
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor, or a plain tensor itself."""
@@ -34,23 +32,23 @@ def sharded_axes(tensor: Tensor) -> dict[str, ProcessGroup]:
     }
 
 
-def squared_grad_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
+def squared_grad_norm(gradients: Sequence[Tensor], squares: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the fp32 sum of squares over all ranks that hold parts of these gradients, on `device`.
 
-    A replicated gradient counts once.
+    `squares` has the sum of squares of this rank's part of each. A replicated gradient counts once.
     """
     by_axes: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
     groups: dict[str, ProcessGroup] = {}
-    for gradient in gradients:
+    for gradient, square in zip(gradients, squares, strict=True):
         axis_groups = sharded_axes(gradient)
         groups |= axis_groups
-        by_axes[tuple(axis_groups)].append(local_part(gradient))
+        by_axes[tuple(axis_groups)].append(square)
     total = torch.zeros((), device=device)
     for axes in sorted(by_axes):
-        square = sum_of_squares(by_axes[axes]).to(device, torch.float32)  # offloaded gradients lie on the host
+        of_axes = torch.stack(by_axes[axes]).sum().to(device, torch.float32)  # offloaded gradients lie on the host
         for axis in axes:
-            dist.all_reduce(square, group=groups[axis])
-        total += square
+            dist.all_reduce(of_axes, group=groups[axis])
+        total += of_axes
     return total
 
 

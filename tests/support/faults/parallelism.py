@@ -17,6 +17,7 @@ from harness.config.strategy import AXES
 from harness.engines.torch import data_parallel, grad_norm
 from harness.models.init_weights import materialize
 from harness.records.run_folder import read_run_spec
+from harness.tensors import fp32_sums
 from harness.worker import main as worker_main
 from tests.support.plant import plant, replaces
 
@@ -90,9 +91,10 @@ def tied_at_one_end(ordinary: Any, self: Any) -> None:
 
 
 @replaces(f"{TORCH}.engine.TorchEngine.reduce_loss_and_norm")
-def tied_norm_twice(ordinary: Any, self: Any, loss: Any, _: Any) -> Any:
+def tied_norm_twice(ordinary: Any, self: Any, loss: Any, *_: Any) -> Any:
     """Count both copies of a tied table's gradient in the global norm."""
-    return ordinary(self, loss, [master.grad for master in data_parallel.master_params(self.parallel)])
+    gradients = [master.grad for master in data_parallel.master_params(self.parallel)]
+    return ordinary(self, loss, gradients, fp32_sums.sums_of_squares(map(grad_norm.local_part, gradients)))
 
 
 @replaces(f"{TORCH}.tensor_parallel.apply_tensor_parallel")
@@ -200,10 +202,10 @@ def unsummed(gradient: Any) -> Any:
 
 
 @replaces(f"{TORCH}.engine.TorchEngine.reduce_loss_and_norm")
-def norm_of_one_stage(ordinary: Any, self: Any, loss: Any, gradients: Any) -> Any:
+def norm_of_one_stage(ordinary: Any, self: Any, loss: Any, gradients: Any, squares: Any) -> Any:
     """Clip each stage by the norm of its own gradients."""
-    known, _ = ordinary(self, loss, gradients)
-    return known, grad_norm.squared_grad_norm(gradients, gradients[0].device).sqrt()
+    known, _ = ordinary(self, loss, gradients, squares)
+    return known, grad_norm.squared_grad_norm(gradients, squares, gradients[0].device).sqrt()
 
 
 @replaces(f"{TORCH}.engine.clip_gradients", of_rank=1)
