@@ -61,7 +61,8 @@ def at_peak_columns(rank: RankReport) -> Cells:
 
     On CUDA the blocks are those of the profiled step, as they were requested: `rounding` is what torch's allocator
     adds, and `unmatched` is how far the timed steps' peak is above the profiled one's. The columns are left out where
-    one of these two is impossible or too large. On a CPU both must be 0, else the profiled step asked for other blocks.
+    one of these two is impossible or too large. On a CPU nothing is rounded, and the blocks are those of the timed
+    step unless it asked for others than the profiled one: `unmatched` is then exact, however large.
     """
     at_peak, peak = rank.profiled.at_peak, rank.peak_allocated_bytes
     if at_peak is None or peak is None:
@@ -74,8 +75,8 @@ def at_peak_columns(rank: RankReport) -> Cells:
     allocated = (peak if is_equal else rank.profiled.peak_allocated_bytes) or 0
     sizes["rounding"] = allocated - at_peak.bytes if on_cuda else 0
     sizes["unmatched"] = peak - sum(sizes.values())
-    is_matched = abs(sizes["unmatched"]) <= (UNMATCHED * peak if on_cuda else 0)
-    if not is_matched or not 0 <= sizes["rounding"] <= ROUNDING * peak:
+    is_unlike = on_cuda and abs(sizes["unmatched"]) > UNMATCHED * peak
+    if is_unlike or not 0 <= sizes["rounding"] <= ROUNDING * peak:
         return {}
     return {f"at_peak_{name}_bytes": size for name, size in sizes.items()} | {"peak_phase": at_peak.phase}
 

@@ -30,6 +30,11 @@ from harness.util.files import JsonObject, atomic_write_text, is_disk_full, rele
 from harness.util.native_build import announcing_builds
 from harness.util.text import UserError, one_line
 
+WARM_UP_NOTE = (
+    "train.warmup_steps=1: the second step is timed, in which DDP and DeepSpeed's stage 3 still build buckets and"
+    " orders that later steps reuse; choose 2 or more"
+)
+
 
 @dataclass(frozen=True)
 class RunContext:
@@ -79,6 +84,7 @@ def build_run_spec(plan: RunPlan) -> tuple[RunSpec, list[str]]:
     device_notes = (
         core_note(plan.machine.device, ranks, len(usable_cores())),
         shared_memory_note(plan.machine.device, ranks),
+        WARM_UP_NOTE if plan.config.train.warmup_steps == 1 else None,
     )
     notes, allocator, operator_log = [note for note in device_notes if note], None, None
     cache = Path(plan.config.data.cache).expanduser()

@@ -194,8 +194,9 @@ def notes(row: Row) -> list[str]:
         )
         has = f"of which it has {size_text(share)}" if memory else "which no plan checks"
         lines.append(
-            f"A device needs {size_text(row['host_bytes'])} of its host's memory, {has}; copies to the"
-            " host are predicted by the datasheet of its link alone."
+            f"A device needs {size_text(row['host_bytes'])} of its host's memory, {has}, and up to twice"
+            " as much where torch rounds pinned memory to powers of two; copies to the host are predicted by the"
+            " datasheet of its link alone."
         )
     batch, devices = row["global_batch"], row["world_size"]
     reason = "as in a run" if batch != devices else "one sequence for each device, where a run has 48 in all"

@@ -205,18 +205,26 @@ def test_offload_costs_the_copies_over_the_link_to_the_host(tmp_path: Path, caps
 
 
 def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> None:
-    """Eight devices share the host; a search finds no layout that needs more of it than its eighth."""
+    """Eight devices share the host; a search finds no layout that needs more of it than its eighth.
+
+    torch rounds pinned memory up to powers of two: a plan is sure only where twice as much is there.
+    """
     search = (*MIXED_7B, "checkpointing=full")
     settings = (*search, "strategy=zero_offload")
     (row,) = planned(capsys, *settings)
     needed = row["host_bytes"]
-    assert row["fits"] != "no"  # the host's memory is unknown, and so not checked
-    for room, fits in ((8 * needed, True), (8 * needed - 8, False)):
+    assert row["fits"] == "likely"  # the host's memory is unknown, and so not checked
+    for room, fits in (
+        (16 * needed, "likely"),
+        (16 * needed - 8, "tight"),
+        (8 * needed, "tight"),
+        (8 * needed - 8, "no"),
+    ):
         memory = f"  host_bandwidth: 1.0e+10\n  host_memory: {room}\n"
         (tmp_path / "conf/cluster/eight.yaml").write_text(HARDWARE.replace("  sources", f"{memory}  sources"))
         (row,) = planned(capsys, *settings)
-        assert (row["fits"] != "no", row["host_bytes"]) == (fits, needed)
-        assert (" of its host's memory.\n" in printed(capsys, *settings)) is not fits
+        assert (row["fits"], row["host_bytes"]) == (fits, needed)
+        assert (" of its host's memory.\n" in printed(capsys, *settings)) is (fits == "no")
         assert all(found["host_bytes"] <= room / 8 for found in planned(capsys, *search, "strategy.offload=optimizer"))
 
 
