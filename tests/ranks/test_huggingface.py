@@ -137,7 +137,9 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
     drops = kind == "gpt2" and "dropout" not in overrides
     assert record.config["model"]["dropout"] == (0.1 if drops else 0)
     assert row["loss_deviation"] < (0 if drops else 1e-3 if "bf16" in overrides else 1e-4) or row["loss_deviation"] == 0
-    assert row["predicted_peak_bytes"] / row["peak_allocated_bytes"] == pytest.approx(1, abs=0.2)  # by a nearest decoder
+    assert row["predicted_peak_bytes"] / row["peak_allocated_bytes"] == pytest.approx(
+        1, abs=0.2
+    )  # by a nearest decoder
     assert row["predicted_activation_bytes"] is None  # not known, so empty
     stored = read_run_config(record.config)  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]

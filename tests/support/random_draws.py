@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from tests.support.commands import ROOT
@@ -9,6 +10,14 @@ from tests.support.commands import ROOT
 Overrides = dict[str, Any]  # by key
 
 MOST_PARAMETERS = 16e6
+
+RARE_FROM = 10_000  # draws from this number on are of what the others seldom have: see rare_preset()
+
+RARE_STRATEGIES = ("3d", "fsdp_hybrid_shard", "fsdp_tp", "pp_interleaved", "tp_sp", "zero1_tp")
+
+LARGE_WORLD_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")
+
+HF_MODELS = ROOT / "tests" / "data" / "models"  # of 8 to 25 million parameters
 
 MOST_WORK = 8e9  # parameters times tokens of a step, so that a step takes a core a few seconds
 
@@ -134,8 +143,13 @@ def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> st
 
 def draw_real_size(seed: int, most_ranks: int) -> Overrides:
     """Return the overrides of one random run at a real size: half of them of a preset strategy, half as draw() has."""
-    r = random.Random(f"real size {seed}")
-    overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else draw(seed, most_ranks)
+    r, is_rare = random.Random(f"real size {seed}"), seed >= RARE_FROM
+    if is_rare and r.random() < 0.25:
+        return draw_library_model(r)
+    if is_rare:
+        overrides = draw_preset(r, most_ranks, *rare_preset(r))
+    else:
+        overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else draw(seed, most_ranks)
     layers = overrides.get("model.num_hidden_layers") or r.randint(1, 6)
     is_gpt = overrides["model"] == "gpt_tiny"
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4), (8, 8), (12, 4)))
@@ -148,6 +162,7 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
             break
     tokens = overrides["train.global_batch"] * parameters
     lengths = [n for n in (32, 48, 64, 96, 128, 192, 256, 384, 512) if n * tokens <= MOST_WORK] or [24]
+    lengths = [n for n in lengths if is_rare and n > 64] or lengths
     if (overrides["strategy"], overrides["world_size"]) == ("cp", 3):
         lengths = [n for n in lengths if n % 6 == 0] or [24]
     precision = r.choice(PRECISIONS)
@@ -165,14 +180,48 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
         "precision": precision,
         "train.seq_len": r.choice(lengths),
         "train.warmup_steps": r.choice((1, 2)),
-        "train.compile": r.random() < 0.08,
+        "train.compile": r.random() < (0.2 if is_rare else 0.08),
     }
 
 
-def draw_preset(r: random.Random, most_ranks: int) -> Overrides:
-    """Return the overrides of a preset strategy, for a number of ranks that it can have."""
-    strategy = r.choice(sorted(path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")))
-    world = r.choice([ranks for ranks in WORLDS.get(strategy, (2, 3, 4, 5, 6, 8)) if ranks <= most_ranks])
+def rare_preset(r: random.Random) -> tuple[str, Sequence[int]]:
+    """Return a preset strategy and numbers of ranks of which random draws have few."""
+    if r.random() < 0.7:
+        strategy = r.choice(RARE_STRATEGIES)
+        return strategy, WORLDS[strategy]
+    return r.choice(LARGE_WORLD_STRATEGIES), (7, 8)
+
+
+def draw_library_model(r: random.Random) -> Overrides:
+    """Return the overrides of a run of a model of transformers, with layers and a vocabulary of its own size or not."""
+    world, micro_batch = r.choice((2, 3, 4)), r.choice((1, 2))
+    return {
+        "model": "hf",
+        "model.path": r.choice(sorted(HF_MODELS.iterdir())).relative_to(ROOT),
+        "model.num_hidden_layers": r.choice((2, 4, 6)),
+        "model.vocab_size": r.choice((4_001, 8_000, 12_345)),
+        "model.attention": r.choice(("flash", "flash", "eager")),
+        "model.dropout": r.choice((0, 0, 0, 0.1)),
+        "strategy": r.choice(LARGE_WORLD_STRATEGIES),
+        "world_size": world,
+        "checkpointing": r.choice(("none", "none", "full", "every_n")),
+        "precision": r.choice(PRECISIONS[:-1]),
+        "train.global_batch": world * micro_batch * r.choice((1, 2)),
+        "train.micro_batch": micro_batch,
+        "train.seq_len": r.choice((96, 128, 200)),
+        "train.steps": 1,
+        "train.warmup_steps": 2,
+        "train.loss_chunks": r.choice((1, 1, 2)),
+    }
+
+
+def draw_preset(
+    r: random.Random, most_ranks: int, strategy: str | None = None, worlds: Sequence[int] = ()
+) -> Overrides:
+    """Return the overrides of a preset strategy, any by default, for a number of ranks that it can have."""
+    strategy = strategy or r.choice(sorted(path.stem for path in (ROOT / "conf" / "strategy").glob("*.yaml")))
+    worlds = worlds or WORLDS.get(strategy, (2, 3, 4, 5, 6, 8))
+    world = r.choice([ranks for ranks in worlds if ranks <= most_ranks])
     is_one_replica = strategy.startswith(("pp_", "cp", "tp"))
     data_ranks = 1 if is_one_replica else world // MODEL_RANKS.get(strategy, 1)
     stages = world if strategy.startswith("pp_") else 1 + (strategy == "3d" or strategy.endswith("_pp"))

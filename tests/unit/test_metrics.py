@@ -202,7 +202,9 @@ UNEXPLAINED: list[tuple[dict[str, int | None], dict[str, int]]] = [
 
 
 @pytest.mark.parametrize(("less", "expected"), UNEXPLAINED)
-def test_a_profiled_step_unlike_the_timed_ones_explains_what_it_can(less: dict[str, int], expected: dict[str, int]) -> None:
+def test_a_profiled_step_unlike_the_timed_ones_explains_what_it_can(
+    less: dict[str, int], expected: dict[str, int]
+) -> None:
     values = rank(0, [1.0], 1000) | {"peak_reserved_bytes": less.get("reserved")}
     values |= {"peak_requested_bytes": less["requested"]} if "requested" in less else {}
     profiled, at_peak = values["profiled"], values["profiled"]["at_peak"]
