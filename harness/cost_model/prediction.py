@@ -75,7 +75,8 @@ class Prediction:
         """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
         config, layout, device = self.config, self.layout, self.cluster.device
         if self.has_own_memory:
-            return own_memory(self.stack.memory, predicted_memory(config, layout, self.widths, device), layout, device)
+            estimate = predicted_memory(config, layout, self.widths, device)
+            return own_memory(self.stack.memory, estimate, layout, self.widths, device)
         return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)
 
     @property

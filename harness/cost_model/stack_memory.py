@@ -22,6 +22,7 @@ from harness.cost_model.stack_sharding import StackSharding
 from harness.layout.layout import Layout, refusals
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages
+from harness.layout.state_widths import StateWidths
 
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
 
@@ -50,11 +51,13 @@ def predict_highest_rank(
     return stack_rank_memory(*highest, stack.memory, compute_capability)
 
 
-def own_memory(memory: StackMemory, estimate: MemoryEstimate, layout: Layout, device: Device) -> RankMemory:
+def own_memory(
+    memory: StackMemory, estimate: MemoryEstimate, layout: Layout, widths: StateWidths, device: Device
+) -> RankMemory:
     """Return a rank's memory with the stack `harness`; a CPU's allocator takes nothing beyond what is requested.
 
     On a GPU freed blocks of gathered parameters and of reduced gradients, of other sizes and streams than activations,
-    stay reserved beside them, most where each layer is gathered for its use; perhaps as much where DeepSpeed makes
+    stay reserved beside them, most where each layer is gathered for its use; perhaps as much where the engine makes
     gradients and buckets anew in each step.
     """
     lasting = sum(estimate.at_peak.get(part, 0) for part in ("parameters", "optimizer", "workspaces"))
@@ -62,7 +65,7 @@ def own_memory(memory: StackMemory, estimate: MemoryEstimate, layout: Layout, de
         return RankMemory(estimate, lasting, *[estimate.peak_bytes] * 3)
     plain, gathering, peak = memory.fragmentation, memory.gathering_fragmentation, estimate.peak_bytes
     usual = gathering if layout.zero_stage == 3 else plain
-    most = memory.most_over_usual * (gathering if layout.engine == "deepspeed" else usual)
+    most = memory.most_over_usual * (gathering if widths.renews_buffers else usual)
     shares = (usual, most, memory.lasting_fragmentation)
     return RankMemory(estimate, lasting, *(in_segments(peak + share * (peak - lasting)) for share in shares))
 

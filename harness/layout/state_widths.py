@@ -30,6 +30,7 @@ class StateWidths:
     buffer_bytes: int = 0  # in total, allocated for communication whatever the size of the model
     backward_buffer_bytes: int = 0  # beside these, from the first gradient of a backward until its end
     reduce_bucket_elements: int = 0  # of DeepSpeed, which reduces a larger gradient by itself
+    renews_buffers: bool = False  # allocates gradients and buckets anew in each step, in blocks of other sizes
     recomputes_last_projection: bool = False  # a checkpointed layer runs again to its end; torch stops before its last
     tp_allreduces_per_layer: int = 4  # of hidden states over tensor-parallel ranks, in a layer's forward and backward
     # Whether gradients are reduced beside the backward that computes them, and parameters of ZeRO stage 3 are gathered

@@ -34,6 +34,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", DEFAULT_BUCKET)),
         buffer_bytes=(buckets if layout.zero_stage == 3 else 0) + (staging_bytes(config, layout) if offloads else 0),
         backward_buffer_bytes=buckets if layout.zero_stage < 3 else 0,  # stage_1_and_2.py, setup_buckets
+        renews_buffers=True,
         recomputes_last_projection=replaces_linear,
         overlaps_reduction=overlaps_reduction(config, layout),
         prefetches_parameters=prefetches_parameters(config),
