@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from harness.proof.deviations import gradients_at
 from harness.records.rank_report import Box, RankReport, TensorFingerprint
 
 
@@ -27,6 +28,10 @@ def _merge(reports: Sequence[Any]) -> Any:
         values = [getattr(report, entry.name) for report in reports]
         if entry.name == "losses":
             changes[entry.name] = [_mean(losses) for losses in zip(*values, strict=True)]
+        elif entry.name == "gradient_squares":
+            steps = range(min(len(squares) for squares in values))
+            whole = [_whole_tensors(gradients_at(step, report) for report in reports) for step in steps]
+            changes[entry.name] = [[tensor.square for tensor in tensors] for tensors in whole]
         elif any(_is_fingerprints(value) for value in values):
             changes[entry.name] = _whole_tensors(values)
         elif any(value is None for value in values):

@@ -189,12 +189,14 @@ def test_the_report_of_several_ranks_is_that_of_one_process() -> None:
         losses=[1.0, None],
         grad_norms=[3.0, 4.0],
         first_gradients=[fingerprint("a", upper, 1.5), fingerprint("b", whole, 7.0), fingerprint("c", upper, 1.0)],
+        gradient_squares=[[1.5, 7.0, 1.0], [1.0, 5.0, None]],
     )
     second = RankReport(
         rank=1,
         losses=[2.0, 2.0],
         grad_norms=[3.0, 4.0],
         first_gradients=[fingerprint("a", lower, 2.5), fingerprint("b", whole, 7.0), fingerprint("c", lower, None)],
+        gradient_squares=[[2.5, 7.0, None], [3.0, 5.0, 1.0]],
     )
     merged = merge_reports([first, second])
     assert (merged.losses, merged.grad_norms, merged.rank) == ([1.5, None], [3.0, 4.0], 0)
@@ -203,4 +205,5 @@ def test_the_report_of_several_ranks_is_that_of_one_process() -> None:
         TensorFingerprint("b", (4, 2), whole, 7.0, 2.0),  # copies count once
         TensorFingerprint("c", (4, 2), whole, None, 4.0),
     ]
+    assert merged.gradient_squares == [[4.0, 7.0, None], [4.0, 5.0, None]]
     assert merge_reports([first]) is first
