@@ -7,6 +7,7 @@ trainings are apart is the noise floor, and other trainings may deviate by a mul
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from statistics import median
 
 from harness.proof.deviations import ROUNDING, Aspect, Difference, differences
 from harness.records.rank_report import TrainingReport
@@ -52,9 +53,9 @@ class NoiseFloors:
 def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: str) -> NoiseFloors:
     """Return how far the reference's two trainings are apart.
 
-    Losses and global norms are single values, and their difference may be zero by chance. Their floor, like that of the
-    gradients of any step, is therefore the largest difference until one step later; that of the global norm starts at
-    the floor of the norms of tensors.
+    Losses and global norms are single values, and their difference may be zero by chance. Their floor, like that of
+    each kind of gradient of any step, is therefore the largest difference until one step later. That of the global norm
+    starts at the floor of the norms of tensors, and that of a kind of gradient at the median of all kinds.
     """
     perturbation = list(differences(reference, [perturbed], compute))
     floors: dict[Aspect, float] = {}
@@ -62,11 +63,14 @@ def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: 
         floors[aspect] = max(value, floors.get(aspect, 0.0))
     steps = len(reference.losses)
     first_norm = floors.get(Aspect("norm", "first_gradients"), 0.0)
-    matrix, vector = (Aspect("norm", "gradients", of_vectors=of_vectors) for of_vectors in (False, True))
-    for of_step, least in ((LOSS, 0.0), (GLOBAL_NORM, first_norm), (matrix, 0.0), (vector, 0.0)):
+    kinds = {aspect._replace(step=0) for aspect in floors if aspect.moment == "gradients"}
+    for of_step, least in ((LOSS, 0.0), (GLOBAL_NORM, first_norm), *((kind, 0.0) for kind in kinds)):
         series = [of_step._replace(step=step) for step in range(steps)]
         values = [floors.get(aspect, 0.0) for aspect in series]
         floors |= {aspect: max(least, *values[: step + 2]) for step, aspect in enumerate(series)}
+    for step in range(steps if kinds else 0):
+        of_kinds = {kind: floors[kind] for kind in (kind._replace(step=step) for kind in kinds)}
+        floors |= {kind: max(floor, median(of_kinds.values())) for kind, floor in of_kinds.items()}
     return NoiseFloors(floors, {difference.where: difference.value for difference in perturbation})
 
 

@@ -1,6 +1,7 @@
 """The differences between two trainings: of losses, global norms, and every parameter's gradients and first update."""
 
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
@@ -11,6 +12,8 @@ from harness.records.rank_report import Box, TensorFingerprint, TrainingReport
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # the relative error of one operation
 
 MOMENTS = ("first_gradients", "first_moments", "first_updates", "last_gradients")
+
+LAYER_NUMBER = re.compile(r"\b\d+\.")
 
 Measure = Literal["loss", "global norm", "norm", "direction"]
 
@@ -27,6 +30,7 @@ class Aspect(NamedTuple):
     moment: str  # the field of the fingerprints, "step", or "gradients" for those of any step
     step: int = 0  # of a loss, a global norm, or a gradient of any step
     of_vectors: bool = False  # norm weights and biases, which have one dimension
+    kind: str = ""  # of a gradient of any step: the parameter's name without the number of its layer
 
 
 class Difference(NamedTuple):
@@ -94,7 +98,8 @@ def _tensor_differences(
             continue
         norm, projection = whole[name]
         is_bias = name.endswith(".bias")
-        norm_aspect = Aspect("norm", moment, step, of_vectors=name in vectors)
+        kind = LAYER_NUMBER.sub("", name) if moment == "gradients" else ""
+        norm_aspect = Aspect("norm", moment, step, name in vectors, kind)
         weight_norm = whole.get(f"{name.removesuffix('.bias')}.weight", (0.0, 0.0))[0] if is_bias else 0.0
         scale = max(math.hypot(norm, weight_norm), least * math.sqrt(elements[name])) or 1.0
         for square_sum, projection_sum in copies:

@@ -82,7 +82,9 @@ def compare_training(
     for difference in differences(reference, ranks, compute):
         aspect, deviation, where = difference
         bound = floors.bound(difference, floor_multiple, compute)
-        by_aspect[aspect].append(Check(aspect, deviation, where, floors.aspect(aspect, compute), bound))
+        by_aspect[aspect._replace(kind="")].append(
+            Check(aspect, deviation, where, floors.aspect(aspect, compute), bound)
+        )
     largest = [max(checks, key=lambda check: check.deviation) for checks in by_aspect.values()]
     nearest = [max(checks, key=lambda check: check.excess) for checks in by_aspect.values()]
     checks = list(dict.fromkeys([*largest, *nearest]))

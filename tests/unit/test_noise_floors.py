@@ -148,6 +148,30 @@ def test_floors_grow_with_steps_and_look_one_step_ahead() -> None:
     assert any(deviation_problems(compared([1.0, 1.0, 1.0, math.nan, 1.0])))  # NaN is an error at any step
 
 
+def test_each_kind_of_gradient_has_its_own_floor_in_every_step() -> None:
+    """Rounding moves the gradients of queries and keys most. A wrong one of another kind must not hide behind them."""
+    reference, ranks = recorded("fp32")
+
+    def with_norms(report: RankReport, **off: float) -> RankReport:
+        """Return a report of three steps whose norms are off by shares, of the kinds of parameters by their names."""
+        names = [entry.name for entry in report.first_gradients]
+        shares = [next((share for kind, share in off.items() if f".{kind}." in name), 0.0) for name in names]
+        squares = [float(entry.square or 0) for entry in report.first_gradients]
+        changed = [square * (1 + share) ** 2 for square, share in zip(squares, shares, strict=True)]
+        return dataclasses.replace(report, gradient_squares=[squares, changed, squares])
+
+    others = dict.fromkeys(("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"), 1e-3)
+    assert reference.perturbed is not None
+    perturbed = with_norms(reference, q_proj=1e-2, k_proj=1e-2, **others).gradient_squares
+    noisy = dataclasses.replace(
+        with_norms(reference), perturbed=dataclasses.replace(reference.perturbed, gradient_squares=perturbed)
+    )
+    for off, expected in (({"q_proj": 5e-2}, None), ({"v_proj": 5e-3}, None), ({"v_proj": 2e-2}, "v_proj")):
+        problems = list(deviation_problems(compare("fp32", noisy, [with_norms(rank, **off) for rank in ranks])))
+        assert bool(problems) == bool(expected)
+        assert expected is None or f"self_attn.{expected}.weight's gradient at step 1" in problems[0], problems
+
+
 @pytest.mark.parametrize("compute", SENSITIVITY)
 @pytest.mark.parametrize("moment", ["first_gradients", "first_moments", "first_updates"])
 def test_no_floor_hides_a_scaled_matrix(moment: str, compute: str) -> None:
