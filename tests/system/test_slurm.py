@@ -1,6 +1,8 @@
 """Sweeps as jobs of a real Slurm over one and two nodes, and their outcomes when parts of it die."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,10 +30,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={results}", *SLURM]
+def start_command(slurm: Cluster, results: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={json.dumps(str(results))}", *SLURM]
     return subprocess.Popen(
-        command, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -95,6 +97,24 @@ def test_a_command_is_refused_as_the_tasks_of_a_step_and_not_in_a_job_of_several
     with pytest.raises(subprocess.CalledProcessError):
         slurm.run("sbatch", "--wait", str(script))
     assert "strategy=nope is not known" in (slurm.folder / "job.log").read_text()
+
+
+def test_slurm_reads_folders_and_values_as_they_are(slurm: Cluster, tmp_path: Path) -> None:
+    """The checkout and the results lie in folders with blanks, quotes and what Slurm replaces in names of files."""
+    checkout, results = tmp_path / "my %j 'checkout' #1", tmp_path / 'my %j "results" %%A'
+    for part in ("harness", "conf", "sweeps"):
+        shutil.copytree(ROOT / part, checkout / part)
+    comment = '50% of a job\'s, "%j" # \\n'
+    options = "+hydra.launcher.additional_parameters.comment='{}'".format(comment.replace("'", r"\'"))
+    run = ("name=odd", "strategy=ddp", "proof.reference=false", options, *SMALL)
+    command = start_command(slurm, results, *run, "hydra.launcher.setup=[pwd]", cwd=checkout)
+    output = command.communicate(timeout=240)[1]
+    assert command.returncode == 0, output
+    assert only_row(results, "odd").status == "ok"
+    (log,) = results.glob("odd/.jobs/*.log")
+    assert log.read_text().startswith(f"{checkout}\n")
+    assert f"Comment={comment} " in slurm.run("scontrol", "show", "job", "--oneliner", log.stem)
+    assert {path.name for path in tmp_path.iterdir()} == {checkout.name, results.name}
 
 
 def kill_rank(slurm: Cluster, run_dir: Path) -> None:
