@@ -3,11 +3,15 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -15,7 +19,9 @@ from unittest import mock
 import pandas as pd
 import psutil
 import pytest
+from torch.distributed import DistError, TCPStore
 
+from harness.sweep.slurm.node import FIRST_PORT
 from tests.support.commands import ROOT, SMALL, read_rows, run_harness
 from tests.support.slurm_cluster import READY_SECONDS, Cluster, cluster, processes, wait_for, wait_for_step
 
@@ -115,6 +121,43 @@ def test_slurm_reads_folders_and_values_as_they_are(slurm: Cluster, tmp_path: Pa
     assert log.read_text().startswith(f"{checkout}\n")
     assert f"Comment={comment} " in slurm.run("scontrol", "show", "job", "--oneliner", log.stem)
     assert {path.name for path in tmp_path.iterdir()} == {checkout.name, results.name}
+
+
+def plant(port: int, ended: threading.Event) -> None:
+    """Give the nodes of a job work through a store of torch as soon as the job listens, as any process can."""
+    while not ended.is_set():
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+    with suppress(DistError):
+        TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5)).set("run 1", "planted")
+
+
+def test_a_stranger_does_not_end_a_run(slurm: Cluster, tmp_path: Path) -> None:
+    """Its message reached a node, which ended with it, while the job of two nodes waited for that."""
+    number = 1 + max((int(job.partition("_")[0]) for job in slurm.jobs()), default=0)
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plant, FIRST_PORT + number, ended)
+        try:
+            harness(
+                slurm,
+                tmp_path,
+                *(
+                    "name=stranger",
+                    "strategy=ddp",
+                    "cluster.nodes=2",
+                    "proof.reference=false",
+                    "timeout_seconds=60",
+                    *SMALL,
+                ),
+            )
+        finally:
+            ended.set()
+    assert only_row(tmp_path, "stranger").status == "ok" and f"{number}_0" in slurm.jobs()
+    token = tmp_path / "stranger" / ".jobs" / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != token]
+    assert not [path for path in files if token.read_bytes() in path.read_bytes()]
 
 
 def kill_rank(slurm: Cluster, run_dir: Path) -> None:

@@ -14,6 +14,7 @@ from harness.config.command import read_command_config
 from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
+from harness.launcher.multinode import create_token
 from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
@@ -53,6 +54,7 @@ class JobRun(QueuedRun):
 
     def write_values(self) -> None:
         """Write the combination's values, which its node reads, and the job that it was submitted as."""
+        create_token(self.comparison.job_token)
         atomic_write_json(self.message(), {"values": self.values, "job": self.job})
 
 
