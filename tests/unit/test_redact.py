@@ -27,7 +27,9 @@ HASHED = "9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08"
 
 
 def drawn(length: int, alphabet: str = BASE62) -> st.SearchStrategy[str]:
-    return st.text(alphabet, min_size=length, max_size=length).filter(lambda text: any(c.isdigit() for c in text))
+    """Return texts that are neither a word nor a number, which are not taken for secrets."""
+    texts = st.text(alphabet, min_size=length, max_size=length)
+    return texts.filter(lambda text: text[0].isalpha() and any(character.isdigit() for character in text))
 
 
 def part_of_token(values: dict[str, str]) -> str:
