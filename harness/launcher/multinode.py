@@ -88,13 +88,17 @@ class NodeGroup:
             self.channels[rank].send_bytes(json.dumps(message).encode())
 
     def wait_for_outcome(self, number: int, rank: int) -> LaunchOutcome:
-        """Return how another node's ranks ended; what it says of an earlier run is ignored."""
+        """Return how another node's ranks ended; what it says of an earlier run is ignored.
+
+        A node that was lost is waited for all the same: the cluster then ends the job, and may run it again.
+        """
         ends_at = time.monotonic() + OUTCOME_SECONDS
         with suppress(OSError, EOFError):
             while self.channels[rank].poll(max(0.0, ends_at - time.monotonic())):
                 ended = json.loads(self.channels[rank].recv_bytes())
                 if ended["number"] == number:
                     return from_dict(LaunchOutcome, ended["outcome"])
+        time.sleep(max(0.0, ends_at - time.monotonic()))
         return LaunchOutcome(
             "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0
         )
