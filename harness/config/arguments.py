@@ -10,6 +10,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import OverrideParseException
 
+from harness.config.locations import files_in
 from harness.config.mistakes import (
     FREE_KEYS,
     NO_KEYS,
@@ -48,6 +49,8 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     for word in parsed.overrides:
         words.remove(word)
     settings = [re.sub(LISTS, r"\1=[\2]", word) for word in parsed.overrides]
+    for text in settings:
+        refuse_target(text, text)
     try:
         overrides = OverridesParser.create().parse_overrides(settings)
     except OverrideParseException as error:
@@ -65,6 +68,12 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     return [*words, *settings]
 
 
+def refuse_target(text: str, where: str) -> None:
+    """Raise UserError for a setting or a file that names code, which Hydra would run even under keys of its own."""
+    if "_target_" in text:
+        raise UserError(f"{where}: _target_ names code to run, which no key of the harness takes: leave it out")
+
+
 def _check_override(override: Override) -> None:
     """Raise UserError for a mistake in one override."""
     key, values = override.key_or_group, _values(override)
@@ -78,7 +87,9 @@ def _check_override(override: Override) -> None:
             example = f"type -m {key}={','.join(map(str, names))} to run each of them"
             raise UserError(f"{override.input_line} is a list: {example}")
         for value in values:
-            if value not in choices_of(key) and not value.startswith(("$", "{")) and (key, value) != ("sweeps", "null"):
+            if path := files_in(key).get(value):
+                refuse_target(path.read_text(errors="replace"), str(path))
+            elif not value.startswith(("$", "{")) and (key, value) != ("sweeps", "null"):
                 raise UserError(unknown_choice(key, value))
     elif override.type is not OverrideType.ADD or not choices_of(key):
         raise UserError(unknown_key(key, ",".join(values)))

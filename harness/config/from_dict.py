@@ -68,6 +68,7 @@ def _from_values(hint: Any, value: Any, key: str) -> Any:
         if len(value) == len(kinds):
             return tuple(_from_values(kind, v, key) for kind, v in zip(kinds, value, strict=True))
     if origin is dict and isinstance(value, dict):
+        require("_target_" not in str(value), key, value, "has a _target_, which names code to run: leave it out")
         return {str(k): _from_values(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     if hint is Any:
         return value

@@ -22,6 +22,7 @@ from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.util.text import sanitize
 
 
 def refusals(run: RecordedRun, kind: str) -> list[str]:
@@ -42,7 +43,7 @@ def file_text(run: RecordedRun, name: str) -> str:
 def templates() -> Environment:
     """Return the templates of all files, in which a line that has a tag alone leaves nothing."""
     loader = PackageLoader("harness.export", "scripts")
-    return Environment(
+    environment = Environment(
         loader=loader,
         autoescape=False,
         trim_blocks=True,
@@ -50,6 +51,8 @@ def templates() -> Environment:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
+    environment.filters["line"] = sanitize  # for names in comments, which no other character than a line break ends
+    return environment
 
 
 def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:

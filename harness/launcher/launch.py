@@ -22,6 +22,7 @@ from harness.launcher.forkserver import rank_environment, start_forkserver, temp
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records.run_folder import RunFolder
+from harness.util.redact import redact_file
 from harness.util.text import one_line
 
 MONITOR_SECONDS = 0.05  # the time between two checks of the elastic agent on its ranks
@@ -95,6 +96,8 @@ def launch(
             with suppress(OSError), folder.launcher_log.open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
     rank_entry.remove_empty(run_dir, ranks)
+    for path in (folder.launcher_log, *map(folder.log, ranks)):
+        redact_file(path)
     oom_killed = oom_kill_count() > kills_before
     return classify_outcome(monitor, exits, launch_error, run_dir, ranks.start, time.monotonic() - started, oom_killed)
 

@@ -134,6 +134,7 @@ class ComparisonFolder:
     plan_validation = Entry("plan_validation.json")
     references = Entry(_REFERENCES)
     jobs = Entry(".jobs")
+    job_token = Entry(".jobs/token")  # by which the nodes of a job know each other; its user alone can read it
     reserve = Entry(".reserve")
     locks = Entry(".locks")
     lock = NumberedEntry(".locks/{}.lock")  # locked by the command that works on the run, or has the queue

@@ -13,6 +13,7 @@ from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep.command_file import seconds_left
 from harness.sweep.queued_run import QueuedRun
+from harness.util.redact import redacted
 from harness.util.text import count_text, format_bytes, format_duration, sanitize
 
 PLAIN_SECONDS = 10.0  # between two reports of running runs where there is no terminal
@@ -173,5 +174,5 @@ class ProgressDisplay:
 
     def print_line(self, line: str) -> None:
         """Print a line that stays."""
-        self.console.print(Text(sanitize(line)), soft_wrap=True)
+        self.console.print(Text(redacted(sanitize(line))), soft_wrap=True)
         sys.stderr.flush()

@@ -28,6 +28,7 @@ from harness.records.rank_report import RankReport, TrainingReport
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.tensors.fp32_sums import fp32_sums
 from harness.util.files import atomic_write_json
+from harness.util.redact import redacted
 from harness.util.text import one_line
 from harness.worker.batches import Batches
 from harness.worker.perturbed_training import train_perturbed
@@ -68,8 +69,8 @@ def report_failure(report: RankReport, error: BaseException, heartbeat: Heartbea
         allocated_bytes=last.allocated_bytes,
         rss_bytes=last.host_bytes,
         error=type(out_of_memory or error).__name__,
-        reason=one_line(out_of_memory or error),
-        traceback=traceback.format_exc(),
+        reason=redacted(one_line(out_of_memory or error)),
+        traceback=redacted(traceback.format_exc()),
     )
 
 

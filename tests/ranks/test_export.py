@@ -1,5 +1,6 @@
 """Exported files train as the run did: each is started as its user would start it, and its losses equal the run's."""
 
+import ast
 import itertools
 import json
 import os
@@ -168,10 +169,25 @@ def test_deepspeed_reads_the_exported_file(results: Path) -> None:
     assert values["train_batch_size"] == 2 * values["train_micro_batch_size_per_gpu"] * accumulation == 8
 
 
-def written(results: Path, overrides: str) -> Path:
+def test_no_name_adds_code_to_a_script(results: Path) -> None:
+    """The names of a run and of its folder stand in comments of one line; the shell gets numbers alone."""
+    planted = 'x"""\nimport planted\n"""\r#\x0b\\N{'
+    folder = written(results, "strategy=ddp", f"strategy.name='{planted}'", "name=planted")
+    moved = folder.parent.rename(folder.parent.with_name(planted))
+    assert main(["export", str(moved), "--to", str(folder)]) == 0
+    for script in folder.glob("*.py"):
+        code = ast.parse(script.read_text())
+        assert "planted" in script.read_text()
+        assert "planted" not in [
+            name.name for node in ast.walk(code) if isinstance(node, ast.Import) for name in node.names
+        ]
+    assert "planted" not in (folder / "torchrun.sh").read_text()
+
+
+def written(results: Path, overrides: str, *others: str) -> Path:
     """Export a run whose files were left without training it."""
     folder = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
-    config, command_config = compose(*folder, *overrides.split())
+    config, command_config = compose(*folder, *overrides.split(), *others)
     planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
     planned.folder.path.mkdir(parents=True, exist_ok=True)
     spec, _ = build_run_spec(planned)

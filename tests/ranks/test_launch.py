@@ -128,6 +128,16 @@ def hanging_pids(run_dir: Path) -> list[int]:
     return [int(path.read_text()) for path in run_dir.glob("pid_?")]
 
 
+def test_logs_keep_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A_SERVICE_PASS", "hunter2x")
+    multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # its ranks have its environment
+    outcome = launched(launch_entries.leaks, tmp_path)
+    assert outcome.status == "error" and "401" in outcome.reason
+    logs = {path.name: path.read_text() for path in (tmp_path / "logs").iterdir()}
+    assert logs["rank_0.log"].count("[secret]") >= 4 and "from a child process" in logs["rank_1.log"]
+    assert not any("hunter2x" in text for text in logs.values())
+
+
 def test_ranks_run_a_collective_and_log_their_output(
     tmp_path: Path, cold_seconds: float, capfd: pytest.CaptureFixture[str]
 ) -> None:

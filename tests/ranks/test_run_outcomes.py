@@ -18,7 +18,7 @@ from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from tests.support import commands, faults
-from tests.support.commands import ROOT, Entry, run_with
+from tests.support.commands import ROOT, Entry, run_folder, run_with
 
 CGROUP = Path("/sys/fs/cgroup/memory")  # of version 1; of version 2 a process must not have siblings in its group
 
@@ -51,6 +51,15 @@ def test_a_killed_rank_is_named(results: Path) -> None:
     row = run_with(results, "strategy=ddp", entry=faults.killed).row
     assert row["status"] == "error"
     assert "rank 1" in row["reason"] and "SIGKILL" in row["reason"]
+
+
+def test_an_error_that_quotes_a_secret_is_told_without_it(results: Path) -> None:
+    """Neither the record nor the ranks' reports, logs and other files have it."""
+    record = run_with(results, "strategy=ddp", entry=faults.leaking)
+    assert record.row["status"] == "error" and "401 from https://[secret]@host" in record.row["reason"]
+    files = {path.name: path.read_bytes() for path in run_folder(results, record).path.rglob("*") if path.is_file()}
+    assert {"record.json", "rank_00000.json", "rank_0.log"} <= files.keys()
+    assert not [name for name, content in files.items() if b"hf_aB3" in content]
 
 
 def test_a_time_limit_is_a_timeout_that_names_the_late_ranks(results: Path) -> None:

@@ -87,3 +87,10 @@ def describe(run_dir: str) -> None:
         "forkserver_threads": int(status.read_text().split("Threads:")[1].split()[0]) if status.exists() else None,
     }
     (Path(run_dir) / f"seen_{os.environ['RANK']}.json").write_text(json.dumps(result))
+
+
+def leaks(_: str) -> None:
+    """Print secrets of the environment as a library does, and raise with one."""
+    print("connecting with", os.environ["A_SERVICE_PASS"], flush=True)
+    os.system("echo $A_SERVICE_PASS from a child process")
+    raise RuntimeError(f"401 for {os.environ['A_SERVICE_PASS']} at https://{os.environ['A_SERVICE_PASS']}@host")

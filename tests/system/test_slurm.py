@@ -1,11 +1,17 @@
 """Sweeps as jobs of a real Slurm over one and two nodes, and their outcomes when parts of it die."""
 
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -13,7 +19,9 @@ from unittest import mock
 import pandas as pd
 import psutil
 import pytest
+from torch.distributed import DistError, TCPStore
 
+from harness.sweep.slurm.node import FIRST_PORT
 from tests.support.commands import ROOT, SMALL, read_rows, run_harness
 from tests.support.slurm_cluster import READY_SECONDS, Cluster, cluster, processes, wait_for, wait_for_step
 
@@ -28,10 +36,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         yield started
 
 
-def start_command(slurm: Cluster, results: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={results}", *SLURM]
+def start_command(slurm: Cluster, results: Path, *arguments: str, cwd: Path = ROOT) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "harness", *arguments, f"results_dir={json.dumps(str(results))}", *SLURM]
     return subprocess.Popen(
-        command, cwd=ROOT, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, cwd=cwd, env=slurm.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -95,6 +103,61 @@ def test_a_command_is_refused_as_the_tasks_of_a_step_and_not_in_a_job_of_several
     with pytest.raises(subprocess.CalledProcessError):
         slurm.run("sbatch", "--wait", str(script))
     assert "strategy=nope is not known" in (slurm.folder / "job.log").read_text()
+
+
+def test_slurm_reads_folders_and_values_as_they_are(slurm: Cluster, tmp_path: Path) -> None:
+    """The checkout and the results lie in folders with blanks, quotes and what Slurm replaces in names of files."""
+    checkout, results = tmp_path / "my %j 'checkout' #1", tmp_path / 'my %j "results" %%A'
+    for part in ("harness", "conf", "sweeps"):
+        shutil.copytree(ROOT / part, checkout / part)
+    comment = '50% of a job\'s, "%j" # \\n'
+    options = "+hydra.launcher.additional_parameters.comment='{}'".format(comment.replace("'", r"\'"))
+    run = ("name=odd", "strategy=ddp", "proof.reference=false", options, *SMALL)
+    command = start_command(slurm, results, *run, "hydra.launcher.setup=[pwd]", cwd=checkout)
+    output = command.communicate(timeout=240)[1]
+    assert command.returncode == 0, output
+    assert only_row(results, "odd").status == "ok"
+    (log,) = results.glob("odd/.jobs/*.log")
+    assert log.read_text().startswith(f"{checkout}\n")
+    assert f"Comment={comment} " in slurm.run("scontrol", "show", "job", "--oneliner", log.stem)
+    assert {path.name for path in tmp_path.iterdir()} == {checkout.name, results.name}
+
+
+def plant(port: int, ended: threading.Event) -> None:
+    """Give the nodes of a job work through a store of torch as soon as the job listens, as any process can."""
+    while not ended.is_set():
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            break
+    with suppress(DistError):
+        TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5)).set("run 1", "planted")
+
+
+def test_a_stranger_does_not_end_a_run(slurm: Cluster, tmp_path: Path) -> None:
+    """Its message reached a node, which ended with it, while the job of two nodes waited for that."""
+    number = 1 + max((int(job.partition("_")[0]) for job in slurm.jobs()), default=0)
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(plant, FIRST_PORT + number, ended)
+        try:
+            harness(
+                slurm,
+                tmp_path,
+                *(
+                    "name=stranger",
+                    "strategy=ddp",
+                    "cluster.nodes=2",
+                    "proof.reference=false",
+                    "timeout_seconds=60",
+                    *SMALL,
+                ),
+            )
+        finally:
+            ended.set()
+    assert only_row(tmp_path, "stranger").status == "ok" and f"{number}_0" in slurm.jobs()
+    token = tmp_path / "stranger" / ".jobs" / "token"
+    assert token.stat().st_mode & 0o777 == 0o600
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != token]
+    assert not [path for path in files if token.read_bytes() in path.read_bytes()]
 
 
 def kill_rank(slurm: Cluster, run_dir: Path) -> None:

@@ -11,7 +11,7 @@ from hypothesis import given, settings, strategies
 from harness.config.arguments import normalize_arguments
 from harness.config.command import CommandConfig, merge_values, read_command_config, read_run_config
 from harness.config.fingerprint import make_run_id, result_affecting_keys
-from harness.config.from_dict import is_group
+from harness.config.from_dict import from_dict, is_group
 from harness.config.hydra import compose_values
 from harness.config.mistakes import known_keys
 from harness.config.schema import Device, RunConfig
@@ -212,6 +212,38 @@ def test_every_key_of_a_clusters_hardware_is_a_setting() -> None:
         "hardware"
     ]
     assert len(keys) > 25 and {*hardware.pop("fitted").values(), *hardware.values()} == {7}
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "+strategy._target_=builtins.print",
+        "hydra.launcher._target_=builtins.print",
+        "+hydra.callbacks.x._target_=builtins.print",
+        "+strategy.options={a: {_target_: builtins.print}}",
+        "strategy=planted",
+        "sweeps=planted",
+    ],
+)
+def test_no_setting_names_code_to_run(argument: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, text in (
+        ("conf/strategy", "_target_: builtins.print"),
+        ("sweeps", "# @package _global_\nhydra: {callbacks: {x: {_target_: builtins.print}}}"),
+    ):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "planted.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"_target_ names code to run.*leave it out$") as refusal:
+        normalize_arguments(["-m", argument])
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_stored_configuration_names_no_code() -> None:
+    """The groups of keys that only a library knows are dicts, which older records and files of runs have too."""
+    config = compose_config("strategy=ddp").to_dict()
+    config["strategy"]["options"] = {"a": [{"_target_": "builtins.print"}]}
+    with pytest.raises(UserError, match=r"^strategy\.options=.*_target_, which names code to run"):
+        from_dict(RunConfig, config)
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:

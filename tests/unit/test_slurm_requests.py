@@ -3,6 +3,7 @@
 import re
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,10 +61,14 @@ def site(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def options_of(resources: SlurmResources, launch: str, cluster: dict[str, Any]) -> dict[str, str]:
     """Return the options of sbatch in the header of a job."""
+    return dict(re.findall(r"^#SBATCH --([^=\n]+)=(.*)$", sbatch_header(resources, launch, cluster), re.M))
+
+
+def sbatch_header(resources: SlurmResources, launch: str, cluster: dict[str, Any]) -> str:
     config = object.__new__(RunConfig)
     object.__setattr__(config, "cluster", ClusterConfig("site", **cluster))
     object.__setattr__(config, "launch", launch)
-    return dict(re.findall(r"^#SBATCH --([^=\n]+)=(.*)$", sbatch_directives(resources, config, CommandConfig()), re.M))
+    return sbatch_directives(resources, config, CommandConfig())
 
 
 def request_of(
@@ -144,6 +149,34 @@ def test_a_site_that_does_not_tell_must_be_told_the_number(site: None) -> None:
         with pytest.raises(UserError, match=r"cluster\.gpus_per_node=null.*sinfo does not report"):
             request_of(device=device)
     assert request_of(gpus_per_node=4) == ("4", "8") and request_of(device="cpu") == (None, "2")
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"partition": "a\nplanted"},
+        {"account": "a\rplanted"},
+        {"qos": "a\vplanted"},
+        {"additional_parameters": {"comment": "a\nplanted"}},
+        {"additional_parameters": {"comment\nplanted": True}},
+        {"setup": ("a\nplanted",)},
+        {"srun_args": ("a\x85planted",)},
+    ],
+    ids=str,
+)
+def test_a_value_that_would_add_a_line_is_refused(planted: dict[str, Any], tmp_path: Path) -> None:
+    resources = SlurmResources(**planted)
+    with pytest.raises(UserError, match=r"^hydra/launcher=slurm: .*control character.*planted") as refusal:
+        batch_script(
+            sbatch_header(resources, "processes", {"device": "cpu"}), resources, [tmp_path / "values.json"], tmp_path
+        )
+    assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\\b"])
+def test_a_folder_that_slurm_cannot_name_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"control character|without a backslash"):
+        batch_script("", SlurmResources(), [tmp_path / "values.json"], tmp_path / name)
 
 
 def test_srun_gets_the_cores_of_the_job(tmp_path: Any) -> None:

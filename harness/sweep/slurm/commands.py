@@ -6,7 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from harness.config.schema import ClusterConfig, Device, RunConfig
 from harness.hardware.machine import CORES_PER_GPU_RANK, CPU_RANKS
 from harness.records.run_folder import ComparisonFolder
 from harness.util.files import read_json_object
-from harness.util.text import UserError, one_line
+from harness.util.text import UserError, one_line, printable
 
 COMMAND_SECONDS = 60.0  # for one of Slurm's commands to answer
 
@@ -78,8 +78,26 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "open-mode": "append",
         **other_options(resources),
     }
-    lines = [f"#SBATCH --{key}" + ("" if value is True else f"={value}") for key, value in options.items() if value]
-    return "\n".join(lines)
+    return printable_lines(sbatch_option(key, value) for key, value in options.items() if value)
+
+
+def sbatch_option(key: str, value: object) -> str:
+    """Return the #SBATCH line of an option. Sbatch knows quotes, in which a backslash stands before " and itself."""
+    text = str(value)
+    quoted = text if shlex.quote(text) == text else '"{}"'.format(re.sub(r'[\\"]', r"\\\g<0>", text))
+    return f"#SBATCH --{key}" + ("" if value is True else f"={quoted}")
+
+
+def printable_lines(lines: Iterable[str]) -> str:
+    """Return the lines as one text. Raises UserError for a line with a control character, which may begin another."""
+    texts = list(lines)
+    for line in texts:
+        if not line.isprintable():
+            raise UserError(
+                "hydra/launcher=slurm: a line of the batch script has a line break or another control character, shown"
+                f" as \N{REPLACEMENT CHARACTER}: remove it from the key or the path in {printable(line)}"
+            )
+    return "\n".join(texts)
 
 
 def other_options(resources: SlurmResources) -> dict[str, Any]:
@@ -144,26 +162,26 @@ def requested_device(resources: SlurmResources, cluster: ClusterConfig, launch: 
 
 
 def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:
-    """Return a batch script that runs every file of values as a job of one array."""
-    quoted = "\n".join(f"    {shlex.quote(str(path))}" for path in files)
+    """Return a batch script that runs every file of values as a job of one array.
+
+    Raises UserError for a path or a line of shell that Slurm would read otherwise.
+    """
+    if "\\" in str(logs):
+        raise UserError(f"results_dir: Slurm writes no log to {logs}: choose a folder without a backslash in its path")
     program = shlex.join([*resources.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
     # Since Slurm 22.05 srun does not take the cores from the job, and would start the task on a single one.
     srun = f"srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {program}"
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            directives,
-            f"#SBATCH --array=0-{len(files) - 1}%{resources.array_parallelism}",
-            f"#SBATCH --output={logs}/%A_%a.log",
-            f"#SBATCH --chdir={Path.cwd()}",
-            "files=(",
-            quoted,
-            ")",
-            *resources.setup,
-            f'{srun} "${{files[$SLURM_ARRAY_TASK_ID]}}"',
-            "",
-        ]
-    )
+    lines = [
+        f"#SBATCH --array=0-{len(files) - 1}%{resources.array_parallelism}",
+        sbatch_option("output", str(logs).replace("%", "%%") + "/%A_%a.log"),  # elsewhere %j is the job, and so on
+        sbatch_option("chdir", Path.cwd()),
+        "files=(",
+        *(f"    {shlex.quote(str(path))}" for path in files),
+        ")",
+        *resources.setup,
+        f'{srun} "${{files[$SLURM_ARRAY_TASK_ID]}}"',
+    ]
+    return f"#!/bin/bash\n{directives}\n{printable_lines(lines)}\n"
 
 
 @functools.cache

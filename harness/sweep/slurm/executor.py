@@ -14,6 +14,7 @@ from harness.config.command import read_command_config
 from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
+from harness.launcher.multinode import create_token
 from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
@@ -26,6 +27,7 @@ from harness.sweep.queued_run import Ended, QueuedRun, candidates, wants_max_mic
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources, submitted_job
 from harness.util.files import atomic_write_json, atomic_write_text, is_locked, read_json_object, run_lock
+from harness.util.redact import keys_holding_secrets
 from harness.util.text import UserError, count_text
 
 POLL_SECONDS = 1.0
@@ -52,6 +54,7 @@ class JobRun(QueuedRun):
 
     def write_values(self) -> None:
         """Write the combination's values, which its node reads, and the job that it was submitted as."""
+        create_token(self.comparison.job_token)
         atomic_write_json(self.message(), {"values": self.values, "job": self.job})
 
 
@@ -63,6 +66,11 @@ class SlurmExecutor:
 
     def __init__(self, launcher: GroupValues, display: ProgressDisplay) -> None:
         keys = {key: value for key, value in launcher.items() if key != "_target_"}
+        for key in keys_holding_secrets(keys, "hydra.launcher"):
+            raise UserError(
+                f"{key} holds a secret, which the batch script would store: set it in the environment, which sbatch"
+                " passes on, or in a file that a line of hydra.launcher.setup reads"
+            )
         self.resources = from_dict(SlurmResources, keys, "hydra.launcher")
         self.display = display
         self.started: list[JobRun] = []

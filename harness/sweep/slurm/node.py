@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.config.from_dict import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
+from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.runner.record import write_rejected
 from harness.runner.resolve import load_model_presets
@@ -17,7 +18,7 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import QueuedRun, StopAfter
 from harness.sweep.scheduler import Scheduler, SequentialExecutor
 from harness.util.files import atomic_write_json
-from harness.util.text import UserError
+from harness.util.text import UserError, run_command
 
 FIRST_PORT, PORTS = 20_000, 20_000  # a job's nodes meet at a port that follows from the job's number
 
@@ -56,7 +57,8 @@ def main() -> int:
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
     port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any free port
     end = os.environ.get("SLURM_JOB_END_TIME")
-    nodes = rendezvous(count, rank, address, port, float(end) - SPARE_SECONDS if end else None)
+    token_file = ComparisonFolder(path.parents[1]).job_token
+    nodes = rendezvous(count, rank, address, port, token_file, float(end) - SPARE_SECONDS if end else None)
     if rank:
         nodes.serve_leader()
         return 0
@@ -84,4 +86,4 @@ def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_command(main))

@@ -47,6 +47,16 @@ def stuck(run_dir: str) -> None:
     worker_main.main(run_dir)
 
 
+@replaces(BATCHES)
+def leaking(ordinary: Any, self: Any, step: int) -> Any:
+    """Fail in the second step with an error that quotes an address with a token, as libraries do, and print it."""
+    if step == 1:
+        address = f"https://{'hf_aB3dE5gH7j' * 3}@host"
+        print("refused by", address)
+        raise RuntimeError(f"401 from {address}")
+    return ordinary(self, step)
+
+
 @replaces(BATCHES, of_rank=1)
 def stuck_in_a_step(ordinary: Any, self: Any, step: int) -> Any:
     """Stop rank 1 in its second step."""
