@@ -19,7 +19,8 @@ from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_runs import FailedReferenceError, get_reference
 from harness.runner.resolve import refresh_machine
 from harness.runner.reuse import reusable_record, stored_rejection
-from harness.util.files import JsonObject, run_lock
+from harness.util.files import JsonObject
+from harness.util.locks import file_lock
 
 # What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
 _SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
@@ -33,7 +34,7 @@ def execute(plan: RunPlan, context: RunContext) -> Record | None:
     Return None if another command is working on the run. Raises OSError if the disk is too full even for the
     record of that failure.
     """
-    with run_lock(plan.folder.lock, wait=False) as is_acquired:
+    with file_lock(plan.folder.lock, wait=False) as is_acquired:
         return run_locked(plan, context) if is_acquired else None
 
 

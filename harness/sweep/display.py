@@ -13,7 +13,7 @@ from harness.records.run_folder import RunFolder
 from harness.records.schema import Record
 from harness.sweep.command_file import seconds_left
 from harness.sweep.queued_run import QueuedRun
-from harness.util.text import count_text, format_bytes, format_duration, sanitize
+from harness.util.text import LastingStream, count_text, format_bytes, format_duration, sanitize
 
 PLAIN_SECONDS = 10.0  # between two reports of running runs where there is no terminal
 
@@ -46,7 +46,7 @@ class ProgressDisplay:
     """The display of a command's progress, which is told of every run; standard output holds results alone."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(file=LastingStream(sys.stderr), highlight=False)  # type: ignore[arg-type]
         self.total = 0
         self.position = 0
         self.has_repeats = False  # whether labels say which repeat a run is
@@ -174,4 +174,4 @@ class ProgressDisplay:
     def print_line(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(Text(sanitize(line)), soft_wrap=True)
-        sys.stderr.flush()
+        self.console.file.flush()

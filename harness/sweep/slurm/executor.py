@@ -25,7 +25,8 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import Ended, QueuedRun, candidates, wants_max_micro_batch
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources, submitted_job
-from harness.util.files import atomic_write_json, atomic_write_text, is_locked, read_json_object, run_lock
+from harness.util.files import atomic_write_json, atomic_write_text, read_json_object
+from harness.util.locks import file_lock, is_locked
 from harness.util.text import UserError, count_text
 
 POLL_SECONDS = 1.0
@@ -119,7 +120,7 @@ class SlurmExecutor:
         """Submit every run that no other command has submitted; those that request the same are one array."""
         for comparison in {run.comparison for run in new}:
             comparison.jobs.mkdir(parents=True, exist_ok=True)
-            with run_lock(ComparisonFolder(comparison.jobs).lock("submission")):
+            with file_lock(ComparisonFolder(comparison.jobs).lock("submission")):
                 selected = [run for run in new if run.comparison == comparison]
                 for run in selected:
                     run.job = submitted_job(run.message())

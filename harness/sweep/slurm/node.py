@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.config.from_dict import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
+from harness.launcher.signals import set_handlers
 from harness.records.schema import Record
 from harness.runner.record import write_rejected
 from harness.runner.resolve import load_model_presets
@@ -51,6 +52,7 @@ class NodeDisplay(ProgressDisplay):
 
 def main() -> int:
     """Run this node's part of the job and return its exit status."""
+    set_handlers()
     path = Path(sys.argv[1])
     count, rank = int(os.environ.get("SLURM_NNODES", 1)), int(os.environ.get("SLURM_NODEID", 0))
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
