@@ -75,7 +75,7 @@ class NodeGroup:
             return from_dict(LaunchOutcome, json.loads(self.store.get(key)))
         except DistError:
             return LaunchOutcome(
-                "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0
+                "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0, True
             )
 
     def serve_leader(self) -> None:
@@ -127,7 +127,11 @@ def merge_outcomes(outcomes: Sequence[LaunchOutcome]) -> LaunchOutcome:
     )
     unreported = [o.reason for o in failed if o is not blamed and not o.failures and o.status == "error"]
     return dataclasses.replace(
-        blamed, failures=tuple(failures), reason="; ".join([blamed.reason, *unreported]), seconds=outcomes[0].seconds
+        blamed,
+        failures=tuple(failures),
+        reason="; ".join([blamed.reason, *unreported]),
+        seconds=outcomes[0].seconds,
+        from_outside=blamed.from_outside or any(o.from_outside and not o.failures for o in failed),
     )
 
 

@@ -164,6 +164,7 @@ def failure_columns(plan: RunPlan, outcome: LaunchOutcome, ranks: Sequence[RankR
         "failed_in_phase": beats[blamed].phase if blamed in beats else None,
         "last_seen_allocated_bytes": max_known(beat.allocated_bytes for beat in beats.values()),
         "last_seen_rss_bytes": max_known(beat.host_bytes for beat in beats.values()),
+        "ended_from_outside": outcome.from_outside or None,
     }
     if outcome.status == "error" and exhausted:
         row |= {"status": "oom", "reason": out_of_memory_reason(plan.config, exhausted)}

@@ -263,7 +263,8 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
         raise SlowReferenceError(f"it ran into a time limit: {reason}")
     if record.status != "ok" or not ranks:
         reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {reason}"
-        raise FailedReferenceError("error" if record.status == "ok" else record.status, reason)
+        from_outside = record.row.get("ended_from_outside")
+        raise FailedReferenceError("error" if record.status == "ok" else record.status, reason, from_outside)
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 

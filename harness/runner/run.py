@@ -12,7 +12,7 @@ from dataclasses import replace
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
 from harness.records.provenance import version_differences
-from harness.records.schema import Record, Row
+from harness.records.schema import Cells, Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.plan import RunPlan, capacity_problem
@@ -52,8 +52,9 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
     try:
         reference = get_reference(plan, context)
     except FailedReferenceError as error:
-        status, reason = error.args
-        return write_row(plan, {"status": status, "reason": reason, "reference": f"none: {reason}"})
+        status, reason, from_outside = error.args
+        ending: Cells = {"status": status, "reason": reason, "reference": f"none: {reason}"}
+        return write_row(plan, ending | {"ended_from_outside": from_outside})
     return launch_run(plan, context, reference)
 
 

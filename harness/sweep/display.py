@@ -136,6 +136,13 @@ class ProgressDisplay:
             self.close()
         self.print_result(progress.label if progress else self.label(run.name, run.config.repeat), record)
 
+    def run_retried(self, run: QueuedRun, record: Record, pause_seconds: float) -> None:
+        """Show why a run's attempt ended, and when the next one starts."""
+        progress = self.running[run]
+        progress.folder, progress.first, progress.note = None, None, "waiting to be run again"
+        again = f"it is run again in {pause_seconds:g} s, {run.retried} of retries={run.command.retries}"
+        self.print_line(f"{progress.label}: ended from outside, {sanitize(record.row['reason'])}; {again}")
+
     def close(self) -> None:
         """Remove the live lines."""
         if self.status is not None:

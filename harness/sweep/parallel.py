@@ -18,9 +18,11 @@ from harness.hardware.device_placement import DevicePlacement, closest_devices, 
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.forkserver import start_forkserver
+from harness.launcher.outcome import OUTSIDE_SIGNALS
 from harness.launcher.rank_entry import die_with
 from harness.launcher.signals import HANDLED, restored_handlers, set_handlers
 from harness.records.schema import Cells, Record
+from harness.records.store import read_record
 from harness.runner.launch_run import RunContext, write_row
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
@@ -202,12 +204,17 @@ class ParallelExecutor(LocalExecutor):
 def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     """Return the record of a run whose worker process was killed; None if another command works on it by now."""
     end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
-    ending: Cells = {"status": "error", "reason": f"the process that ran it ended with {end}"}
+    reason = f"the process that ran it ended with {end}"
+    ending: Cells = {"status": "error", "reason": reason, "ended_from_outside": end in OUTSIDE_SIGNALS or None}
     folder = run.planned.folder
     with file_lock(folder.lock, wait=False) as is_acquired:
         if not is_acquired:
             return None
-        return reusable_record(run.config, run.command, folder) or write_row(run.planned, ending)
+        record = reusable_record(run.config, run.command, folder)
+        with suppress(UserError):
+            row = read_record(folder.path).row
+            ending |= {key: row[key] for key in ("attempts", "earlier_ends") if key in row}
+        return record or write_row(run.planned, ending)
 
 
 def start_process(process: Any) -> None:

@@ -99,7 +99,9 @@ class SlurmExecutor:
 
     def start(self, run: QueuedRun) -> None:
         """Queue the run, which the next poll submits."""
-        self.started.append(job_run(run))
+        job = job_run(run)
+        job.job, job.missing_since, job.started_runs = None, None, []  # of an attempt before
+        self.started.append(job)
 
     def poll(self) -> Ended:
         """Submit what is new, and return the runs whose nodes answered or whose jobs vanished."""
@@ -230,13 +232,18 @@ STATUS_BY_STATE: dict[str, RunStatus] = {
 }
 
 
+OUTSIDE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+
 def record_of_vanished_job(run: JobRun) -> Record:
     """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
     state = commands.final_state(str(run.job))
     status = STATUS_BY_STATE.get(state, "error")
     reason = f"Slurm's job {run.job} ended as {state or 'unknown'} before its node had recorded the run"
-    record = finalize_record(run, status, reason)
-    if status != "interrupted":  # an interrupted run is made again; records of other statuses are kept
+    is_outside = state in OUTSIDE_STATES
+    record = finalize_record(run, status, reason).with_row(ended_from_outside=is_outside or None)
+    # A run that was interrupted or ended from outside is made again; records of other statuses are kept.
+    if status != "interrupted" and not is_outside:
         atomic_write_json(run.message("answer"), {"runs": [record.run_id]})
     return record
 

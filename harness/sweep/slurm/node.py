@@ -81,7 +81,7 @@ def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
         display.run_ids.append(write_rejected(values, str(error)).run_id)
     else:
         display.set_queue([run], 1)
-        Scheduler(executor, StopAfter(), [run]).run()
+        Scheduler(executor, StopAfter(), [run], retries=False).run()
     display.write("answer")
 
 
