@@ -16,7 +16,7 @@ from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record
+from harness.records.schema import Cells, Record
 from harness.records.store import read_record, write_record
 from harness.runner.record import fallback_run_id, rejected_values
 from harness.runner.resolve import resolve_auto, resolve_run_config
@@ -238,23 +238,24 @@ OUTSIDE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
 def record_of_vanished_job(run: JobRun) -> Record:
     """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
     state = commands.final_state(str(run.job))
-    status = STATUS_BY_STATE.get(state, "error")
     reason = f"Slurm's job {run.job} ended as {state or 'unknown'} before its node had recorded the run"
     is_outside = state in OUTSIDE_STATES
-    record = finalize_record(run, status, reason).with_row(ended_from_outside=is_outside or None)
+    ending: Cells = {"status": STATUS_BY_STATE.get(state, "error"), "reason": reason}
+    record = finalize_record(run, ending | {"ended_from_outside": is_outside or None})
     # A run that was interrupted or ended from outside is made again; records of other statuses are kept.
-    if status != "interrupted" and not is_outside:
+    if ending["status"] != "interrupted" and not is_outside:
         atomic_write_json(run.message("answer"), {"runs": [record.run_id]})
     return record
 
 
-def finalize_record(run: JobRun, status: RunStatus, reason: str) -> Record:
-    """Give the record that the node had started this status and reason; without one, write a bare record."""
+def finalize_record(run: JobRun, ending: Cells) -> Record:
+    """Give the record that the node had started these columns; without one, write a bare record."""
     for run_id in reversed(run.started_runs):
         path = run.comparison.run(run_id).path
         with suppress(UserError):
             record = read_record(path)
             if record.status == "interrupted":
-                write_record(path, record.with_row(status=status, reason=reason))
-            return read_record(path)
-    return rejected_values(run.values, reason, status)
+                record = record.with_row(**ending)
+                write_record(path, record)
+            return record
+    return rejected_values(run.values, **ending)
