@@ -11,6 +11,7 @@ from harness.cli.compose import Combinations
 from harness.config.command import merge_values
 from harness.config.from_dict import ConfigValues
 from harness.config.hydra import expand_repeats
+from harness.launcher.signals import ignore_all_but_sigint, restored_handlers, set_handlers
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Record
 from harness.records.store import read_all, rows_of, write_runs_csv
@@ -129,15 +130,18 @@ class RunCommand:
             self.planned_order.validate(comparison, records, self.display.print_line)
         if records:
             shown = view_of((comparison.path, read_all(comparison.path)))
-            print_table(shown, terminal(), [record.run_id for record in records])
-            if is_sweep:
-                print_answers(shown, terminal())
-                from harness.report.files import write_files  # its figures take seconds to draw
-                from harness.report.sections import sections
+            try:  # the files come first, as the terminal may be closed, and the table also where the disk is full
+                if is_sweep:
+                    from harness.report.files import write_files  # its figures take seconds to draw
+                    from harness.report.sections import sections
 
-                paths = write_files(comparison.path, shown, sections(shown))
-            else:
-                paths = [write_runs_csv(comparison.path, rows_of(shown.records))]
+                    paths = write_files(comparison.path, shown, sections(shown))
+                else:
+                    paths = [write_runs_csv(comparison.path, rows_of(shown.records))]
+            finally:
+                print_table(shown, terminal(), [record.run_id for record in records])
+                if is_sweep:
+                    print_answers(shown, terminal())
             print(*paths, sep="\n")
             if is_sweep or len(records) > 1:
                 client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
@@ -154,9 +158,12 @@ def main(combinations: Combinations) -> int:
     interrupted. Raises UserError for a mistake in the command.
     """
     command = RunCommand(combinations)
-    try:
-        command.execute()
-        return command.finish()
-    except KeyboardInterrupt:
-        command.finish()
-        return 130
+    with restored_handlers():
+        set_handlers()
+        try:
+            command.execute()
+            return command.finish()
+        except KeyboardInterrupt:
+            ignore_all_but_sigint()
+            command.finish()
+            return 130

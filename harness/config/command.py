@@ -26,6 +26,8 @@ Parallel = Annotated[
 Top = Annotated[int, rule(lambda value: value >= 1, "is not a number of configurations: choose 1 or more, or null")]
 TrackingMode = Annotated[str, one_of("offline", "online")]
 Seconds = Annotated[float, rule(lambda value: value > 0, "is not positive: choose seconds")]
+Pause = Annotated[float, rule(lambda value: value >= 0, "is negative: choose 0 or more seconds")]
+Retries = Annotated[int, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,9 @@ class CommandConfig:
     timeout_seconds: Seconds = 1800.0  # The time limit of one run in seconds, from the start of its ranks.
     hang_seconds: Seconds = 600.0  # The seconds without progress of any rank after which a run has failed.
     preflight: bool = True  # Whether a run that is predicted not to fit into memory is refused before a process starts.
+    # How often a command runs again what ended from outside: a killed process, a lost node, preemption.
+    retries: Retries = 1
+    retry_pause_seconds: Pause = 30.0  # The pause in seconds before it does so, in which other runs start.
     # The statuses whose runs are run again: error, timeout, oom; interrupted runs always are.
     retry: tuple[RetryableStatus, ...] = ()
     # The limits after which no further run starts, such as 8h, 20runs or 3failures.
@@ -114,7 +119,7 @@ COMMAND_KEYS = tuple(entry.name for entry in dataclasses.fields(CommandConfig))
 
 # Command keys that may change from one attempt at a combination to the next. The row of a combination that is no valid
 # configuration is named by the hash of all other values, because any of them may be the invalid one.
-BETWEEN_ATTEMPTS = ("sweep", "plan", "retry", "stop_after", "force")
+BETWEEN_ATTEMPTS = ("sweep", "plan", "retries", "retry_pause_seconds", "retry", "stop_after", "force")
 
 
 def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

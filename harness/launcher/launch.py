@@ -19,6 +19,7 @@ from harness.config.schema import Device
 from harness.hardware.machine import usable_cores
 from harness.launcher import rank_entry
 from harness.launcher.forkserver import rank_environment, start_forkserver, temporary_environment
+from harness.launcher.limits import CGROUPS, PROC, control_groups, lines_of
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records.run_folder import RunFolder
@@ -26,6 +27,8 @@ from harness.util.redact import redact_file
 from harness.util.text import one_line
 
 MONITOR_SECONDS = 0.05  # the time between two checks of the elastic agent on its ranks
+
+OWN_STORE_SECONDS = 60.0  # for a server in the same process to answer
 
 _ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
 
@@ -139,7 +142,8 @@ def _config(
         rdzv_backend="static",
         rdzv_endpoint=f"{nodes.master_addr}:{port}",
         rdzv_configs={"rank": nodes.rank},
-        rdzv_timeout=max(1, int(timeout_seconds)),  # no signal interrupts a store that waits for the other nodes
+        # No signal interrupts a store that waits, on a single node only for this process's own server.
+        rdzv_timeout=max(1, int(min(timeout_seconds, OWN_STORE_SECONDS if nodes.count == 1 else math.inf))),
         max_restarts=0,
         monitor_interval=MONITOR_SECONDS,
         start_method="forkserver",
@@ -183,9 +187,6 @@ def _log_elastic_to(target: Path) -> Iterator[None]:
             file.close()
 
 
-PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
-
-
 def oom_kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     """Return how many processes of this control group, else of this machine, the kernel killed because memory ran out.
 
@@ -197,21 +198,12 @@ def oom_kill_count(proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
 
 def _counts(proc: Path, cgroups: Path) -> Iterator[int]:
     """Yield the known counts, the most specific first: control groups version 2, version 1, the whole machine."""
-    groups = dict(line.split(":", 2)[1:] for line in _lines(proc / "self" / "cgroup"))
-    paths = []
-    if "" in groups:
-        paths.append(cgroups / groups[""].lstrip("/") / "memory.events")
-    if "memory" in groups:
-        paths.append(cgroups / "memory" / groups["memory"].lstrip("/") / "memory.oom_control")
-    for path in (*paths, proc / "vmstat"):
-        for line in _lines(path):
+    groups = control_groups("memory", proc, cgroups)
+    for path in (
+        *(group / name for group in groups for name in ("memory.events", "memory.oom_control")),
+        proc / "vmstat",
+    ):
+        for line in lines_of(path):
             name, _, value = line.partition(" ")
             if name == "oom_kill":
                 yield int(value)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

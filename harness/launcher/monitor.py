@@ -14,6 +14,7 @@ from typing import Literal
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from harness.launcher.rank_entry import Raised, request_dumps
+from harness.launcher.signals import HANDLED, is_ignored
 
 TICK_SECONDS = 0.2
 
@@ -24,8 +25,6 @@ GRACE_SECONDS = 2.0  # the time from a rank's failure until its peers are killed
 PROGRESS_SECONDS = 0.5  # the time between two readings of the ranks' progress
 
 DEATH_SECONDS = 5.0  # time for killed ranks to exit
-
-HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 RESTORED = (*HANDLED, signal.SIGQUIT)  # the elastic agent handles SIGQUIT
 
@@ -105,7 +104,7 @@ def monitor_ranks(
     thread = threading.Thread(target=_monitor_loop, args=(monitor, on_tick, finished), daemon=True)
     handlers = {number: signal.getsignal(number) for number in RESTORED}
     for number in HANDLED:
-        if handlers[number] is not signal.SIG_IGN:  # nohup and background jobs ignore signals on purpose
+        if not is_ignored(number):
             signal.signal(number, lambda number, frame: _on_signal(monitor, number, frame))
     try:
         thread.start()
@@ -125,9 +124,11 @@ def monitor_ranks(
 
 
 def _on_signal(monitor: RankMonitor, number: int, _: FrameType | None) -> None:
-    """Stop the run on the first signal from outside, and raise KeyboardInterrupt on the second."""
+    """Stop the run on the first signal from outside, and raise KeyboardInterrupt on a second SIGINT."""
     if monitor.interrupted_by_us:
         monitor.interrupted_by_us = False
+    elif monitor.signals and number != signal.SIGINT:  # a closed terminal sends several SIGHUP
+        return
     else:
         monitor.signals += 1
         monitor.stop_reason = monitor.stop_reason or "interrupted"
@@ -188,6 +189,8 @@ def _enforce(monitor: RankMonitor, now: float) -> None:
     if reason:
         if not monitor.stop_reason:
             request_dumps(pid for rank, pid in monitor.pids.items() if rank not in monitor.exited_at)
+        else:  # the main thread did not react, because it is blocked or SIGTERM is: the ranks end without it
+            monitor.lifeline_write.close()
         monitor.stop_reason = monitor.stop_reason or reason
         _interrupt_main_thread(monitor, now)
     elif failed_at is not None and now - failed_at > GRACE_SECONDS:

@@ -100,7 +100,7 @@ class NodeGroup:
                     return from_dict(LaunchOutcome, ended["outcome"])
         time.sleep(max(0.0, ends_at - time.monotonic()))
         return LaunchOutcome(
-            "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0
+            "error", f"node {rank} of the job did not report how its ranks ended: it may have failed", (), 0.0, True
         )
 
     def serve_leader(self) -> None:
@@ -224,7 +224,11 @@ def merge_outcomes(outcomes: Sequence[LaunchOutcome]) -> LaunchOutcome:
     )
     unreported = [o.reason for o in failed if o is not blamed and not o.failures and o.status == "error"]
     return dataclasses.replace(
-        blamed, failures=tuple(failures), reason="; ".join([blamed.reason, *unreported]), seconds=outcomes[0].seconds
+        blamed,
+        failures=tuple(failures),
+        reason="; ".join([blamed.reason, *unreported]),
+        seconds=outcomes[0].seconds,
+        from_outside=blamed.from_outside or any(o.from_outside and not o.failures for o in failed),
     )
 
 

@@ -24,6 +24,10 @@ TAIL_CHARACTERS = 600
 PRIMARY_SIGNALS = ("SIGKILL", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE", "SIGTERM")
 
 
+# Signals that neither the launcher nor the code of a rank sends.
+OUTSIDE_SIGNALS = ("SIGKILL", "SIGTERM", "SIGHUP")
+
+
 @dataclass(frozen=True)
 class RankFailure:
     """One rank that failed by itself."""
@@ -44,6 +48,7 @@ class LaunchOutcome:
     reason: str  # one line, '' when ok
     failures: tuple[RankFailure, ...]  # the cause first; without ranks that were killed in consequence
     seconds: float
+    from_outside: bool = False  # whether a signal that nobody here sent, or the loss of a node, ended it
 
 
 def classify_outcome(
@@ -75,7 +80,8 @@ def classify_outcome(
     if failures:
         out_of_memory = oom_killed and failures[0].signal == "SIGKILL"
         reason = _first_failure_text(failures, out_of_memory)
-        return LaunchOutcome("oom" if out_of_memory else "error", reason, failures, seconds)
+        from_outside = failures[0].signal in OUTSIDE_SIGNALS
+        return LaunchOutcome("oom" if out_of_memory else "error", reason, failures, seconds, from_outside)
     return LaunchOutcome("ok", "", (), seconds)
 
 

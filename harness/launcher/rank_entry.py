@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from harness.launcher.signals import is_ignored
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
@@ -62,7 +63,8 @@ def run_rank(
         os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)  # die at once, whatever handler was inherited
+        if not is_ignored(number):
+            signal.signal(number, signal.SIG_DFL)  # die at once, whatever handler was inherited
     report = reports[int(os.environ["LOCAL_RANK"])]
     for other in reports:
         if other is not report:

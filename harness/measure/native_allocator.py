@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from filelock import FileLock
 
+from harness.util.locks import file_lock
 from harness.util.native_build import file_digest, make_extension_folder, require_compiler, run_build
 
 _SOURCE = Path(__file__).with_name("allocator.cpp")
@@ -85,7 +85,7 @@ def build_torch_library(title: str, source: Path, cache: Path, flags: Sequence[s
     if library is not None:
         return library
     require_compiler()
-    with FileLock(folder / "build.lock"):
+    with file_lock(folder / "build.lock"):
         return _find_library(folder, name) or _compile(title, source, flags, folder / f"{name}.{os.getpid()}.tmp")
 
 

@@ -16,7 +16,8 @@ from harness.records.provenance import machine_text, version_differences, versio
 from harness.records.rank_report import STATUSES
 from harness.records.run_folder import ComparisonFolder, RunFolder
 from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, column_type, with_current_names
-from harness.util.files import atomic_write_json, atomic_write_text, is_locked, replace_non_finite
+from harness.util.files import atomic_write_json, atomic_write_text, replace_non_finite
+from harness.util.locks import is_locked
 from harness.util.redact import redacted
 from harness.util.text import UserError, one_line, sanitize
 

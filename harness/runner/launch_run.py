@@ -24,7 +24,7 @@ from harness.records.store import read_record, write_record
 from harness.runner.plan import RunPlan, core_note, shared_memory_note
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.resolve import release_problem
-from harness.runner.reuse import STARTED, clear_run_folder
+from harness.runner.reuse import STARTED, clear_run_folder, earlier_attempts
 from harness.simulator.process import build_device_guard, simulator_entry, virtual_entry
 from harness.util.files import JsonObject, atomic_write_text, is_disk_full, release
 from harness.util.native_build import announcing_builds
@@ -52,7 +52,7 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
 
     The folder has a record with status `interrupted` while they run, so that a record remains if this command dies.
     """
-    started: Cells = {"started_at": datetime.now(UTC).isoformat()}
+    started: Cells = {"started_at": datetime.now(UTC).isoformat(), **earlier_attempts(plan.folder)}
     try:
         write_row(plan, {"status": "interrupted", "reason": STARTED, **started})
         with announcing_builds(context.log):  # and with nothing of an earlier attempt in the folder
@@ -65,6 +65,8 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
         return write_row(plan, {"status": "error", "reason": reason, **started})
     for note in notes:
         context.log(note)
+    if "earlier_ends" in started:
+        notes.append(f"this was attempt {started['attempts']}; before: {started['earlier_ends']}")
     outcome = run_ranks(plan, context)
     verdict, ranks = judge_run(plan, outcome, reference)
     for rank in ranks:

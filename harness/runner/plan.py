@@ -30,6 +30,7 @@ from harness.hardware.machine import (
     run_hardware,
     torch_release,
 )
+from harness.launcher.limits import limit_problem
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, refusals, resolve_layout
 from harness.layout.model_profile import model_profile
@@ -240,6 +241,9 @@ def capacity_problem(plan: RunPlan, models: Sequence[ModelConfig]) -> str | None
         needed, devices = plan.devices * plan.nodes, machine.devices * plan.nodes
         return f"world_size={needed} needs {needed} CUDA devices, and {devices} are available: choose {devices}"
     problem = machine.device_problem(plan.devices)
+    if problem:
+        return problem
+    problem = limit_problem(plan.processes_per_node)
     if problem:
         return problem
     if not plan.command.preflight:

@@ -30,9 +30,9 @@ from harness.metrics.memory import max_known
 from harness.proof.simulation import verify_simulation
 from harness.proof.verify import Verdict, verify_run
 from harness.records.provenance import git_commit, versions
-from harness.records.rank_report import RankReport, RunStatus, to_record_entry
+from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import comparison_folder
-from harness.records.schema import Cells, Record, RecordParts
+from harness.records.schema import Cell, Cells, Record, RecordParts
 from harness.records.store import write_record
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import RunPlan
@@ -164,6 +164,7 @@ def failure_columns(plan: RunPlan, outcome: LaunchOutcome, ranks: Sequence[RankR
         "failed_in_phase": beats[blamed].phase if blamed in beats else None,
         "last_seen_allocated_bytes": max_known(beat.allocated_bytes for beat in beats.values()),
         "last_seen_rss_bytes": max_known(beat.host_bytes for beat in beats.values()),
+        "ended_from_outside": outcome.from_outside or None,
     }
     if outcome.status == "error" and exhausted:
         row |= {"status": "oom", "reason": out_of_memory_reason(plan.config, exhausted)}
@@ -227,13 +228,13 @@ def write_rejected(values: ConfigValues, reason: str) -> Record:
         ending: Cells = {"status": "refused", "reason": reason, "world_size": world_size}
         return write_without_plan(values, build_record(config, command, machine, None, run_id, ending))
     except UserError:
-        return rejected_values(values, reason)
+        return rejected_values(values, status="refused", reason=reason)
 
 
-def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:
+def rejected_values(values: ConfigValues, **ending: Cell) -> Record:
     """Write and return the record of values that are no valid configuration, or whose job vanished."""
-    ending = {"run_id": fallback_run_id(values), "name": str(values["name"]), "status": status, "reason": reason}
-    row = group_names(values) | ending | {"started_at": datetime.now(UTC).isoformat()}
+    names: Cells = {"run_id": fallback_run_id(values), "name": str(values["name"]), **group_names(values)}
+    row = names | ending | {"started_at": datetime.now(UTC).isoformat()}
     entries: JsonObject = {"row": row, "config": values, "ranks": [], "versions": versions(), "commit": git_commit()}
     return write_without_plan(values, Record.from_json(entries))
 

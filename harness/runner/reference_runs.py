@@ -40,7 +40,7 @@ from harness.runner.reference_layouts import (
 )
 from harness.runner.resolve import with_layers
 from harness.runner.reuse import NO_REFERENCE, reusable_record
-from harness.util.files import run_lock
+from harness.util.locks import file_lock
 from harness.util.text import UserError, count_text
 
 CHEAP_SECONDS = 120.0  # of training that a reference may always take, however short its run is
@@ -249,7 +249,7 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
     """
-    with run_lock(plan.folder.lock):
+    with file_lock(plan.folder.lock):
         record, ranks = reusable_record(plan.config, plan.command, plan.folder), read_reports(plan)
         is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
         if record is None or (record.status == "ok" and not (is_compared and ranks)):
@@ -263,7 +263,8 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
         raise SlowReferenceError(f"it ran into a time limit: {reason}")
     if record.status != "ok" or not ranks:
         reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {reason}"
-        raise FailedReferenceError("error" if record.status == "ok" else record.status, reason)
+        from_outside = record.row.get("ended_from_outside")
+        raise FailedReferenceError("error" if record.status == "ok" else record.status, reason, from_outside)
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])
 
 

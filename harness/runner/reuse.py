@@ -9,7 +9,7 @@ from harness.config.schema import RunConfig
 from harness.measure.environment import changed_settings
 from harness.records.provenance import version_differences
 from harness.records.run_folder import ComparisonFolder, RunFolder
-from harness.records.schema import Record
+from harness.records.schema import Cells, Record
 from harness.records.store import read_record
 from harness.util.files import reserve
 from harness.util.native_build import compiler_problem
@@ -91,10 +91,25 @@ def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolde
         return "it was interrupted"
     if status in command.retry:
         return f"it ended as {status}"
+    if status == "error" and record.row.get("ended_from_outside"):
+        return "it was ended from outside"
     lacking = version_differences(record)
     if status == "ok":
         lacking = lacking or missing_evidence(config, command, folder, record)
     return f"its record is stale: {'; '.join(lacking)}" if lacking else ""
+
+
+def earlier_attempts(folder: RunFolder) -> Cells:
+    """Return the columns on the attempts at a run before one that starts now, by the record that the last one left."""
+    try:
+        row = read_record(folder.path).row
+    except UserError:
+        return {"attempts": 1}
+    if row["status"] != "interrupted" and not row.get("ended_from_outside"):
+        return {"attempts": 1}
+    reason = "its command was killed" if row["reason"] == STARTED else row["reason"].partition(";")[0]
+    ends = "; ".join(filter(None, (row.get("earlier_ends"), reason)))
+    return {"attempts": (row.get("attempts") or 1) + 1, "earlier_ends": ends}
 
 
 def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:

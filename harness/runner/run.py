@@ -12,14 +12,15 @@ from dataclasses import replace
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import ConfigValues
 from harness.records.provenance import version_differences
-from harness.records.schema import Record, Row
+from harness.records.schema import Cells, Record, Row
 from harness.records.store import readable_records
 from harness.runner.launch_run import RunContext, launch_run, write_row
 from harness.runner.plan import RunPlan, capacity_problem
 from harness.runner.reference_runs import FailedReferenceError, get_reference
 from harness.runner.resolve import refresh_machine
 from harness.runner.reuse import reusable_record, stored_rejection
-from harness.util.files import JsonObject, run_lock
+from harness.util.files import JsonObject
+from harness.util.locks import file_lock
 
 # What may differ between two comparable runs, by group: the sizes that grow, and what follows from them.
 _SIZES = {"train": ("micro_batch", "global_batch"), "model": ("num_hidden_layers", "parameters")}
@@ -33,7 +34,7 @@ def execute(plan: RunPlan, context: RunContext) -> Record | None:
     Return None if another command is working on the run. Raises OSError if the disk is too full even for the
     record of that failure.
     """
-    with run_lock(plan.folder.lock, wait=False) as is_acquired:
+    with file_lock(plan.folder.lock, wait=False) as is_acquired:
         return run_locked(plan, context) if is_acquired else None
 
 
@@ -51,8 +52,9 @@ def run_locked(plan: RunPlan, context: RunContext) -> Record:
     try:
         reference = get_reference(plan, context)
     except FailedReferenceError as error:
-        status, reason = error.args
-        return write_row(plan, {"status": status, "reason": reason, "reference": f"none: {reason}"})
+        status, reason, from_outside = error.args
+        ending: Cells = {"status": status, "reason": reason, "reference": f"none: {reason}"}
+        return write_row(plan, ending | {"ended_from_outside": from_outside})
     return launch_run(plan, context, reference)
 
 

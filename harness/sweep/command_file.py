@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 
 from harness.config.from_dict import from_dict
 from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
-from harness.util.files import atomic_write_json, is_locked, read_json_object, release, run_lock
+from harness.util.files import atomic_write_json, read_json_object, release
+from harness.util.locks import file_lock, is_locked, remove_lock
 from harness.util.text import UserError
 
 
@@ -42,7 +43,7 @@ def register_command(comparison: ComparisonFolder, runs: Sequence[PlannedRun], m
             remove_command(comparison, dead)
     name = f"{COMMAND_PREFIX}{secrets.token_hex(4)}"
     command = CommandFile(socket.gethostname(), os.getpid(), time.time(), max_parallel, tuple(runs))
-    with run_lock(comparison.lock(name)):
+    with file_lock(comparison.lock(name)):
         with suppress(OSError):  # the list only informs: the command works without it
             atomic_write_json(comparison.command(name), asdict(command))
         try:
@@ -66,7 +67,7 @@ def read_commands(comparison: ComparisonFolder) -> list[tuple[CommandFile, bool]
 def remove_command(comparison: ComparisonFolder, name: str) -> None:
     """Remove a command's list and its lock."""
     comparison.command(name).unlink(missing_ok=True)
-    comparison.lock(name).unlink(missing_ok=True)
+    remove_lock(comparison.lock(name))
 
 
 def seconds_left(done: Sequence[tuple[float, float]], left: Sequence[float], max_parallel: int = 1) -> float | None:

@@ -14,7 +14,7 @@ from harness.records.schema import Record
 from harness.sweep.command_file import seconds_left
 from harness.sweep.queued_run import QueuedRun
 from harness.util.redact import redacted
-from harness.util.text import count_text, format_bytes, format_duration, sanitize
+from harness.util.text import LastingStream, count_text, format_bytes, format_duration, sanitize
 
 PLAIN_SECONDS = 10.0  # between two reports of running runs where there is no terminal
 
@@ -47,7 +47,7 @@ class ProgressDisplay:
     """The display of a command's progress, which is told of every run; standard output holds results alone."""
 
     def __init__(self) -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Console(file=LastingStream(sys.stderr), highlight=False)  # type: ignore[arg-type]
         self.total = 0
         self.position = 0
         self.has_repeats = False  # whether labels say which repeat a run is
@@ -137,6 +137,13 @@ class ProgressDisplay:
             self.close()
         self.print_result(progress.label if progress else self.label(run.name, run.config.repeat), record)
 
+    def run_retried(self, run: QueuedRun, record: Record, pause_seconds: float) -> None:
+        """Show why a run's attempt ended, and when the next one starts."""
+        progress = self.running[run]
+        progress.folder, progress.first, progress.note = None, None, "waiting to be run again"
+        again = f"it is run again in {pause_seconds:g} s, {run.retried} of retries={run.command.retries}"
+        self.print_line(f"{progress.label}: ended from outside, {sanitize(record.row['reason'])}; {again}")
+
     def close(self) -> None:
         """Remove the live lines."""
         if self.status is not None:
@@ -175,4 +182,4 @@ class ProgressDisplay:
     def print_line(self, line: str) -> None:
         """Print a line that stays."""
         self.console.print(Text(redacted(sanitize(line))), soft_wrap=True)
-        sys.stderr.flush()
+        self.console.file.flush()

@@ -18,16 +18,18 @@ from harness.hardware.device_placement import DevicePlacement, closest_devices, 
 from harness.hardware.machine import Machine, usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.launcher.forkserver import start_forkserver
-from harness.launcher.monitor import HANDLED
+from harness.launcher.outcome import OUTSIDE_SIGNALS
 from harness.launcher.rank_entry import die_with
+from harness.launcher.signals import HANDLED, restored_handlers, set_handlers
 from harness.records.schema import Cells, Record
+from harness.records.store import read_record
 from harness.runner.launch_run import RunContext, write_row
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
 from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import Ended, QueuedRun
 from harness.sweep.scheduler import LocalExecutor
-from harness.util.files import run_lock
+from harness.util.locks import file_lock
 from harness.util.text import UserError
 
 WAIT_SECONDS = 0.2  # for messages of workers, and between attempts to start one
@@ -61,8 +63,6 @@ class ParallelExecutor(LocalExecutor):
         self.slots: list[WorkerSlot] = []
         self.machines: dict[ClusterConfig, Machine] = {}
         self.placement = DevicePlacement()  # of the CUDA devices; on a CPU it has sets of cores alone
-        self.previous_handlers = {number: signal.getsignal(number) for number in HANDLED}
-        set_signal_handlers()
 
     @property
     def max_parallel(self) -> int:
@@ -181,36 +181,40 @@ class ParallelExecutor(LocalExecutor):
 
     def interrupt(self) -> Ended:
         """End the runs in progress, and return them with the records that they write within END_SECONDS."""
-        for number in HANDLED:
-            signal.signal(number, signal.SIG_IGN)
         for slot in self.slots:
             if slot.run is not None and slot.process.pid:
                 slot.process.terminate()
         deadline = time.monotonic() + END_SECONDS
         ended: Ended = []
-        while any(slot.run for slot in self.slots) and time.monotonic() < deadline:
-            ended += self.poll()
+        with restored_handlers():
+            for number in HANDLED:
+                signal.signal(number, signal.SIG_IGN)
+            while any(slot.run for slot in self.slots) and time.monotonic() < deadline:
+                ended += self.poll()
         return ended
 
     def close(self) -> None:
-        """End the worker processes and restore the signal handlers."""
+        """End the worker processes."""
         for slot in self.slots:
             slot.process.kill()
             slot.process.join()
             slot.pipe.close()
-        for number, handler in self.previous_handlers.items():
-            signal.signal(number, handler)
 
 
 def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     """Return the record of a run whose worker process was killed; None if another command works on it by now."""
     end = signal.Signals(-exit_code).name if exit_code < 0 else f"code {exit_code}"
-    ending: Cells = {"status": "error", "reason": f"the process that ran it ended with {end}"}
+    reason = f"the process that ran it ended with {end}"
+    ending: Cells = {"status": "error", "reason": reason, "ended_from_outside": end in OUTSIDE_SIGNALS or None}
     folder = run.planned.folder
-    with run_lock(folder.lock, wait=False) as is_acquired:
+    with file_lock(folder.lock, wait=False) as is_acquired:
         if not is_acquired:
             return None
-        return reusable_record(run.config, run.command, folder) or write_row(run.planned, ending)
+        record = reusable_record(run.config, run.command, folder)
+        with suppress(UserError):
+            row = read_record(folder.path).row
+            ending |= {key: row[key] for key in ("attempts", "earlier_ends") if key in row}
+        return record or write_row(run.planned, ending)
 
 
 def start_process(process: Any) -> None:
@@ -223,13 +227,6 @@ def start_process(process: Any) -> None:
     process.start()
 
 
-def set_signal_handlers() -> None:
-    """Let the signals that end a command raise KeyboardInterrupt; one that is ignored, as nohup does, stays ignored."""
-    for number in HANDLED:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
-
-
 def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
     """Make the runs that come through the pipe, until the command closes it or dies; runs in the worker process.
 
@@ -239,7 +236,7 @@ def worker_loop(pipe: Connection, models: list[ModelConfig]) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=die_with, args=(parent.sentinel,), daemon=True).start()
-    set_signal_handlers()
+    set_handlers()
     while True:
         try:
             plan, devices, cores = pipe.recv()

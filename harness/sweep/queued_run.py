@@ -42,6 +42,7 @@ class QueuedRun:
     repeat_index: int = 0  # the first repeats of all configurations come before the second ones
     search: "MicroBatchSearch | None" = None  # decides from this run's record what is tried next
     not_before: float = 0.0  # time.monotonic()
+    retried: int = 0  # how often this command has run it again
     locked_elsewhere: bool = False  # whether another command was found working on it
 
     @property

@@ -79,6 +79,7 @@ class Scheduler:
     stop_after: StopAfter
     waiting: list[QueuedRun]
     running: list[QueuedRun] = field(default_factory=list)
+    retries: bool = True  # whether it runs again what ended from outside; a cluster's job leaves that to its command
 
     def run(self) -> None:
         """Work until every run has its record, a limit is reached, or the disk is full. Raises KeyboardInterrupt."""
@@ -125,20 +126,29 @@ class Scheduler:
             self.waiting.remove(run)
             self.running.append(run)
             self.stop_after.started += 1
-            if not run.locked_elsewhere:
+            if run not in self.executor.display.running:  # and not made by another command or ended from outside
                 self.executor.display.run_started(run)
             self.executor.start(run)
 
     def finish(self, run: QueuedRun, record: Record | None) -> None:
-        """Show a run's record; queue a run without one again: another command is working on it."""
+        """Show a run's record.
+
+        Queue it again if it ended from outside, or has no record because another command is working on it.
+        """
         self.running.remove(run)
+        pause = RETRY_SECONDS
         if record is not None:
-            self.stop_after.failed += record.status in FAILURES
-            self.record_run(run, record)
-            return
-        if not run.locked_elsewhere:
+            is_outside = self.retries and record.row.get("ended_from_outside")
+            if not is_outside or run.retried >= run.command.retries:
+                self.stop_after.failed += record.status in FAILURES
+                self.record_run(run, record)
+                return
+            run.retried, pause = run.retried + 1, run.command.retry_pause_seconds
+            self.executor.display.run_retried(run, record, pause)
+        elif not run.locked_elsewhere:
             self.executor.display.print_line(f"{run.name} is being run by another command: it is tried again later")
-        run.locked_elsewhere, run.not_before = True, time.monotonic() + RETRY_SECONDS
+            run.locked_elsewhere = True
+        run.not_before = time.monotonic() + pause
         self.stop_after.started -= 1
         self.waiting.append(run)
 

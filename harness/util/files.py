@@ -1,24 +1,17 @@
-"""Files that are written whole or not at all, locks that show what a command works on, and a reserve of disk space.
+"""Files that are written whole or not at all, and a reserve of disk space.
 
-The operating system releases the locks of a dead process. By the reserve, the result of a run that fills the disk can
-still be written.
+By the reserve, the result of a run that fills the disk can still be written.
 """
 
 import errno
-import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock, Timeout
-
-from harness.util.text import UserError, one_line
 
 RESERVE_BYTES = 2**20  # rows of failed runs take tens of KiB
 
@@ -74,44 +67,6 @@ def replace_non_finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [replace_non_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def run_lock(path: Path, wait: bool = True) -> Iterator[bool]:
-    """Hold the lock of a run inside the block. Yield whether it was acquired, which can fail only if `wait` is False.
-
-    The operating system releases the lock when its holder dies. Raise UserError where files cannot be locked.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=-1 if wait else 0)
-    except Timeout:
-        yield False
-        return
-    except (OSError, NotImplementedError) as error:
-        raise UserError(
-            f"results_dir: {path.parent.parent} cannot lock files ({one_line(error)}): choose another folder"
-        ) from None
-    try:
-        yield True
-    finally:
-        lock.release()
-
-
-def is_locked(path: Path) -> bool:
-    """Return whether a command works on this run, on this machine or another that shares the folder."""
-    try:
-        descriptor = os.open(path, os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def is_disk_full(error: OSError) -> bool:

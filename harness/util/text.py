@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from decimal import Decimal
-from typing import Annotated
+from typing import Annotated, Any, TextIO
 
 
 class UserError(Exception):
@@ -33,12 +33,42 @@ def run_command(command: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it exits
+        discard_output(sys.stdout)  # Python flushes once more when it exits
         return 128 + signal.SIGPIPE
     except (UserError, OSError) as error:
-        print(sanitize(os_error_text(error) if isinstance(error, OSError) else error), file=sys.stderr)
+        print(sanitize(os_error_text(error) if isinstance(error, OSError) else error), file=LastingStream(sys.stderr))
         return 2
     return status
+
+
+def discard_output(stream: TextIO) -> None:
+    """Let everything that is still written to a stream go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class LastingStream:
+    """A stream for messages, whose text goes nowhere from the moment when its terminal or pipe is closed."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        try:
+            return self.stream.write(text)
+        except OSError:
+            discard_output(self.stream)
+            return 0
+
+    def flush(self) -> None:
+        """Write what is buffered."""
+        try:
+            self.stream.flush()
+        except OSError:
+            discard_output(self.stream)
 
 
 def one_line(message: object) -> str:

@@ -15,6 +15,7 @@ from tests.support.campaigns import read_table
 # The columns that differ between two runs of one configuration. If several moments of a step are equally full, which
 # of them is reported as the peak differs too.
 MOMENTARY = {
+    *("attempts", "earlier_ends"),
     *("started_at", "duration_seconds", "noise_warning", "cpu_seconds", "peak_rss_bytes", "mfu", "hfu"),
     *("peak_phase", "peak_rank"),
     *("tokens_per_second", "tokens_per_second_per_device", "model_flops_per_second_per_device"),

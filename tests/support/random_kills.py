@@ -1,20 +1,24 @@
 """Random kills of a real sweep's processes, after which the same command must come to the undisturbed table.
 
-python -m tests.support.random_kills --kills 100 --seed 0
+python -m tests.support.random_kills --kills 300 --table results/random_kills.csv
+Every line of the table is a sweep in a folder of its own, whose number is the seed of its kills. The lines that are
+there stay: a second call goes on after them, until all together have so many kills.
 """
 
 import collections
+import itertools
 import os
 import random
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.records.store import read_all
-from tests.support.campaigns import parse_options
+from harness.util.text import one_line
+from tests.support.campaigns import REQUIRED_PATH, Line, complete_table, parse_options, read_table
 from tests.support.folder_invariants import Ledger, differences, litter, moment
 from tests.support.processes import PATIENCE_SECONDS, Command, kill_one, run_to_end, seconds_until_gone, start
 
@@ -24,7 +28,7 @@ FIND_SECONDS = 3.0  # to wait for a process of the kind to be killed
 
 LOOK_SECONDS = 0.1
 
-AGAIN = "retry=error"  # a killed rank is an error
+AGAIN = ("retry=error", "retry_pause_seconds=1")  # a forkserver that is killed while it starts ranks is an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,13 +42,20 @@ class Way:
     longest_seconds: float = 12.0  # from a command's start, or from one kill, to the next: a few runs
 
 
-PARENTS = {"parent": 40, "parent SIGTERM": 8, "parent SIGINT": 8, "group SIGINT": 4}
+PARENTS = {
+    "parent": 40,
+    "parent SIGTERM": 8,
+    "parent SIGINT": 8,
+    "parent SIGHUP": 4,
+    "group SIGINT": 4,
+    "group SIGHUP": 4,
+}
 
 RANKS = {"rank": 22, "forkserver": 12, "tracker": 3}
 
-ONE_BY_ONE = (AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # the reference, a single process, is made too
+ONE_BY_ONE = (*AGAIN, "strategy=ddp,zero2,fsdp_full_shard,tp")  # the reference, a single process, is made too
 
-BESIDE = (AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
+BESIDE = (*AGAIN, "strategy=single", "world_size=1", "checkpointing=none,full,selective,attention", "sweep.parallel=2")
 
 WAYS = {  # with their shares of the folders
     Way("one by one", ONE_BY_ONE, PARENTS | RANKS): 5,
@@ -151,10 +162,10 @@ def kills(
 
 def strike(command: Command, kind: str, chance: random.Random) -> bool:
     """Kill a process of the kind; return whether there was one."""
-    if kind == "group SIGINT":  # Ctrl-C
-        os.killpg(command.process.pid, signal.SIGINT)
-        return True
     process_kind, _, name = kind.partition(" ")
+    if process_kind == "group":  # Ctrl-C, or a terminal that is closed
+        os.killpg(command.process.pid, getattr(signal, name))
+        return True
     ends_at = time.monotonic() + FIND_SECONDS
     while time.monotonic() < ends_at:
         if kill_one(command, process_kind, chance, getattr(signal, name or "SIGKILL")):
@@ -163,19 +174,66 @@ def strike(command: Command, kind: str, chance: random.Random) -> bool:
     return False
 
 
+COLUMNS = (
+    *("folder", "way", "kills", "kinds", "moments"),
+    *("lost", "doubled", "orphans", "other", "longest_life_seconds", "seconds", "violations"),
+)
+
+# The kinds of violations that are counted, by words that one of each has; any other is counted as `other`.
+VIOLATIONS = {
+    "lost": ("has no row", "is gone", "half a record", "not done"),
+    "doubled": ("should not be", "was touched", "runs.csv lists"),
+    "orphans": ("alive after",),
+}
+
+
+def kind_of_violation(text: str) -> str:
+    return next((kind for kind, words in VIOLATIONS.items() if any(word in text for word in words)), "other")
+
+
+def line_of(tally: Tally, way: Way, folder: str, seconds: float) -> Line:
+    """Return the line of one sweep."""
+    counts = collections.Counter(kind_of_violation(text) for text in tally.violations)
+    _, kinds, moments = zip(*tally.kills.elements(), strict=True) if tally.kills else ((), (), ())
+    return {
+        "folder": folder,
+        "way": way.name,
+        "kills": tally.kills.total(),
+        "kinds": "; ".join(kinds),
+        "moments": "; ".join(moments),
+        **{kind: counts[kind] for kind in (*VIOLATIONS, "other")},
+        "longest_life_seconds": round(max(tally.lived_on_seconds, default=0), 2),
+        "seconds": round(seconds),
+        "violations": " | ".join(one_line(text) for text in tally.violations),
+    }
+
+
 def main() -> None:
-    arguments = parse_options(__doc__, kills={"default": 100}, seed={"default": 0})
-    chance, tally, started = random.Random(arguments.seed), Tally(), time.monotonic()
+    arguments = parse_options(__doc__, kills={"default": 300}, table=REQUIRED_PATH)
+    calm: dict[tuple[str, ...], tuple[Path, float]] = {}
+
+    def left() -> int:
+        return arguments.kills - sum(int(line["kills"]) for line in read_table(arguments.table))
+
+    def cases() -> Iterator[tuple[str]]:
+        for number in itertools.count():
+            if left() <= 0:
+                lines = read_table(arguments.table)
+                print(*(f"{sum(int(line[kind]) for line in lines)} {kind}" for kind in COLUMNS[5:9]), sep=", ")
+                return
+            yield (str(number),)
+
+    def run(case: tuple[str]) -> Line:
+        chance, tally, started = random.Random(int(case[0])), Tally(), time.monotonic()
+        way = chance.choices(list(WAYS), list(WAYS.values()))[0]
+        if way.arguments not in calm:
+            calm[way.arguments] = undisturbed(way, Path(scratch, f"calm_{len(calm)}"))
+        most = min(chance.randint(4, 10), left())
+        disturbed(way, calm[way.arguments], Path(scratch, f"folder_{case[0]}"), chance, tally, most)
+        return line_of(tally, way, case[0], time.monotonic() - started)
+
     with tempfile.TemporaryDirectory() as scratch:
-        calm: dict[tuple[str, ...], tuple[Path, float]] = {}
-        while tally.kills.total() < arguments.kills:
-            way = chance.choices(list(WAYS), list(WAYS.values()))[0]
-            if way.arguments not in calm:
-                calm[way.arguments] = undisturbed(way, Path(scratch, f"calm_{len(calm)}"))
-            most = min(chance.randint(4, 10), arguments.kills - tally.kills.total())
-            disturbed(way, calm[way.arguments], Path(scratch, f"folder_{tally.folders}"), chance, tally, most)
-    report(tally, time.monotonic() - started)
-    raise SystemExit(1 if tally.violations else 0)
+        complete_table(arguments.table, COLUMNS, COLUMNS[:1], cases(), run, lambda line: not line["violations"])
 
 
 def report(tally: Tally, seconds: float) -> None:

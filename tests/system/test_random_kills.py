@@ -29,7 +29,7 @@ KILLS = 4
 
 SHORT = random_kills.Way(
     "short",
-    ("retry=error", "strategy=ddp,tp"),
+    (*random_kills.AGAIN, "strategy=ddp,tp"),
     random_kills.PARENTS | random_kills.RANKS,
     commands=2,
     longest_seconds=5,

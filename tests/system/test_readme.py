@@ -19,7 +19,7 @@ SMALL = ("strategy=single", "proof.reference=false", "train.seq_len=32", "train.
 EXPLAINING = "-m tests.benchmarks.explaining"
 ONCE = {
     "--draws 150": "--draws 1",
-    "--kills 100": "--kills 1",
+    "--kills 300": "--kills 1",
     EXPLAINING: f"{EXPLAINING} --repeats 1 --out explaining.json",
 }
 

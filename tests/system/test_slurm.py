@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -176,7 +177,7 @@ def kill_rank(slurm: Cluster, run_dir: Path) -> None:
 
 @pytest.mark.long
 def test_a_killed_rank_of_another_node_is_named(slurm: Cluster, tmp_path: Path) -> None:
-    row = disturbed_row(slurm, tmp_path, kill_rank, "cluster.nodes=2", status=1)
+    row = disturbed_row(slurm, tmp_path, kill_rank, "cluster.nodes=2", "retries=0", status=1)
     assert row.status == "error" and row.reason.startswith("rank 3 was killed by SIGKILL"), row.reason
     assert row.failed_in_phase == "timed" and row.last_seen_rss_bytes > 2**26
 
@@ -273,13 +274,38 @@ def test_a_run_survives_what_its_job_survives(
     disturb: Callable[[Cluster, Path], None], argument: str, words: str, slurm: Cluster, tmp_path: Path
 ) -> None:
     """Slurm requeues a job whose nodes are taken, and the job waits for them and runs again."""
-    row = disturbed_row(slurm, tmp_path, disturb, "cluster.nodes=2", *filter(None, [argument]), status=int(bool(words)))
+    arguments = ("cluster.nodes=2", "retries=0", *filter(None, [argument]))
+    row = disturbed_row(slurm, tmp_path, disturb, *arguments, status=int(bool(words)))
     assert row.status == ("error" if words else "ok") and words in str(row.reason)
     for node, state in slurm.nodes().items():
         if node not in slurm.daemons:
             slurm.start_slurmd(node)
         elif state.startswith("dr"):
             slurm.run("scontrol", "update", f"NodeName={node}", "State=RESUME")
+
+
+def preempt_for_good(slurm: Cluster, _: Path) -> None:
+    job = running_job(slurm)
+    slurm.run("sbatch", "--wrap=sleep 3", "--partition=high", "--nodes=2", "--exclusive")
+    wait_for(lambda: slurm.jobs()[job] == "PREEMPTED", READY_SECONDS, f"{job} is preempted")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("disturb", "words"),
+    [
+        (preempt_for_good, "PREEMPTED|its command was killed|stopped by a signal"),
+        (partial(lose, "n1"), "NODE_FAIL"),
+        (kill_rank, "rank 3 was killed by SIGKILL"),
+    ],
+    ids=["preempted", "a lost node", "a killed rank"],
+)
+def test_a_command_submits_again_what_slurm_does_not_requeue(
+    disturb: Callable[[Cluster, Path], None], words: str, slurm: Cluster, tmp_path: Path
+) -> None:
+    arguments = ("cluster.nodes=2", "cluster.partition=low", "retry_pause_seconds=3", NO_REQUEUE)
+    row = disturbed_row(slurm, tmp_path, disturb, *arguments)
+    assert (row.status, row.attempts) == ("ok", 2) and re.search(words, row.earlier_ends), row.earlier_ends
 
 
 def test_jobs_that_need_different_nodes_are_separate_arrays(slurm: Cluster, tmp_path: Path) -> None:

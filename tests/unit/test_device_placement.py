@@ -120,7 +120,6 @@ def executor(monkeypatch: pytest.MonkeyPatch) -> ParallelExecutor:
     monkeypatch.setattr(parallel, "usable_cores", lambda: list(range(16)))
     monkeypatch.setattr(device_placement, "physical_core", PHYSICAL.__getitem__)
     monkeypatch.setattr(scheduler, "detect_machine", lambda _: gpus(8))
-    monkeypatch.setattr(parallel, "set_signal_handlers", lambda: None)
     return ParallelExecutor("auto", (), ProgressDisplay())
 
 

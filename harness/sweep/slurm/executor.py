@@ -17,7 +17,7 @@ from harness.config.schema import ClusterConfig
 from harness.launcher.multinode import create_token
 from harness.records.rank_report import RunStatus
 from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record
+from harness.records.schema import Cells, Record
 from harness.records.store import read_record, write_record
 from harness.runner.record import fallback_run_id, rejected_values
 from harness.runner.resolve import resolve_auto, resolve_run_config
@@ -26,7 +26,8 @@ from harness.sweep.display import ProgressDisplay
 from harness.sweep.queued_run import Ended, QueuedRun, candidates, wants_max_micro_batch
 from harness.sweep.slurm import commands
 from harness.sweep.slurm.commands import SlurmResources, submitted_job
-from harness.util.files import atomic_write_json, atomic_write_text, is_locked, read_json_object, run_lock
+from harness.util.files import atomic_write_json, atomic_write_text, read_json_object
+from harness.util.locks import file_lock, is_locked
 from harness.util.redact import keys_holding_secrets
 from harness.util.text import UserError, count_text
 
@@ -106,7 +107,9 @@ class SlurmExecutor:
 
     def start(self, run: QueuedRun) -> None:
         """Queue the run, which the next poll submits."""
-        self.started.append(job_run(run))
+        job = job_run(run)
+        job.job, job.missing_since, job.started_runs = None, None, []  # of an attempt before
+        self.started.append(job)
 
     def poll(self) -> Ended:
         """Submit what is new, and return the runs whose nodes answered or whose jobs vanished."""
@@ -127,7 +130,7 @@ class SlurmExecutor:
         """Submit every run that no other command has submitted; those that request the same are one array."""
         for comparison in {run.comparison for run in new}:
             comparison.jobs.mkdir(parents=True, exist_ok=True)
-            with run_lock(ComparisonFolder(comparison.jobs).lock("submission")):
+            with file_lock(ComparisonFolder(comparison.jobs).lock("submission")):
                 selected = [run for run in new if run.comparison == comparison]
                 for run in selected:
                     run.job = submitted_job(run.message())
@@ -237,24 +240,30 @@ STATUS_BY_STATE: dict[str, RunStatus] = {
 }
 
 
+OUTSIDE_STATES = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL")
+
+
 def record_of_vanished_job(run: JobRun) -> Record:
     """Write and return the record of a run whose job ended without an answer: what Slurm says of the job."""
     state = commands.final_state(str(run.job))
-    status = STATUS_BY_STATE.get(state, "error")
     reason = f"Slurm's job {run.job} ended as {state or 'unknown'} before its node had recorded the run"
-    record = finalize_record(run, status, reason)
-    if status != "interrupted":  # an interrupted run is made again; records of other statuses are kept
+    is_outside = state in OUTSIDE_STATES
+    ending: Cells = {"status": STATUS_BY_STATE.get(state, "error"), "reason": reason}
+    record = finalize_record(run, ending | {"ended_from_outside": is_outside or None})
+    # A run that was interrupted or ended from outside is made again; records of other statuses are kept.
+    if ending["status"] != "interrupted" and not is_outside:
         atomic_write_json(run.message("answer"), {"runs": [record.run_id]})
     return record
 
 
-def finalize_record(run: JobRun, status: RunStatus, reason: str) -> Record:
-    """Give the record that the node had started this status and reason; without one, write a bare record."""
+def finalize_record(run: JobRun, ending: Cells) -> Record:
+    """Give the record that the node had started these columns; without one, write a bare record."""
     for run_id in reversed(run.started_runs):
         path = run.comparison.run(run_id).path
         with suppress(UserError):
             record = read_record(path)
             if record.status == "interrupted":
-                write_record(path, record.with_row(status=status, reason=reason))
-            return read_record(path)
-    return rejected_values(run.values, reason, status)
+                record = record.with_row(**ending)
+                write_record(path, record)
+            return record
+    return rejected_values(run.values, **ending)

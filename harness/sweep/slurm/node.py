@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.config.from_dict import ConfigValues
 from harness.launcher.multinode import NodeGroup, rendezvous
+from harness.launcher.signals import set_handlers
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.runner.record import write_rejected
@@ -52,6 +53,7 @@ class NodeDisplay(ProgressDisplay):
 
 def main() -> int:
     """Run this node's part of the job and return its exit status."""
+    set_handlers()
     path = Path(sys.argv[1])
     count, rank = int(os.environ.get("SLURM_NNODES", 1)), int(os.environ.get("SLURM_NODEID", 0))
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
@@ -81,7 +83,7 @@ def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
         display.run_ids.append(write_rejected(values, str(error)).run_id)
     else:
         display.set_queue([run], 1)
-        Scheduler(executor, StopAfter(), [run]).run()
+        Scheduler(executor, StopAfter(), [run], retries=False).run()
     display.write("answer")
 
 
