@@ -11,6 +11,7 @@ from harness.config.schema import Device
 from harness.hardware.cuda_devices import DEVICE_ORDER
 from harness.hardware.machine import usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
+from harness.util.parent_death import PARENT_VARIABLE
 
 # The modules that the forkserver imports. A rank is forked from a process that has imported what every rank needs and
 # has neither a thread nor a tensor. So a run of a sweep starts in a fraction of a second instead of the several seconds
@@ -33,7 +34,8 @@ def start_forkserver(device: Device, preload: Sequence[str] | None = None) -> No
         server._stop()
         multiprocessing.set_forkserver_preload(modules)
     single_threaded = {"OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts threads, which do not survive a fork
-    with temporary_environment(rank_environment(device, 1) | single_threaded):
+    parent = {PARENT_VARIABLE: str(os.getpid())}
+    with temporary_environment(rank_environment(device, 1) | single_threaded | parent):
         multiprocessing.forkserver.ensure_running()
 
 

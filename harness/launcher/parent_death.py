@@ -8,11 +8,13 @@ import os
 import signal
 import sys
 
-from harness.util.parent_death import die_with_parent
+from harness.util.parent_death import PARENT_VARIABLE, die_with_parent
 
 CHECK_SECONDS = 0.25  # between checks of the parent by a timer, not a thread: forking with threads is unsafe
 
-_PARENT, _SELF = os.getppid(), os.getpid()  # process ids of the forkserver's parent and of the forkserver
+# Process ids of the forkserver's parent and of the forkserver. The parent may have died before this import, and the
+# forkserver has another one then.
+_PARENT, _SELF = int(os.environ.get(PARENT_VARIABLE, os.getppid())), os.getpid()
 
 _is_rank = False  # whether this process is a rank
 

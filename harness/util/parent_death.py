@@ -4,6 +4,8 @@ import ctypes
 import signal
 import sys
 
+PARENT_VARIABLE = "HARNESS_FORKSERVER_PARENT"  # the forkserver's variable with its parent's process id
+
 PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets when its parent dies
 
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a fork: a child only calls it

@@ -25,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from harness.launcher.forkserver import PRELOADS, threads_per_rank
 from harness.launcher.launch import LaunchOutcome, NodeInfo, _store, launch
 from harness.launcher.monitor import HangDetector, monitor_ranks
+from harness.util.parent_death import PARENT_VARIABLE
 from tests.support import launch_entries
 from tests.support.processes import MARK, ROOT, Command, living, seconds_until_gone
 
@@ -351,6 +352,15 @@ def kill_one(run_dir: Path, kind: str, after_seconds: float | None) -> float:
     lived_on_seconds, left = seconds_until_gone(command, GONE_SECONDS)
     assert left == []
     return lived_on_seconds
+
+
+def test_a_forkserver_whose_parent_died_before_its_first_import_ends() -> None:
+    """It has another parent then."""
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
+    code = "import harness.launcher.parent_death, time; time.sleep(20)"
+    variables = os.environ | {PARENT_VARIABLE: gone.stdout.decode().strip()}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, timeout=15, check=False)
+    assert done.returncode == -signal.SIGKILL
 
 
 def test_nothing_outlives_a_killed_parent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
