@@ -240,10 +240,7 @@ def capacity_problem(plan: RunPlan, models: Sequence[ModelConfig]) -> str | None
     if machine.device == "cuda" and plan.devices > machine.devices:
         needed, devices = plan.devices * plan.nodes, machine.devices * plan.nodes
         return f"world_size={needed} needs {needed} CUDA devices, and {devices} are available: choose {devices}"
-    problem = machine.device_problem(plan.devices)
-    if problem:
-        return problem
-    problem = limit_problem(plan.processes_per_node)
+    problem = machine.device_problem(plan.devices) or limit_problem(plan.processes_per_node)
     if problem:
         return problem
     if not plan.command.preflight:
