@@ -3,6 +3,7 @@
 The first half, harness.cli.compose, has composed their configurations.
 """
 
+import shlex
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -143,7 +144,7 @@ class RunCommand:
                 client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
         client.close()
         for path in self.scripts:
-            print(f"sbatch {path}")
+            print(f"sbatch {shlex.quote(str(path))}")
         return 0 if {record.status for record in records} <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
 
 

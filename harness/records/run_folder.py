@@ -140,7 +140,8 @@ class ComparisonFolder:
     command = NumberedEntry(".locks/{}.json")
 
     def run(self, run_id: str) -> RunFolder:
-        """Return the folder of one run."""
+        """Return the folder of one run, directly in this one. Raise UserError for what cannot name it."""
+        require(is_run_id(run_id), "run_id", run_id, "cannot name the folder of a run: remove the file that has it")
         return RunFolder(self.path / run_id)
 
     def commands(self) -> list[str]:
@@ -155,11 +156,18 @@ class ComparisonFolder:
                 yield RunFolder(folder)
 
 
+def is_run_id(text: object) -> bool:
+    """Return whether a value can name the folder of a run, which is not hidden."""
+    return isinstance(text, str) and text.isprintable() and re.fullmatch(r"[^./][^/]*", text) is not None
+
+
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
-    """Return the folder of a comparison by its keys. Raise UserError if `name` is not a plain folder name."""
+    """Return the folder of a comparison by its keys. Raise UserError if they are no path that a script can have."""
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
     text = str(name)  # the command line may give a number
     require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text) is not None, "name", name, rule)
+    rule = "has a character that cannot be printed: choose a path without"
+    require(str(results_dir).isprintable(), "results_dir", results_dir, rule)
     return ComparisonFolder(Path(str(results_dir)) / text)
 
 

@@ -147,6 +147,7 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
     """Return a batch script that runs every file of values as a job of one array."""
     quoted = "\n".join(f"    {shlex.quote(str(path))}" for path in files)
     program = shlex.join([*resources.srun_args, sys.executable, "-m", "harness.sweep.slurm.node"])
+    output = f"--output={str(logs).replace('%', '%%')}/%A_%a.log"
     # Since Slurm 22.05 srun does not take the cores from the job, and would start the task on a single one.
     srun = f"srun ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} {program}"
     return "\n".join(
@@ -154,8 +155,8 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
             "#!/bin/bash",
             directives,
             f"#SBATCH --array=0-{len(files) - 1}%{resources.array_parallelism}",
-            f"#SBATCH --output={logs}/%A_%a.log",
-            f"#SBATCH --chdir={Path.cwd()}",
+            f"#SBATCH {shlex.quote(output)}",
+            f"#SBATCH {shlex.quote(f'--chdir={Path.cwd()}')}",
             "files=(",
             quoted,
             ")",

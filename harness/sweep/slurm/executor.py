@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.command import read_command_config
-from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
+from harness.config.fingerprint import readable_id, result_affecting_keys, short_hash, with_old_keys
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.records.rank_report import RunStatus
@@ -80,7 +80,7 @@ class SlurmExecutor:
         values = resolve_auto(values, commands.requested_device(self.resources, cluster, launch))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
         key = short_hash(with_old_keys(result_affecting_keys(values)))  # of all that is known before a node is assigned
-        name = "-".join((config.strategy.name, config.checkpointing.name, config.model.name, key))
+        name = readable_id(config.strategy.name, config.checkpointing.name, config.model.name, key=key)
         return JobRun(config, read_command_config(values), None, name, repeat_index, values=values)
 
     def stored_record(self, run: QueuedRun) -> Record | None:
