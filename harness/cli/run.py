@@ -73,6 +73,7 @@ class RunCommand:
     scripts: list[Path] = field(default_factory=list)  # to submit by hand
     display: TrackedDisplay = field(default_factory=TrackedDisplay)
     planned_order: PlannedOrder | None = None
+    is_disk_full: bool = False
 
     def execute(self) -> None:
         """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
@@ -94,7 +95,9 @@ class RunCommand:
                 ensure_writable(comparison)
                 planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))
-            Scheduler(executor, limits, runs).run()
+            scheduler = Scheduler(executor, limits, runs)
+            scheduler.run()
+            self.is_disk_full = scheduler.is_disk_full
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
@@ -145,14 +148,18 @@ class RunCommand:
         client.close()
         for path in self.scripts:
             print(f"sbatch {shlex.quote(str(path))}")
-        return 0 if {record.status for record in records} <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
+        statuses, reasons = ({record.row.get(column) for record in records} for column in ("status", "reason"))
+        if self.is_disk_full or (statuses == {"refused"} and len(reasons) == 1):  # nothing ran
+            return 1
+        return 0 if statuses <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
 
 
 def main(combinations: Combinations) -> int:
     """Run all combinations.
 
-    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 130 if it was
-    interrupted. Raises UserError for a mistake in the command.
+    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row, all are
+    refused for one reason, or the disk is too full for the runs that are left; 130 if it was interrupted. Raises
+    UserError for a mistake in the command.
     """
     command = RunCommand(combinations)
     try:

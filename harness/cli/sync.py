@@ -9,11 +9,12 @@ from pathlib import Path
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
-from harness.records.run_folder import ComparisonFolder
+from harness.records.run_folder import TRACKED, ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import payload
 from harness.tracking.client import TrackingClient
+from harness.util.files import read_json_object
 from harness.util.text import UserError, count_text, sanitize
 
 LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run
@@ -30,13 +31,17 @@ def main(options: Namespace) -> int:
         raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
     for problem in loaded.problems:
         print_error(f"skipped: {problem}")
+    comparison = ComparisonFolder(folder)
+    for path in comparison.small_files():
+        if path.name == TRACKED and not read_json_object(path):
+            print_error(f"{path} is damaged: what it may have known to be sent is sent again")
     tracking = requested_tracking(loaded.records, options.tracker, options.project, options.entity)
 
     def is_sent(sent: Path, content_key: str) -> bool:
         state = payload.read_sync_state(sent, tracking.name)
         return state is not None and state.has(content_key, is_online=True)
 
-    content_keys = {ComparisonFolder(folder).run(record.run_id).path: payload.record_key(record) for record in loaded.records}
+    content_keys = {comparison.run(record.run_id).path: payload.record_key(record) for record in loaded.records}
     missing = [sent for sent, content_key in content_keys.items() if options.again or not is_sent(sent, content_key)]
     is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
     timeout_seconds = max(options.timeout, 1.0)

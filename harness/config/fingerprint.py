@@ -99,8 +99,8 @@ def short_hash(values: Mapping[str, Any]) -> str:
 def readable_id(*names: str, key: str) -> str:
     """Return the id made of these names and a hash, which is one folder's name whatever the names are.
 
-    What is no letter, digit, `.`, `_`, `+` or `-` becomes `_`, as does a first dot or hyphen, which would hide the folder
-    or be an option of a shell's command, and long names are cut: the hash tells runs apart.
+    A character that is no letter, digit, `.`, `_`, `+` or `-` becomes `_`, as does a first dot, which would hide the
+    folder, or hyphen, which would begin an option, and long names are cut: the hash tells runs apart.
     """
     text = re.sub(r"[^\w.+-]|^[.-]", "_", "-".join(names))
     return f"{text.encode()[:NAME_BYTES].decode(errors='ignore')}-{key}"

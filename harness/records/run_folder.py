@@ -2,11 +2,13 @@
 
 results/NAME/                      ComparisonFolder: the runs of one comparison
   runs.csv, runs.parquet           one row per run
+  tracking.json                    what each tracker has of the table
   plan_validation.json             whether the predicted winner of a sweep won, where plan.validate=true
   references/RUN_ID/               single-process runs that the others are compared with
   RUN_ID/                          RunFolder: one run
     run.json                       what the ranks are to run
     record.json                    everything known of the run
+    tracking.json                  what each tracker has of the run
     steps.jsonl                    one line per training step
     ranks/rank_00000.json          what a rank reports when it ends
     ranks/rank_00000.pulse         a rank's heartbeat
@@ -35,14 +37,18 @@ from harness.config.from_dict import from_dict, require
 from harness.config.schema import Device, RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
+from harness.records.json_types import type_check
 from harness.records.rank_report import RankReport
 from harness.util.files import JsonObject
+from harness.util.text import UserError, one_line
 
 COMMAND_PREFIX = "command-"  # of a running command's files in .locks
 
 _RECORD = "record.json"
 
 _REFERENCES = "references"
+
+TRACKED = "tracking.json"  # what each tracker has of a run or of a comparison, in its folder
 
 
 @dataclass(frozen=True)
@@ -113,14 +119,15 @@ class RunFolder:
     def read_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank; None before the first."""
         try:
-            return Heartbeat(*json.loads(self.heartbeat(rank).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            values = json.loads(self.heartbeat(rank).read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
+        return None if type_check(Heartbeat)(values) else Heartbeat(*values)
 
     def read_rank_reports(self, world_size: int) -> list[RankReport]:
-        """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""
+        """Return the reports of the ranks that wrote one; a report is whole or absent. Raise UserError if damaged."""
         paths = [self.rank_report(rank) for rank in range(world_size)]
-        return [RankReport.from_json(json.loads(path.read_text())) for path in paths if path.exists()]
+        return [RankReport.from_json(read_whole(path, RankReport)) for path in paths if path.exists()]
 
 
 @dataclass(frozen=True)
@@ -148,6 +155,11 @@ class ComparisonFolder:
         """Return the names of the commands that have a queue listed."""
         return [path.stem for path in self.locks.glob(f"{COMMAND_PREFIX}*.json")]
 
+    def small_files(self) -> list[Path]:
+        """Return the files beside the records that hold one group of keys: queues, jobs, what trackers have, a plan."""
+        names = (f".locks/{COMMAND_PREFIX}*.json", ".jobs/*.json", TRACKED, f"*/{TRACKED}", "plan_validation.json")
+        return [path for name in names for path in sorted(self.path.glob(name))]
+
     def recorded_runs(self, pattern: str = "*") -> Iterator[RunFolder]:
         """Yield the folders of runs that have a record, by name; references and hidden folders are left out."""
         folders = (path.parent for path in self.path.glob(f"{pattern}/{_RECORD}"))
@@ -157,8 +169,8 @@ class ComparisonFolder:
 
 
 def is_run_id(text: object) -> bool:
-    """Return whether a value can name the folder of a run, which is not hidden."""
-    return isinstance(text, str) and text.isprintable() and re.fullmatch(r"[^./][^/]*", text) is not None
+    """Return whether a value can name a folder within another."""
+    return isinstance(text, str) and text.isprintable() and re.fullmatch(r"(?!\.\.?$)[^/]+", text) is not None
 
 
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
@@ -197,7 +209,24 @@ class RunSpec:
 
 
 def read_run_spec(run_dir: Path) -> RunSpec:
-    """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
-    values: JsonObject = json.loads(RunFolder(run_dir).spec.read_text())
-    values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
-    return from_dict(RunSpec, values)
+    """Return what the run file says. Raise UserError if it is missing or damaged."""
+    path = RunFolder(run_dir).spec
+    values = read_whole(path, RunSpec)
+    try:
+        values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
+        return from_dict(RunSpec, values)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error}") from None
+
+
+def read_whole(path: Path, kind: type) -> JsonObject:
+    """Return the values of a file for a dataclass. Raise UserError that names the file if it has others."""
+    try:
+        values: JsonObject = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path} is damaged: {one_line(error)}") from None
+    if problem := type_check(kind)(values):
+        raise UserError(f"{path} is damaged: {problem.lstrip(' .')}")
+    return values

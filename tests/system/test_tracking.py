@@ -21,6 +21,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.records.heartbeat import HeartbeatWriter
+from harness.records.run_folder import TRACKED
 from harness.records.store import read_all, read_record
 from harness.tracking import payload
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
@@ -184,7 +185,7 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     assert sent(capsys, comparison) == "sent 1 run and the table; the tracker had 1 before\n"
     assert len(server.runs) == 4
     sent(capsys, comparison, "--again")  # what is there is replaced
-    (run_dir / payload.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
+    (run_dir / TRACKED).unlink()  # as if an upload had been killed
     sent(capsys, comparison)
     assert len(server.runs) == 4
 

@@ -15,7 +15,7 @@ from harness.config.fingerprint import readable_id, result_affecting_keys, short
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.records.rank_report import RunStatus
-from harness.records.run_folder import ComparisonFolder
+from harness.records.run_folder import ComparisonFolder, is_run_id
 from harness.records.schema import Record
 from harness.records.store import read_record, write_record
 from harness.runner.record import fallback_run_id, rejected_values
@@ -48,7 +48,8 @@ class JobRun(QueuedRun):
 
     def read_run_ids(self, kind: str) -> list[str]:
         """Return the runs that the node's message of this kind names; none if there is no message."""
-        return list(read_json_object(self.message(kind)).get("runs", ()))
+        runs = read_json_object(self.message(kind)).get("runs")
+        return list(filter(is_run_id, runs)) if isinstance(runs, list) else []
 
     def write_values(self) -> None:
         """Write the combination's values, which its node reads, and the job that it was submitted as."""
