@@ -4,7 +4,8 @@ The first half, harness.cli.compose, has composed their configurations.
 """
 
 import shlex
-from contextlib import ExitStack
+import tempfile
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -168,3 +169,7 @@ def main(combinations: Combinations) -> int:
     except KeyboardInterrupt:
         command.finish()
         return 130
+    finally:
+        for cache in Path(tempfile.gettempdir()).glob("torchinductor_*"):  # empty where torch has compiled nothing
+            with suppress(OSError):
+                cache.rmdir()
