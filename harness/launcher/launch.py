@@ -1,5 +1,6 @@
 """The launch of a run's ranks through torch's elastic launcher, until all have ended."""
 
+import errno
 import logging
 import math
 import socket
@@ -23,6 +24,8 @@ from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
+
+SEMAPHORE_ERRNOS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)  # of /dev/shm that is full, or is not there
 
 MONITOR_SECONDS = 0.05  # the time between two checks of the elastic agent on its ranks
 
@@ -91,12 +94,19 @@ def launch(
         except SignalException:
             monitor.stop_reason = monitor.stop_reason or (None if monitor.failed_at() else "interrupted")
         except Exception as error:
-            launch_error = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
+            launch_error = one_line(f"the ranks could not be run: {type(error).__name__}: {error}{place_of(error)}")
             with suppress(OSError), folder.launcher_log.open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
     rank_entry.remove_empty(run_dir, ranks)
     oom_killed = oom_kill_count() > kills_before
     return classify_outcome(monitor, exits, launch_error, run_dir, ranks.start, time.monotonic() - started, oom_killed)
+
+
+def place_of(error: Exception) -> str:
+    """Return where there is no room for what names no file, the semaphores of processes; '' for other errors."""
+    if not isinstance(error, OSError) or error.filename or error.errno not in SEMAPHORE_ERRNOS:
+        return ""
+    return " for a semaphore in /dev/shm: free space there; a container gets more with --shm-size=1g"
 
 
 def _store(port: int = 0) -> TCPStore:

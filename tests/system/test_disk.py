@@ -122,6 +122,34 @@ def test_a_refusal_of_the_machine_is_no_success_and_leaves_with_the_run(
     assert {strategy for strategy, _ in rows} == {"ddp", "tp"} and {status for _, status in rows} == {"ok"}
 
 
+def test_a_folder_that_moves_during_a_run_is_named(tmp_path: Path) -> None:
+    (results := tmp_path / "results").mkdir()
+    moving = call_while_running(results, lambda: results.rename(tmp_path / "elsewhere") and None)
+    ended = run_harness(results, *SWEEP, "strategy=ddp", "train.steps=200")
+    moving.join()
+    assert ended.returncode == 1
+    (row,) = (record.row for record in read_all(results / "sweep").records)
+    assert row["status"] == "error"
+    place = results / "sweep" / row["run_id"]
+    assert row["reason"] == f"{place} was moved or removed while the ranks ran: run it again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is replaced in a name space of its own")
+def test_shared_memory_without_room_is_named(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=4096 none /dev/shm && head -c 4096 /dev/zero > /dev/shm/some && exec "$@"'
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False).returncode != 0:
+        pytest.skip("a file system of its own needs root to be mounted")
+    ended = start(
+        tmp_path, ["strategy=ddp", "proof.reference=false"], before=["unshare", "-m", "sh", "-c", script, "sh"]
+    )
+    assert ended.wait() == 1
+    (record,) = read_all(tmp_path / "sweep").records
+    assert record.row["reason"] == (
+        "the ranks could not be run: OSError: [Errno 28] No space left on device for a semaphore in /dev/shm: free"
+        " space there; a container gets more with --shm-size=1g"
+    )
+
+
 def test_disk_space_is_reserved_whole_or_not_at_all(small_disk: Path) -> None:
     (small_disk / "some").write_bytes(bytes(DISK_BYTES - RESERVE_BYTES // 2))
     reserve_file = small_disk / ".reserve"
