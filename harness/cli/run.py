@@ -96,9 +96,7 @@ class RunCommand:
                 ensure_writable(comparison)
                 planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))
-            scheduler = Scheduler(executor, limits, runs)
-            scheduler.run()
-            self.is_disk_full = scheduler.is_disk_full
+            self.is_disk_full = Scheduler(executor, limits, runs).run()
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""

@@ -14,7 +14,6 @@ from harness.records.schema import Record
 from harness.records.store import LoadedRecords, read_all
 from harness.sweep.command_file import CommandFile, read_commands, seconds_left
 from harness.sweep.slurm.commands import running_jobs
-from harness.util.files import read_json_object
 from harness.util.text import format_duration, sanitize
 
 WIDTH = 120  # columns, where the output is not a terminal
@@ -36,9 +35,7 @@ def status_lines(comparison: ComparisonFolder) -> Iterator[str]:
         if record.status not in ("ok", "refused"):
             yield f"  {record.run_id} {record.status}: {sanitize(record.row['reason'])}"
     yield from (f"  {problem}" for problem in loaded.problems)
-    for path in comparison.small_files():
-        if not read_json_object(path):
-            yield f"  {path} is damaged and has no effect: remove it"
+    yield from (f"  {path} is damaged and has no effect: remove it" for path in comparison.damaged_files())
 
 
 def run_line(comparison: ComparisonFolder, record: Record) -> str:

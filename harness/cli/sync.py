@@ -14,7 +14,6 @@ from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import payload
 from harness.tracking.client import TrackingClient
-from harness.util.files import read_json_object
 from harness.util.text import UserError, count_text, sanitize
 
 LOCAL_SECONDS = 10.0  # the time of the tracker's library for its own work on one run
@@ -32,8 +31,8 @@ def main(options: Namespace) -> int:
     for problem in loaded.problems:
         print_error(f"skipped: {problem}")
     comparison = ComparisonFolder(folder)
-    for path in comparison.small_files():
-        if path.name == TRACKED and not read_json_object(path):
+    for path in comparison.damaged_files():
+        if path.name == TRACKED:
             print_error(f"{path} is damaged: what it may have known to be sent is sent again")
     tracking = requested_tracking(loaded.records, options.tracker, options.project, options.entity)
 

@@ -25,8 +25,6 @@ from harness.launcher.outcome import LaunchOutcome, classify_outcome
 from harness.records.run_folder import RunFolder
 from harness.util.text import one_line
 
-SEMAPHORE_ERRNOS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)  # of /dev/shm that is full, or is not there
-
 MONITOR_SECONDS = 0.05  # the time between two checks of the elastic agent on its ranks
 
 _ELASTIC_LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing.spawn")
@@ -104,9 +102,9 @@ def launch(
 
 def place_of(error: Exception) -> str:
     """Return where there is no room for what names no file, the semaphores of processes; '' for other errors."""
-    if not isinstance(error, OSError) or error.filename or error.errno not in SEMAPHORE_ERRNOS:
-        return ""
-    return " for a semaphore in /dev/shm: free space there; a container gets more with --shm-size=1g"
+    full_or_missing = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
+    is_semaphore = isinstance(error, OSError) and not error.filename and error.errno in full_or_missing
+    return " for a semaphore in /dev/shm: free space there; a container gets more with --shm-size=1g" * is_semaphore
 
 
 def _store(port: int = 0) -> TCPStore:

@@ -6,16 +6,15 @@ A dataclass is read by FromJson, so that a key without a value has its default; 
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 from harness.config.from_dict import TYPE_NAMES, default_of
 from harness.records.rank_report import FILE_KEYS
 
-Check = Callable[
-    [Any], str
-]  # returns '' for a value of the type, else which part is not, such as ".layers.0 is not text"
+# Returns '' for a value of the type, else what is not of it, such as ".layers.0 is not text".
+Check = Callable[[Any], str]
 
 MOST_NESTED = 60  # groups and lists in each other where any value may be: functions that walk through them recurse
 
@@ -26,54 +25,39 @@ LARGEST = 1e100  # of a number, so that sums and squares of numbers are finite
 def type_check(hint: Any) -> Check:
     """Return the check for a type hint, which says nothing of a number's fraction and a Literal's choices."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return type_check(arguments[0])
     if origin is typing.Literal:  # other versions may have other choices
-        kind: Any = type(arguments[0])
-        return type_check(kind)
+        return _scalar_check(type(arguments[0]))
     if origin in (types.UnionType, typing.Union):
-        return _any_check(tuple(map(type_check, arguments)))
-    if dataclasses.is_dataclass(hint) or typing.is_typeddict(hint):
-        return _group_check(hint)
-    if isinstance(hint, type) and issubclass(hint, tuple) and hint is not tuple:
-        defaults = getattr(hint, "_field_defaults", {})
-        return _array_check(tuple(map(type_check, typing.get_type_hints(hint).values())), len(defaults))
-    if origin is tuple and arguments[1:] != (...,):
-        return _array_check(tuple(map(type_check, arguments)), 0)
+        checks = tuple(map(type_check, arguments))
+        return lambda value: checks[0](value) if all(check(value) for check in checks) else ""
+    if typing.is_typeddict(hint):
+        return group_check(typing.get_type_hints(hint), hint.__required_keys__)
+    if dataclasses.is_dataclass(hint):  # an older file may have the old key of a field
+        absent = (entry for entry in dataclasses.fields(hint) if default_of(entry) is dataclasses.MISSING)
+        required = {entry.name for entry in absent if "old_key" not in entry.metadata}
+        return group_check(typing.get_type_hints(hint), required)
+    if hasattr(hint, "_fields") or (origin is tuple and arguments[1:] != (...,)):
+        kinds = typing.get_type_hints(hint).values() if hasattr(hint, "_fields") else arguments
+        return _array_check(tuple(map(type_check, kinds)), len(getattr(hint, "_field_defaults", ())))
     if origin in (tuple, list, Sequence):
-        return _entries_check(list, enumerate, type_check(arguments[0]))
+        return list_check(type_check(arguments[0]))
     if origin in (dict, Mapping):
         return _entries_check(dict, _numbered_items if arguments[0] is int else dict.items, type_check(arguments[1]))
     return _plain_check if hint is Any else _scalar_check(hint)
 
 
-def _any_check(checks: Sequence[Check]) -> Check:
-    return lambda value: checks[0](value) if all(check(value) for check in checks) else ""
-
-
-def _group_check(hint: Any) -> Check:
-    """Return the check for a group of keys; those that the hint does not have may have any value.
-
-    An older file may have the old key of a field.
-    """
-    required: frozenset[str] = (
-        frozenset(
-            FILE_KEYS.get(entry.name, entry.name)
-            for entry in dataclasses.fields(hint)
-            if default_of(entry) is dataclasses.MISSING and "old_key" not in entry.metadata
-        )
-        if dataclasses.is_dataclass(hint)
-        else hint.__required_keys__
-    )
-    checks = {FILE_KEYS.get(name, name): type_check(kind) for name, kind in typing.get_type_hints(hint).items()}
+def group_check(hints: Mapping[str, Any], required: Collection[str] = ()) -> Check:
+    """Return the check for a group of keys by their hints; other keys may have any value."""
+    needed = {FILE_KEYS.get(name, name) for name in required}
+    checks = {FILE_KEYS.get(name, name): type_check(kind) for name, kind in hints.items()}
 
     def check(value: Any) -> str:
         if type(value) is not dict:
             return f" is not {TYPE_NAMES[dict]}"
-        for missing in required - value.keys():
+        for missing in needed - value.keys():
             return f".{missing} is missing"
         for name, entry in value.items():
-            if (entry is not None or name in required) and (problem := checks.get(name, _plain_check)(entry)):
+            if (entry is not None or name in needed) and (problem := checks.get(name, _plain_check)(entry)):
                 return f".{name}{problem}"
         return ""
 
@@ -91,17 +75,17 @@ def _array_check(checks: Sequence[Check], defaults: int) -> Check:
 
 
 def _entries_check(kind: type, items: Callable[[Any], Iterable[tuple[Any, Any]]], entry_check: Check) -> Check:
-    name = TYPE_NAMES.get(kind, "a list")
-
     def check(value: Any) -> str:
         if type(value) is not kind:
-            return f" is not {name}"
-        for key, entry in items(value):
-            if problem := entry_check(entry):
-                return f".{key}{problem}"
-        return ""
+            return f" is not {TYPE_NAMES.get(kind, 'a list')}"
+        return next((f".{key}{problem}" for key, entry in items(value) if (problem := entry_check(entry))), "")
 
     return check
+
+
+def list_check(entry_check: Check) -> Check:
+    """Return the check for a list by that of its entries."""
+    return _entries_check(list, enumerate, entry_check)
 
 
 def _numbered_items(group: dict[str, Any]) -> Iterable[tuple[Any, Any]]:

@@ -39,7 +39,7 @@ from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
 from harness.records.json_types import type_check
 from harness.records.rank_report import RankReport
-from harness.util.files import JsonObject
+from harness.util.files import JsonObject, read_json_object
 from harness.util.text import UserError, one_line
 
 COMMAND_PREFIX = "command-"  # of a running command's files in .locks
@@ -155,10 +155,10 @@ class ComparisonFolder:
         """Return the names of the commands that have a queue listed."""
         return [path.stem for path in self.locks.glob(f"{COMMAND_PREFIX}*.json")]
 
-    def small_files(self) -> list[Path]:
-        """Return the files beside the records that hold one group of keys: queues, jobs, what trackers have, a plan."""
+    def damaged_files(self) -> list[Path]:
+        """Return the files of queues, of jobs, of a plan and of what trackers have that are not a group of keys."""
         names = (f".locks/{COMMAND_PREFIX}*.json", ".jobs/*.json", TRACKED, f"*/{TRACKED}", "plan_validation.json")
-        return [path for name in names for path in sorted(self.path.glob(name))]
+        return [path for name in names for path in sorted(self.path.glob(name)) if not read_json_object(path)]
 
     def recorded_runs(self, pattern: str = "*") -> Iterator[RunFolder]:
         """Yield the folders of runs that have a record, by name; references and hidden folders are left out."""
@@ -210,23 +210,18 @@ class RunSpec:
 
 def read_run_spec(run_dir: Path) -> RunSpec:
     """Return what the run file says. Raise UserError if it is missing or damaged."""
-    path = RunFolder(run_dir).spec
-    values = read_whole(path, RunSpec)
-    try:
-        values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
-        return from_dict(RunSpec, values)
-    except UserError as error:
-        raise UserError(f"{path} is damaged: {error}") from None
+    values = read_whole(RunFolder(run_dir).spec, RunSpec)
+    values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
+    return from_dict(RunSpec, values)
 
 
 def read_whole(path: Path, kind: type) -> JsonObject:
     """Return the values of a file for a dataclass. Raise UserError that names the file if it has others."""
     try:
         values: JsonObject = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {one_line(error)}") from None
-    if problem := type_check(kind)(values):
-        raise UserError(f"{path} is damaged: {problem.lstrip(' .')}")
+        problem = type_check(kind)(values).lstrip(" .")
+    except (OSError, ValueError, RecursionError) as error:
+        problem = one_line(error)
+    if problem:
+        raise UserError(f"{path} cannot be read ({problem}): run it again with force=true")
     return values

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, NotRequired, Self, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
-from harness.config.from_dict import ConfigValues, GroupValues
+from harness.config.from_dict import ConfigValues
 from harness.records.rank_report import RankReport, RunStatus
 from harness.util.files import JsonObject
 
@@ -57,81 +57,6 @@ class ProofEntry(TypedDict, total=False):
     problems: Sequence[str]
 
 
-class CommunicationEntry(TypedDict):
-    """What a rank sent in one kind of operation along one axis."""
-
-    operation: str
-    axis: str
-    bytes: float
-    count: int
-    dtype: NotRequired[str]
-    purpose: NotRequired[str]
-    sizes: NotRequired[Mapping[int, int]]  # the number of calls by their bytes
-
-
-class TrafficEntry(TypedDict):
-    """What a rank sent along one axis, beside the formula's bytes."""
-
-    axis: str
-    bytes: float
-    formula_bytes: float | None
-    padded_bytes: NotRequired[float]
-    outside: Mapping[str, float]  # by function and operation: what no formula counts
-
-
-class PipelineEntry(TypedDict):
-    """The stages of one rank of a pipeline, and its times."""
-
-    rank: int
-    stages: Sequence[int]
-    layers: Sequence[int]  # of each stage
-    working_seconds: float
-    idle_seconds: float
-    idle_share: NotRequired[float]
-    bubble: float
-    in_flight: int
-    activation_bytes: int
-
-
-class PredictedStep(TypedDict):
-    """The parts of a predicted step, and its interval."""
-
-    step_seconds: float
-    low_seconds: float
-    high_seconds: float
-    forward_seconds: float
-    backward_seconds: float
-    optimizer_seconds: float
-    other_seconds: float
-    bubble_seconds: float
-    copy_seconds: float
-    exposed_seconds: Mapping[str, float]  # by axis
-
-
-class Environment(TypedDict, total=False):
-    """What a report reads of the machine and the libraries; the collected values are more."""
-
-    device_name: str | None
-    devices: int | None
-    nodes: int | None
-    cores: int | None
-    threads: int | None
-    processor: str | None
-    variables: Mapping[str, str]
-
-
-class ConfigGroups(TypedDict, total=False):
-    """The groups of a configuration, which may be impossible within its groups: the combination was refused then."""
-
-    model: GroupValues
-    strategy: GroupValues
-    checkpointing: GroupValues
-    precision: GroupValues
-    data: GroupValues
-    cluster: GroupValues
-    train: GroupValues
-
-
 RecordParts = dict[str, Any]  # those of the record's parts that only some runs have, by their names
 
 
@@ -151,9 +76,9 @@ class Record:
     versions: dict[str, str | None] = field(default_factory=dict)
     commit: Commit | None = None  # None outside a repository
     proof: ProofEntry = field(default_factory=ProofEntry)
-    communication: list[CommunicationEntry] = field(default_factory=list)  # of the rank that sends most, by operation
-    traffic: list[TrafficEntry] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
-    pipeline: list[PipelineEntry] = field(default_factory=list)  # the stages and idle time of every rank
+    communication: list[JsonObject] = field(default_factory=list)  # of the rank that sends most, by operation
+    traffic: list[JsonObject] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
+    pipeline: list[JsonObject] = field(default_factory=list)  # the stages and idle time of every rank
     predicted_step: JsonObject | None = None  # None where the hardware is not described
     derivations: JsonObject = field(default_factory=dict)  # of the row's figures by column: harness.records.derivation
     notes: list[str] = field(default_factory=list)

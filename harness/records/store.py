@@ -14,35 +14,43 @@ import orjson
 
 from harness.config.schema import RunConfig
 from harness.records.derivation import Derivation
-from harness.records.json_types import type_check
+from harness.records.json_types import group_check, list_check, type_check
 from harness.records.provenance import machine_text, version_differences, versions_text
 from harness.records.rank_report import STATUSES, RankReport
 from harness.records.run_folder import ComparisonFolder, RunFolder, is_run_id
-from harness.records.schema import (
-    COLUMNS,
-    SCHEMA_VERSION,
-    Cell,
-    ConfigGroups,
-    Environment,
-    PredictedStep,
-    Record,
-    Row,
-    column_type,
-    with_current_names,
-)
+from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, column_type, with_current_names
 from harness.util.files import atomic_write_json, atomic_write_text, is_locked, replace_non_finite
 from harness.util.redact import redacted
 from harness.util.text import UserError, one_line, sanitize
 
+# Keys that reports read of the entries of a record's lists, and of the predicted step: all are required.
+_SENT = {"operation": str, "axis": str, "bytes": float, "count": int}
+_TRAFFIC = {"axis": str, "bytes": float, "formula_bytes": float | None, "outside": dict[str, float]}
+_STAGES = dict.fromkeys(
+    ("rank", "in_flight", "activation_bytes", "working_seconds", "idle_seconds", "bubble"), float
+) | dict.fromkeys(("stages", "layers"), list[int])
+_STEP = dict.fromkeys(("step_seconds", "low_seconds", "high_seconds"), float) | {"exposed_seconds": dict[str, float]}
+
+_PLAIN = ("layout", "versions", "commit", "proof", "notes", "corpus")  # parts with the types of Record's fields
+
 # The checks of a record's parts by their keys; a row is checked by its columns.
 _PARTS = {
     key: type_check(hint)
-    for key, hint in (
-        get_type_hints(Record)
-        | {"config": ConfigGroups, "environment": Environment, "predicted_step": PredictedStep}
-        | {"ranks": list[RankReport], "derivations": dict[str, Derivation]}
-    ).items()
-    if key not in ("row", "rank_entries", "runs", "parts")
+    for key, hint in get_type_hints(Record).items()
+    if key in ("layout", "versions", "commit", "proof", "notes", "corpus")
+} | {
+    "config": group_check(  # within a group, any key may be the one that is impossible
+        dict.fromkeys(("model", "strategy", "checkpointing", "precision", "data", "cluster", "train"), dict[str, Any])
+    ),
+    "environment": group_check(
+        dict.fromkeys(("devices", "nodes", "cores", "threads"), int) | {"variables": dict[str, str]}
+    ),
+    "ranks": type_check(list[RankReport]),
+    "derivations": type_check(dict[str, Derivation]),
+    "predicted_step": group_check(_STEP, _STEP),
+    "communication": list_check(group_check(_SENT | {"sizes": dict[int, int]}, _SENT)),
+    "traffic": list_check(group_check(_TRAFFIC, _TRAFFIC)),
+    "pipeline": list_check(group_check(_STAGES, _STAGES)),
 }
 
 _check_config = type_check(RunConfig)  # of a run whose layout could be resolved; of others any key may be the wrong one

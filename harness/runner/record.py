@@ -245,10 +245,9 @@ def forget_rejections(values: ConfigValues, plan: RunPlan) -> None:
     world_size = plan.config.world_size or machine.world_size
     without_corpus = make_run_id(plan.config, machine.fingerprint, world_size, corpus="")
     for run_id in {fallback_run_id(values), fallback_run_id(resolved), without_corpus} - {plan.run_id}:
-        folder = plan.comparison.run(run_id)
         with suppress(UserError):
-            if read_record(folder.path).status == "refused":
-                shutil.rmtree(folder.path)
+            if read_record(folder := plan.comparison.run(run_id).path).status == "refused":
+                shutil.rmtree(folder)
 
 
 def rejected_values(values: ConfigValues, reason: str, status: RunStatus = "refused") -> Record:

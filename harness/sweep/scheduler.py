@@ -82,8 +82,11 @@ class Scheduler:
     running: list[QueuedRun] = field(default_factory=list)
     is_disk_full: bool = False  # so that runs are left
 
-    def run(self) -> None:
-        """Work until every run has its record, a limit is reached, or the disk is full. Raises KeyboardInterrupt."""
+    def run(self) -> bool:
+        """Work until every run has its record, a limit is reached, or the disk is full; return whether it was the disk.
+
+        Raises KeyboardInterrupt.
+        """
         for run in list(self.waiting):
             if self.is_done(run):
                 self.waiting.remove(run)
@@ -102,6 +105,7 @@ class Scheduler:
             raise
         finally:
             self.executor.close()
+        return self.is_disk_full
 
     def is_done(self, run: QueuedRun) -> bool:
         """Return whether the run has a reusable record, and show that record."""

@@ -181,7 +181,9 @@ def test_a_damaged_file_beside_the_records_is_named(
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     folder = shutil.copytree(whole, tmp_path / "sweep")
-    paths = ComparisonFolder(folder).small_files()
+    assert ComparisonFolder(folder).damaged_files() == []
+    patterns = (".jobs/*.json", ".locks/*.json", "*/tracking.json", "tracking.json", "plan_validation.json")
+    paths = [path for pattern in patterns for path in folder.glob(pattern)]
     assert {path.parent.name for path in paths} >= {".jobs", ".locks", "sweep"}
     for path in paths:
         path.write_bytes(content)
