@@ -189,8 +189,13 @@ def judge_run(plan: RunPlan, outcome: LaunchOutcome, reference: Reference) -> tu
         reason = f"a rank's report is damaged: {error}"
         verdict = Verdict({"status": "error", "reason": reason}, RecordParts())
     if outcome.status != "interrupted" and not plan.folder.spec.exists():
-        reason = f"{plan.folder.path} was moved or removed while the ranks ran: run it again"
-        return Verdict({"status": "error", "reason": reason}, RecordParts()), ()
+        return Verdict(
+            {
+                "status": "error",
+                "reason": f"{plan.folder.path} was moved or removed while the ranks ran: run it again",
+            },
+            RecordParts(),
+        ), ()
     if verdict.columns["status"] == "ok":
         verdict = verify(plan, ranks, reference)
     if verdict.columns["status"] == "ok":
