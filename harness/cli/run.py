@@ -3,7 +3,9 @@
 The first half, harness.cli.compose, has composed their configurations.
 """
 
-from contextlib import ExitStack
+import shlex
+import tempfile
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -73,6 +75,7 @@ class RunCommand:
     scripts: list[Path] = field(default_factory=list)  # to submit by hand
     display: TrackedDisplay = field(default_factory=TrackedDisplay)
     planned_order: PlannedOrder | None = None
+    is_disk_full: bool = False
 
     def execute(self) -> None:
         """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
@@ -94,7 +97,7 @@ class RunCommand:
                 ensure_writable(comparison)
                 planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))
-            Scheduler(executor, limits, runs).run()
+            self.is_disk_full = Scheduler(executor, limits, runs).run()
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
@@ -147,15 +150,19 @@ class RunCommand:
                 client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
         client.close()
         for path in self.scripts:
-            print(f"sbatch {path}")
-        return 0 if {record.status for record in records} <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
+            print(f"sbatch {shlex.quote(str(path))}")
+        statuses, reasons = ({record.row.get(column) for record in records} for column in ("status", "reason"))
+        if self.is_disk_full or (statuses == {"refused"} and len(reasons) == 1):  # nothing ran
+            return 1
+        return 0 if statuses <= (SWEEP_STATUSES if is_sweep else {"ok"}) else 1
 
 
 def main(combinations: Combinations) -> int:
     """Run all combinations.
 
-    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row; 130 if it was
-    interrupted. Raises UserError for a mistake in the command.
+    Return 0 if every run is ok, or in a sweep also out of memory or refused; 1 if there is any other row, all are
+    refused for one reason, or the disk is too full for the runs that are left; 130 if it was interrupted. Raises
+    UserError for a mistake in the command.
     """
     command = RunCommand(combinations)
     with restored_handlers():
@@ -167,3 +174,7 @@ def main(combinations: Combinations) -> int:
             ignore_all_but_sigint()
             command.finish()
             return 130
+        finally:
+            for cache in Path(tempfile.gettempdir()).glob("torchinductor_*"):  # empty where torch has compiled nothing
+                with suppress(OSError):
+                    cache.rmdir()

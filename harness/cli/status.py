@@ -35,6 +35,7 @@ def status_lines(comparison: ComparisonFolder) -> Iterator[str]:
         if record.status not in ("ok", "refused"):
             yield f"  {record.run_id} {record.status}: {sanitize(record.row['reason'])}"
     yield from (f"  {problem}" for problem in loaded.problems)
+    yield from (f"  {path} is damaged and has no effect: remove it" for path in comparison.damaged_files())
 
 
 def run_line(comparison: ComparisonFolder, record: Record) -> str:

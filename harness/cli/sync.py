@@ -9,6 +9,7 @@ from pathlib import Path
 
 from harness.config.command import TrackingConfig
 from harness.config.from_dict import from_dict
+from harness.records.run_folder import TRACKED, ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import payload
@@ -29,13 +30,17 @@ def main(options: Namespace) -> int:
         raise UserError(f"{folder} holds no readable record of a run: name the folder of one comparison, results/NAME")
     for problem in loaded.problems:
         print_error(f"skipped: {problem}")
+    comparison = ComparisonFolder(folder)
+    for path in comparison.damaged_files():
+        if path.name == TRACKED:
+            print_error(f"{path} is damaged: what it may have known to be sent is sent again")
     tracking = requested_tracking(loaded.records, options.tracker, options.project, options.entity)
 
     def is_sent(sent: Path, content_key: str) -> bool:
         state = payload.read_sync_state(sent, tracking.name)
         return state is not None and state.has(content_key, is_online=True)
 
-    content_keys = {folder / record.run_id: payload.record_key(record) for record in loaded.records}
+    content_keys = {comparison.run(record.run_id).path: payload.record_key(record) for record in loaded.records}
     missing = [sent for sent, content_key in content_keys.items() if options.again or not is_sent(sent, content_key)]
     is_table_missing = bool(missing) or not is_sent(folder, payload.rows_key(loaded.records))
     timeout_seconds = max(options.timeout, 1.0)

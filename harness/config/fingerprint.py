@@ -99,9 +99,8 @@ def short_hash(values: Mapping[str, Any]) -> str:
 def readable_id(*names: str, key: str) -> str:
     """Return the id made of these names and a hash, which is one folder's name whatever the names are.
 
-    A character that no such name can have becomes `_`, as does a first dot, which would hide the folder, and long names
-    are cut: the hash tells runs apart.
+    A character that is no letter, digit, `.`, `_`, `+` or `-` becomes `_`, as does a first dot, which would hide the
+    folder, or hyphen, which would begin an option, and long names are cut: the hash tells runs apart.
     """
-    names_text = re.sub(r"^\.", "_", "-".join(names))
-    text = "".join(character if character.isprintable() and character != "/" else "_" for character in names_text)
+    text = re.sub(r"[^\w.+-]|^[.-]", "_", "-".join(names))
     return f"{text.encode()[:NAME_BYTES].decode(errors='ignore')}-{key}"

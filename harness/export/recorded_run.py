@@ -37,10 +37,6 @@ def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
     row = read_run(directory).row
     if row["status"] != "ok":
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")
-    try:
-        spec = read_run_spec(directory)
-    except (OSError, ValueError) as error:
-        path = RunFolder(directory).spec
-        raise UserError(f"{path} cannot be read ({error}): run it again with force=true") from None
+    spec = read_run_spec(directory)
     resolved = (target or RunFolder(directory).export).resolve()
     return RecordedRun(directory.resolve(), resolved, spec.config, spec.layout, spec.device, spec.threads)

@@ -1,5 +1,6 @@
 """The launch of a run's ranks through torch's elastic launcher, until all have ended."""
 
+import errno
 import logging
 import math
 import socket
@@ -95,7 +96,7 @@ def launch(
         except SignalException:
             monitor.stop_reason = monitor.stop_reason or (None if monitor.failed_at() else "interrupted")
         except Exception as error:
-            launch_error = one_line(f"the ranks could not be run: {type(error).__name__}: {error}")
+            launch_error = one_line(f"the ranks could not be run: {type(error).__name__}: {error}{place_of(error)}")
             with suppress(OSError), folder.launcher_log.open("a") as log:  # the disk may be full
                 traceback.print_exc(file=log)
     rank_entry.remove_empty(run_dir, ranks)
@@ -103,6 +104,13 @@ def launch(
         redact_file(path)
     oom_killed = oom_kill_count() > kills_before
     return classify_outcome(monitor, exits, launch_error, run_dir, ranks.start, time.monotonic() - started, oom_killed)
+
+
+def place_of(error: Exception) -> str:
+    """Return where there is no room for what names no file, the semaphores of processes; '' for other errors."""
+    full_or_missing = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.ENOENT)
+    is_semaphore = isinstance(error, OSError) and not error.filename and error.errno in full_or_missing
+    return " for a semaphore in /dev/shm: free space there; a container gets more with --shm-size=1g" * is_semaphore
 
 
 def _store(port: int = 0) -> TCPStore:

@@ -5,18 +5,16 @@ record has those of its figures by the code that computed them.
 """
 
 import math
-import operator
-import statistics
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from fractions import Fraction
-from functools import cache, reduce
+from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jinja2
 
@@ -35,6 +33,7 @@ from harness.layout.partition import split_into_stages, stages_of_rank
 from harness.layout.state_widths import StateKind, StateWidths
 from harness.metrics import columns, memory, step_time
 from harness.records import rank_report
+from harness.records.derivation import Derivation, Term
 from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.util.files import JsonObject
@@ -97,43 +96,6 @@ DERIVATIONS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("derivation
 
 _say = Sentences(Path(__file__).with_name("sentences.j2"), {"grouped": "{:,.0f}".format})
 
-_OPERATIONS = {"+": operator.add, "×": operator.mul, "÷": operator.truediv}
-
-
-@dataclass(frozen=True)
-class Term:
-    """One number of a derivation; the operator of the first is not used, and neither are those of a list."""
-
-    name: str
-    value: float
-    source: str  # the counter or the formula that it comes from
-    unit: str = ""
-    operator: str = "+"  # or × or ÷
-    detail: str = ""  # what only the text says, such as the kinds of buffers
-
-
-@dataclass(frozen=True)
-class Derivation:
-    """The arithmetic behind one column of a row."""
-
-    column: str
-    value: float
-    unit: str = ""
-    sentence: str = ""
-    terms: Sequence[Term] = ()
-    # How the terms make the value: from left to right by their operators, or as the median or the largest of a list.
-    rule: Literal["arithmetic", "median", "maximum"] = "arithmetic"
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the terms make the value: some records lack a part of them."""
-        if not self.terms or any(term.operator == "÷" and not term.value for term in self.terms):
-            return False
-        values = [term.value for term in self.terms]
-        total = reduce(lambda total, term: _OPERATIONS[term.operator](total, term.value), self.terms, 0.0)
-        results = {"arithmetic": total, "median": statistics.median(values), "maximum": max(values)}
-        return math.isclose(results[self.rule], self.value, rel_tol=1e-9, abs_tol=0.5 if self.unit == "B" else 0.0)
-
 
 def derivation_entries(record: Record) -> JsonObject:
     """Return the derivations of a record as its file has them, without empty texts."""
@@ -148,8 +110,8 @@ def derivations_of(record: Record) -> dict[str, Derivation]:
     """Return the derivations that a record has, or for an older one those that this code makes of it."""
     if not record.derivations:
         return derive(record)
-    terms = {column: [Term(**term) for term in entry["terms"]] for column, entry in record.derivations.items()}
-    return {column: Derivation(**entry | {"terms": terms[column]}) for column, entry in record.derivations.items()}
+    recorded = {column: Derivation.from_json(entry) for column, entry in record.derivations.items()}
+    return {column: derivation for column, derivation in recorded.items() if derivation.terms}
 
 
 def derive(record: Record) -> dict[str, Derivation]:

@@ -111,7 +111,7 @@ class TrainingReport(FromJson):
 
 
 @dataclass(frozen=True)
-class PeakPart:
+class PeakPart(FromJson):
     """The bytes of one role at the peak; `what` is the kind of buffer, or the operator that made a temporary."""
 
     role: str
@@ -120,7 +120,7 @@ class PeakPart:
 
 
 @dataclass(frozen=True)
-class PhaseShare:
+class PhaseShare(FromJson):
     """The duration of one phase of a step, and how long it communicated, waited or copied without computing."""
 
     seconds: float
@@ -135,7 +135,7 @@ class TimeBreakdown(FromJson):
 
     seconds: float
     phases: Mapping[str, PhaseShare] = field(
-        metadata={"read": lambda phases: {name: PhaseShare(**share) for name, share in phases.items()}}
+        metadata={"read": lambda phases: {name: PhaseShare.from_json(share) for name, share in phases.items()}}
     )
     overlapped_seconds: float  # of collectives that ran while something was computed
 
@@ -163,7 +163,9 @@ class AtPeak(FromJson):
 
     phase: str = ""
     bytes: int = 0
-    parts: Sequence[PeakPart] = field(default=(), metadata={"read": lambda parts: [PeakPart(**part) for part in parts]})
+    parts: Sequence[PeakPart] = field(
+        default=(), metadata={"read": lambda parts: [PeakPart.from_json(part) for part in parts]}
+    )
 
 
 @dataclass(frozen=True)

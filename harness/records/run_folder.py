@@ -2,11 +2,13 @@
 
 results/NAME/                      ComparisonFolder: the runs of one comparison
   runs.csv, runs.parquet           one row per run
+  tracking.json                    what each tracker has of the table
   plan_validation.json             whether the predicted winner of a sweep won, where plan.validate=true
   references/RUN_ID/               single-process runs that the others are compared with
   RUN_ID/                          RunFolder: one run
     run.json                       what the ranks are to run
     record.json                    everything known of the run
+    tracking.json                  what each tracker has of the run
     steps.jsonl                    one line per training step
     ranks/rank_00000.json          what a rank reports when it ends
     ranks/rank_00000.pulse         a rank's heartbeat
@@ -35,14 +37,18 @@ from harness.config.from_dict import from_dict, require
 from harness.config.schema import Device, RunConfig
 from harness.data.corpus import Corpus
 from harness.layout.layout import Layout
+from harness.records.json_types import type_check
 from harness.records.rank_report import RankReport
-from harness.util.files import JsonObject
+from harness.util.files import JsonObject, read_json_object
+from harness.util.text import UserError, one_line
 
 COMMAND_PREFIX = "command-"  # of a running command's files in .locks
 
 _RECORD = "record.json"
 
 _REFERENCES = "references"
+
+TRACKED = "tracking.json"  # what each tracker has of a run or of a comparison, in its folder
 
 
 @dataclass(frozen=True)
@@ -113,14 +119,15 @@ class RunFolder:
     def read_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank; None before the first."""
         try:
-            return Heartbeat(*json.loads(self.heartbeat(rank).read_bytes()))
-        except (OSError, ValueError, TypeError):
+            values = json.loads(self.heartbeat(rank).read_bytes())
+        except (OSError, ValueError, RecursionError):
             return None
+        return None if type_check(Heartbeat)(values) else Heartbeat(*values)
 
     def read_rank_reports(self, world_size: int) -> list[RankReport]:
-        """Return the reports of the ranks that wrote one; a report is whole or absent. Raise ValueError if damaged."""
+        """Return the reports of the ranks that wrote one; a report is whole or absent. Raise UserError if damaged."""
         paths = [self.rank_report(rank) for rank in range(world_size)]
-        return [RankReport.from_json(json.loads(path.read_text())) for path in paths if path.exists()]
+        return [RankReport.from_json(read_whole(path, RankReport)) for path in paths if path.exists()]
 
 
 @dataclass(frozen=True)
@@ -141,12 +148,18 @@ class ComparisonFolder:
     command = NumberedEntry(".locks/{}.json")
 
     def run(self, run_id: str) -> RunFolder:
-        """Return the folder of one run."""
+        """Return the folder of one run, directly in this one. Raise UserError for what cannot name it."""
+        require(is_run_id(run_id), "run_id", run_id, "cannot name the folder of a run: remove the file that has it")
         return RunFolder(self.path / run_id)
 
     def commands(self) -> list[str]:
         """Return the names of the commands that have a queue listed."""
         return [path.stem for path in self.locks.glob(f"{COMMAND_PREFIX}*.json")]
+
+    def damaged_files(self) -> list[Path]:
+        """Return the files of queues, of jobs, of a plan and of what trackers have that are not a group of keys."""
+        names = (f".locks/{COMMAND_PREFIX}*.json", ".jobs/*.json", TRACKED, f"*/{TRACKED}", "plan_validation.json")
+        return [path for name in names for path in sorted(self.path.glob(name)) if not read_json_object(path)]
 
     def recorded_runs(self, pattern: str = "*") -> Iterator[RunFolder]:
         """Yield the folders of runs that have a record, by name; references and hidden folders are left out."""
@@ -156,11 +169,18 @@ class ComparisonFolder:
                 yield RunFolder(folder)
 
 
+def is_run_id(text: object) -> bool:
+    """Return whether a value can name a folder within another."""
+    return isinstance(text, str) and text.isprintable() and re.fullmatch(r"(?!\.\.?$)[^/]+", text) is not None
+
+
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
-    """Return the folder of a comparison by its keys. Raise UserError if `name` is not a plain folder name."""
+    """Return the folder of a comparison by its keys. Raise UserError if they are no path that a script can have."""
     rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
     text = str(name)  # the command line may give a number
     require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text) is not None, "name", name, rule)
+    rule = "has a character that cannot be printed: choose a path without"
+    require(str(results_dir).isprintable(), "results_dir", results_dir, rule)
     return ComparisonFolder(Path(str(results_dir)) / text)
 
 
@@ -190,7 +210,19 @@ class RunSpec:
 
 
 def read_run_spec(run_dir: Path) -> RunSpec:
-    """Return what the run file says. Raise OSError or UserError if it is missing or damaged."""
-    values: JsonObject = json.loads(RunFolder(run_dir).spec.read_text())
+    """Return what the run file says. Raise UserError if it is missing or damaged."""
+    values = read_whole(RunFolder(run_dir).spec, RunSpec)
     values["config"] = split_values(values["config"])[0]  # older run files also have the keys of the command
     return from_dict(RunSpec, values)
+
+
+def read_whole(path: Path, kind: type) -> JsonObject:
+    """Return the values of a file for a dataclass. Raise UserError that names the file if it has others."""
+    try:
+        values: JsonObject = json.loads(path.read_bytes())
+        problem = type_check(kind)(values).lstrip(" .")
+    except (OSError, ValueError, RecursionError) as error:
+        problem = one_line(error)
+    if problem:
+        raise UserError(f"{path} cannot be read ({problem}): run it again with force=true")
+    return values

@@ -80,7 +80,7 @@ class Record:
     traffic: list[JsonObject] = field(default_factory=list)  # of that rank by mesh axis, beside the formula's
     pipeline: list[JsonObject] = field(default_factory=list)  # the stages and idle time of every rank
     predicted_step: JsonObject | None = None  # None where the hardware is not described
-    derivations: JsonObject = field(default_factory=dict)  # of the row's figures by column; see harness.metrics
+    derivations: JsonObject = field(default_factory=dict)  # of the row's figures by column: harness.records.derivation
     notes: list[str] = field(default_factory=list)
     corpus: str = ""  # the fingerprint of the training data
     schema_version: int = SCHEMA_VERSION

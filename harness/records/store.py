@@ -8,35 +8,53 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import orjson
 
+from harness.config.schema import RunConfig
+from harness.records.derivation import Derivation
+from harness.records.json_types import group_check, list_check, type_check
 from harness.records.provenance import machine_text, version_differences, versions_text
-from harness.records.rank_report import STATUSES
-from harness.records.run_folder import ComparisonFolder, RunFolder
+from harness.records.rank_report import STATUSES, RankReport
+from harness.records.run_folder import ComparisonFolder, RunFolder, is_run_id
 from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, column_type, with_current_names
 from harness.util.files import atomic_write_json, atomic_write_text, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
 from harness.util.text import UserError, one_line, sanitize
 
-# The lists in a record, and the keys of their entries that a report reads.
-_LISTS = {
-    "ranks": (),
-    "communication": ("operation", "axis", "bytes", "count"),
-    "pipeline": (
-        "rank",
-        "stages",
-        "layers",
-        "working_seconds",
-        "idle_seconds",
-        "bubble",
-        "in_flight",
-        "activation_bytes",
+# Keys that reports read of the entries of a record's lists, and of the predicted step: all are required.
+_SENT = {"operation": str, "axis": str, "bytes": float, "count": int}
+_TRAFFIC = {"axis": str, "bytes": float, "formula_bytes": float | None, "outside": dict[str, float]}
+_STAGES = dict.fromkeys(
+    ("rank", "in_flight", "activation_bytes", "working_seconds", "idle_seconds", "bubble"), float
+) | dict.fromkeys(("stages", "layers"), list[int])
+_STEP = dict.fromkeys(("step_seconds", "low_seconds", "high_seconds"), float) | {"exposed_seconds": dict[str, float]}
+
+_PLAIN = ("layout", "versions", "commit", "proof", "notes", "corpus")  # parts with the types of Record's fields
+
+# The checks of a record's parts by their keys; a row is checked by its columns.
+_PARTS = {
+    key: type_check(hint)
+    for key, hint in get_type_hints(Record).items()
+    if key in ("layout", "versions", "commit", "proof", "notes", "corpus")
+} | {
+    "config": group_check(  # within a group, any key may be the one that is impossible
+        dict.fromkeys(("model", "strategy", "checkpointing", "precision", "data", "cluster", "train"), dict[str, Any])
     ),
+    "environment": group_check(
+        dict.fromkeys(("devices", "nodes", "cores", "threads"), int) | {"variables": dict[str, str]}
+    ),
+    "ranks": type_check(list[RankReport]),
+    "derivations": type_check(dict[str, Derivation]),
+    "predicted_step": group_check(_STEP, _STEP),
+    "communication": list_check(group_check(_SENT | {"sizes": dict[int, int]}, _SENT)),
+    "traffic": list_check(group_check(_TRAFFIC, _TRAFFIC)),
+    "pipeline": list_check(group_check(_STAGES, _STAGES)),
 }
 
+_check_config = type_check(RunConfig)  # of a run whose layout could be resolved; of others any key may be the wrong one
 
 # The types of the columns whose values may be all that their type has; an integer must fit 64 bits.
 _PLAIN_TYPES = {name: column.type for name, column in COLUMNS.items() if column.type is not int}
@@ -66,7 +84,7 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
     values = record.to_json() if isinstance(record, Record) else dict(record)
     row = {key: _of_column_type(key, value) for key, value in replace_non_finite(values["row"]).items()}
     version = {"schema_version": SCHEMA_VERSION}
-    content = redacted(version | values | version | {"row": row})
+    content = replace_non_finite(redacted(version | values | version | {"row": row}))
     _check(content)
     run_dir.mkdir(parents=True, exist_ok=True)
     atomic_write_json(RunFolder(run_dir).record, content)
@@ -90,18 +108,16 @@ def _check(record: Any) -> None:
     if record.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"schema_version={record.get('schema_version')} is not {SCHEMA_VERSION}")
     row = record["row"]
-    if row.get("status") not in STATUSES or not row.get("run_id"):
+    if row.get("status") not in STATUSES or not is_run_id(row.get("run_id")):
         raise ValueError(f"run_id={row.get('run_id')} with status={row.get('status')} is not the row of a run")
     for column, value in row.items():
         if value is not None and type(value) is not _PLAIN_TYPES.get(column):
             _check_value(column, value)
-    for part in ("environment", "versions", "proof"):
-        if not isinstance(record.get(part, {}), dict):
-            raise ValueError(f"{part} is not a group of keys")
-    for part, keys in _LISTS.items():
-        entries = record.get(part, [])
-        if not isinstance(entries, list) or not all(isinstance(e, dict) and set(keys) <= e.keys() for e in entries):
-            raise ValueError(f"{part} is not a list of groups with the keys {', '.join(keys) or 'of a rank'}")
+    for part, check in _PARTS.items():
+        if record.get(part) is not None and (problem := check(record[part])):
+            raise ValueError(f"{part}{problem}")
+    if record.get("layout") and record.get("config") and (problem := _check_config(record["config"])):
+        raise ValueError(f"config{problem}")
 
 
 def _check_value(column: str, value: Any) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from itertools import count
 from typing import Any
 
-from harness.metrics.formulas import Derivation, derivations_of, terms_of
+from harness.metrics.formulas import derivations_of, terms_of
+from harness.records.derivation import Derivation
 from harness.records.schema import Record, columns_aggregated_by
 from harness.report.comparability import group_by
 from harness.report.speeds import is_undisturbed, timed_runs

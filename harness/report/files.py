@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Row, column_type
-from harness.records.store import columns_of, rows_of, write_runs_csv
+from harness.records.store import columns_of, csv_cell, rows_of, write_runs_csv
 from harness.report import html, markdown
 from harness.report.charts import render
 from harness.report.columns import ShownColumn, from_lines, write
@@ -131,7 +131,7 @@ def export(
     """
     contents: dict[str, Any] = {}
     if "csv" in formats:
-        contents["table.csv"] = paper_table(view, statistic).to_csv(index=False, lineterminator="\n")
+        contents["table.csv"] = paper_table(view, statistic).map(csv_cell).to_csv(index=False, lineterminator="\n")
     if "latex" in formats:
         contents["table.tex"] = latex_table(view, statistic)
     for form in (form for form in PICTURES if form in formats):

@@ -183,7 +183,7 @@ def _sizes(view: View) -> Table | None:
             sizes = {int(size): count for size, count in (entry.get("sizes") or {}).items()}
             if sizes:
                 ends = [bytes_text(size) for size in (min(sizes), _median(sizes), max(sizes))]
-                names = [str(entry[key]) for key in ("axis", "operation", "dtype")]
+                names = [entry["axis"], entry["operation"], entry.get("dtype", "")]
                 rows.append([line.label, *names, f"{sum(sizes.values()):,}", *ends])
     header = ["run", "mesh axis", "operation", "dtype", "calls", "smallest", "median", "largest"]
     return Table(header, rows, label_columns=4) if rows else None

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 from rich.cells import cell_len, set_cell_size
@@ -87,7 +88,8 @@ def _notes(lines: Sequence[Line]) -> Iterator[str]:
     total = len(lines)
     failures = _causes(lines, lambda row: row["status"] != "ok" and sentence("outcome", row=row))
     if len(failures) <= MOST_LABELS:
-        yield from (f"{name} {outcome}" for name, outcome in failures)
+        for outcome, same in group_by(failures, itemgetter(1)).items():
+            yield f"{', '.join(name for name, _ in same)} {outcome}"
     else:
         for outcome, names in by_kind(failures, "\n").items():
             yield f"{labels_text(_configurations(names), total)} {outcome}"

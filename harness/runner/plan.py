@@ -166,7 +166,7 @@ def make_plan(
     corpus = prepare_corpus(config.data, config.train.seq_len)
     run_id = make_run_id(config, machine.fingerprint, device_count(config, layout, machine), corpus.fingerprint)
     comparison = comparison_folder(command.name, command.results_dir)
-    folder = RunFolder(comparison.references / run_id) if is_reference else comparison.run(run_id)
+    folder = (ComparisonFolder(comparison.references) if is_reference else comparison).run(run_id)
     return RunPlan(config, command, machine, layout, widths, corpus, run_id, folder)
 
 

@@ -3,7 +3,9 @@
 A combination of a sweep that is impossible as configured has a record too, although no process is started for it.
 """
 
+import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
@@ -33,13 +35,13 @@ from harness.records.provenance import git_commit, versions
 from harness.records.rank_report import RankReport, to_record_entry
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Cell, Cells, Record, RecordParts
-from harness.records.store import write_record
+from harness.records.store import read_record, write_record
 from harness.runner.config_columns import config_columns
 from harness.runner.plan import RunPlan
 from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable, stored_rejection
 from harness.util.files import JsonObject
-from harness.util.text import UserError, one_line
+from harness.util.text import UserError
 
 
 @dataclass(frozen=True)
@@ -184,9 +186,17 @@ def judge_run(plan: RunPlan, outcome: LaunchOutcome, reference: Reference) -> tu
     verdict = Verdict({"status": outcome.status, "reason": outcome.reason}, RecordParts())
     try:
         ranks = plan.folder.read_rank_reports(plan.layout.world_size)
-    except ValueError as error:
-        reason = f"a rank's report is damaged: {one_line(error)}"
+    except UserError as error:
+        reason = f"a rank's report is damaged: {error}"
         verdict = Verdict({"status": "error", "reason": reason}, RecordParts())
+    if outcome.status != "interrupted" and not plan.folder.spec.exists():
+        return Verdict(
+            {
+                "status": "error",
+                "reason": f"{plan.folder.path} was moved or removed while the ranks ran: run it again",
+            },
+            RecordParts(),
+        ), ()
     if verdict.columns["status"] == "ok":
         verdict = verify(plan, ranks, reference)
     if verdict.columns["status"] == "ok":
@@ -229,6 +239,21 @@ def write_rejected(values: ConfigValues, reason: str) -> Record:
         return write_without_plan(values, build_record(config, command, machine, None, run_id, ending))
     except UserError:
         return rejected_values(values, status="refused", reason=reason)
+
+
+def forget_rejections(values: ConfigValues, plan: RunPlan) -> None:
+    """Remove the rows of earlier attempts at these values that were refused before there was a plan.
+
+    Such a row has the id of write_rejected(): without a corpus, or that of values that were not resolved yet.
+    """
+    machine = plan.machine if plan.machine.sharing == 1 else machine_of_run(values)  # whole, as it was then
+    resolved = resolve_auto(values, machine.device, machine.compute_capability)
+    world_size = plan.config.world_size or machine.world_size
+    without_corpus = make_run_id(plan.config, machine.fingerprint, world_size, corpus="")
+    for run_id in {fallback_run_id(values), fallback_run_id(resolved), without_corpus} - {plan.run_id}:
+        with suppress(UserError):
+            if read_record(folder := plan.comparison.run(run_id).path).status == "refused":
+                shutil.rmtree(folder)
 
 
 def rejected_values(values: ConfigValues, **ending: Cell) -> Record:

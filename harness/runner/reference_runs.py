@@ -281,6 +281,6 @@ def read_reports(plan: RunPlan) -> list[RankReport]:
     """Return the reports of all ranks of a reference; none if one is missing or damaged."""
     try:
         ranks = plan.folder.read_rank_reports(plan.layout.world_size)
-    except ValueError:
+    except UserError:
         return []
     return ranks if len(ranks) == plan.layout.world_size else []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
-from harness.config.from_dict import from_dict
+from harness.config.from_dict import Positive, from_dict
 from harness.records.run_folder import COMMAND_PREFIX, ComparisonFolder
 from harness.util.files import atomic_write_json, read_json_object, release
 from harness.util.locks import file_lock, is_locked, remove_lock
@@ -31,7 +31,7 @@ class CommandFile:
     host: str
     pid: int
     started_at: float  # time.time()
-    max_parallel: int  # runs at once
+    max_parallel: Positive  # runs at once
     runs: tuple[PlannedRun, ...]
 
 

@@ -19,6 +19,7 @@ from harness.launcher.multinode import NodeGroup
 from harness.records.schema import Record
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan, fits_now, make_plan
+from harness.runner.record import forget_rejections
 from harness.runner.resolve import detect_machine, machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import reusable_record
 from harness.runner.run import execute
@@ -80,9 +81,13 @@ class Scheduler:
     waiting: list[QueuedRun]
     running: list[QueuedRun] = field(default_factory=list)
     retries: bool = True  # whether it runs again what ended from outside; a cluster's job leaves that to its command
+    is_disk_full: bool = False  # so that runs are left
 
-    def run(self) -> None:
-        """Work until every run has its record, a limit is reached, or the disk is full. Raises KeyboardInterrupt."""
+    def run(self) -> bool:
+        """Work until every run has its record, a limit is reached, or the disk is full; return whether it was the disk.
+
+        Raises KeyboardInterrupt.
+        """
         for run in list(self.waiting):
             if self.is_done(run):
                 self.waiting.remove(run)
@@ -101,6 +106,7 @@ class Scheduler:
             raise
         finally:
             self.executor.close()
+        return self.is_disk_full
 
     def is_done(self, run: QueuedRun) -> bool:
         """Return whether the run has a reusable record, and show that record."""
@@ -117,6 +123,7 @@ class Scheduler:
                 continue
             reason = self.stop_after.exceeded_limit()
             if not reason and not has_free_space(run.comparison.path):
+                self.is_disk_full = True
                 reason = f"no disk space is left in {run.comparison.path}"
             if reason:
                 remaining = count_text(len(self.waiting), "run")
@@ -182,16 +189,16 @@ class LocalExecutor:
 
     def plan_run(self, values: ConfigValues, repeat_index: int) -> QueuedRun:
         """Return the run of composed values, or the first run of the search that they request. Raises UserError."""
-        machine = machine_of_run(values, self.machine)
+        machine, composed = machine_of_run(values, self.machine), values
         values = resolve_auto(values, machine.device, machine.compute_capability)
 
         def plan(candidate: ConfigValues) -> RunPlan:
             return make_plan(resolve_run_config(candidate), machine, read_command_config(candidate))
 
-        if not wants_max_micro_batch(values):
-            return queue_plan(plan(values), repeat_index)
-        search = MicroBatchSearch(feasible_plans(values, plan), fits_now)
-        return queue_plan(search.first, repeat_index, search)
+        search = MicroBatchSearch(feasible_plans(values, plan), fits_now) if wants_max_micro_batch(values) else None
+        run = queue_plan(search.first if search else plan(values), repeat_index, search)
+        forget_rejections(composed, run.planned)
+        return run
 
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the run's stored record if it can be reused."""

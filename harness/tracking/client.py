@@ -1,8 +1,10 @@
 """The parent's side of tracking: it hands runs to the tracking process and does not wait for it during runs."""
 
+import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -103,7 +105,8 @@ class TrackingClient:
     def _start(self) -> bool:
         """Start the process and return whether that worked.
 
-        It gets a session of its own, because signals of this terminal, such as Ctrl-C, are not meant for it.
+        It gets a session of its own, because signals of this terminal, such as Ctrl-C, are not meant for it, and a
+        folder for temporary files, which trackers leave behind.
         """
         channel, process_end = Pipe()
         fd = process_end.fileno()
@@ -111,11 +114,19 @@ class TrackingClient:
         null = subprocess.DEVNULL
         with process_end:
             try:
+                self.scratch = tempfile.TemporaryDirectory(prefix="hs", ignore_cleanup_errors=True)
                 self.process = subprocess.Popen(
-                    command, stdin=null, stdout=null, stderr=null, pass_fds=[fd], start_new_session=True
+                    [*command, self.scratch.name],
+                    env=os.environ | {"TMPDIR": self.scratch.name},
+                    stdin=null,
+                    stdout=null,
+                    stderr=null,
+                    pass_fds=[fd],
+                    start_new_session=True,
                 )
-            except OSError as error:  # out of memory or of processes: the run goes on without tracking
-                self.log(f"tracking: its process cannot be started ({error.strerror}); nothing is tracked")
+            except OSError as error:  # out of memory, of processes or of disk: the run goes on without tracking
+                reason = f"{error.strerror}: {error.filename}"
+                self.log(f"tracking: its process cannot be started ({reason}); nothing is tracked")
                 return False
         self.channel = channel
         threading.Thread(target=send_all, args=(channel, self.unsent), daemon=True).start()
@@ -146,6 +157,7 @@ class TrackingClient:
             with suppress(psutil.Error):
                 process.kill()
         self.process.wait()
+        self.scratch.cleanup()
 
 
 def send_all(channel: "Connection[Message, Answer]", unsent: "queue.SimpleQueue[Message]") -> None:

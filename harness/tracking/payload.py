@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from harness.config.command import TrackingConfig
 from harness.metrics.memory import max_known
-from harness.records.run_folder import RunFolder
+from harness.records.run_folder import TRACKED, RunFolder
 from harness.records.schema import COLUMNS, Record
 from harness.tracking.base import Scalar, TrackedRun, Values, tracked_id
 from harness.util.files import JsonObject, atomic_write_json, read_json_object
@@ -70,9 +70,6 @@ def table_rows(records: list[Record]) -> tuple[list[str], list[Mapping[str, Any]
     return [column for column in dict.fromkeys((*COLUMNS, *filled)) if column in filled], rows
 
 
-SYNC_STATE_FILE = "tracking.json"
-
-
 class SyncState(NamedTuple):
     """The part of one run, or of one comparison's summary, that one tracker has."""
 
@@ -96,7 +93,7 @@ def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
     An unreadable file loses no data: at worst the run is sent again.
     """
     try:
-        saved = read_json_object(folder / SYNC_STATE_FILE)[tracker]
+        saved = read_json_object(folder / TRACKED)[tracker]
         content_key = saved["content_key"] if "content_key" in saved else saved["what"]  # the key's earlier name
         return SyncState(saved["id"], content_key, saved["sent_at"])
     except (KeyError, TypeError):
@@ -105,7 +102,7 @@ def read_sync_state(folder: Path, tracker: str) -> SyncState | None:
 
 def write_sync_state(folder: Path, tracker: str, state: SyncState) -> None:
     """Write the state of one tracker; those of other trackers in the same file stay."""
-    path = folder / SYNC_STATE_FILE
+    path = folder / TRACKED
     atomic_write_json(path, read_json_object(path) | {tracker: state._asdict()})
 
 

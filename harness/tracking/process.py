@@ -1,14 +1,15 @@
 """The tracking process: it passes what the parent hands over to trackers, and watches running runs.
 
-TrackingClient starts it with the number of its end of a pipe, and with the number of seconds for which a run that has
-started is left undisturbed. It shares nothing else with the parent: a tracker that hangs or dies here costs the runs
-nothing.
+TrackingClient starts it with the number of its end of a pipe, with the number of seconds for which a run that has
+started is left undisturbed, and with a folder for temporary files. It shares nothing else with the parent: a tracker
+that hangs or dies here costs the runs nothing.
 """
 
 import dataclasses
 import importlib
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
@@ -185,15 +186,16 @@ def listen(channel: "Connection[Answer, Message]", inbox: "queue.SimpleQueue[Mes
 
 
 def exit_now(status: int) -> None:
-    """End this process at once, and every process that a tracker has started."""
+    """End this process at once, and every process that a tracker has started, and remove their temporary files."""
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
             process.kill()
+    shutil.rmtree(sys.argv[3], ignore_errors=True)
     os._exit(status)
 
 
 def main() -> None:
-    """Serve the parent whose pipe and quiet seconds are on the command line."""
+    """Serve the parent whose pipe, quiet seconds and folder for temporary files are on the command line."""
     os.nice(NICENESS)
     channel: Connection[Answer, Message] = Connection(int(sys.argv[1]))
     inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()

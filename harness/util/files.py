@@ -55,7 +55,7 @@ def read_json_object(path: Path) -> JsonObject:
     """Return the object in a file of JSON; an empty one if there is no such file, or none that is whole."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

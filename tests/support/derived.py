@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from harness.metrics.formulas import Derivation, derive
+from harness.metrics.formulas import derive
+from harness.records.derivation import Derivation
 from harness.records.schema import Record
 from harness.report.derivations import derivation_lines
 

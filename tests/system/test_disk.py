@@ -13,8 +13,8 @@ import pytest
 
 from harness.records.run_folder import RunFolder
 from harness.records.store import read_all
-from harness.util.files import RESERVE_BYTES, release, reserve
-from tests.support.commands import run_harness
+from harness.util.files import MIN_FREE_BYTES, RESERVE_BYTES, release, reserve
+from tests.support.commands import long, run_harness
 from tests.support.folder_invariants import differences, litter
 from tests.support.processes import TINY, start
 
@@ -91,6 +91,63 @@ def test_a_disk_that_is_full_at_the_start_prints_one_line(small_disk: Path) -> N
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "cannot be written (No space left on device): choose another folder" in ended.stderr
     assert ended.stderr.count("\n") == 1
+
+
+def test_a_disk_without_room_for_a_run_is_no_success(small_disk: Path) -> None:
+    (small_disk / "some").write_bytes(bytes(DISK_BYTES - MIN_FREE_BYTES))
+    ended = run_harness(small_disk, *SWEEP)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    place = small_disk / "sweep"
+    assert ended.stderr == f"no disk space is left in {place} with 2 runs left: the same command continues\n"
+
+
+@pytest.mark.parametrize("setting", ["train.seed=1", "train.micro_batch=max", long("sweep.parallel=2")])
+def test_a_refusal_of_the_machine_is_no_success_and_leaves_with_the_run(
+    tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a place for the corpus nothing runs, for a reason that is said once; then each combination has one row.
+
+    None of the three is refused under the id that its run has later.
+    """
+    sweep = (*SWEEP, setting, "train.global_batch=2")
+    with monkeypatch.context() as patched:
+        patched.setenv("HOME", "/proc/none")
+        refused = run_harness(tmp_path, *sweep)
+    assert refused.returncode == 1
+    reason = "ddp, tp refused: data.cache=/proc/none/.cache/harness cannot be written"
+    assert reason in refused.stdout and refused.stdout.count("cannot be written") == 1
+    assert [record.status for record in read_all(tmp_path / "sweep").records] == ["refused"] * 2
+    assert run_harness(tmp_path, *sweep).returncode == 0
+    rows = {(record.row["strategy"], record.status) for record in read_all(tmp_path / "sweep").records}
+    assert {strategy for strategy, _ in rows} == {"ddp", "tp"} and {status for _, status in rows} == {"ok"}
+
+
+def test_a_folder_that_moves_during_a_run_is_named(tmp_path: Path) -> None:
+    (results := tmp_path / "results").mkdir()
+    moving = call_while_running(results, lambda: results.rename(tmp_path / "elsewhere") and None)
+    ended = run_harness(results, *SWEEP, "strategy=ddp", "train.steps=200")
+    moving.join()
+    assert ended.returncode == 1
+    (row,) = (record.row for record in read_all(results / "sweep").records)
+    assert row["status"] == "error"
+    place = results / "sweep" / row["run_id"]
+    assert row["reason"] == f"{place} was moved or removed while the ranks ran: run it again"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm is replaced in a name space of its own")
+def test_shared_memory_without_room_is_named(tmp_path: Path) -> None:
+    script = 'mount -t tmpfs -o size=4096 none /dev/shm && head -c 4096 /dev/zero > /dev/shm/some && exec "$@"'
+    if subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "none", "/dev/shm"], check=False).returncode != 0:
+        pytest.skip("a file system of its own needs root to be mounted")
+    ended = start(
+        tmp_path, ["strategy=ddp", "proof.reference=false"], before=["unshare", "-m", "sh", "-c", script, "sh"]
+    )
+    assert ended.wait() == 1
+    (record,) = read_all(tmp_path / "sweep").records
+    assert record.row["reason"] == (
+        "the ranks could not be run: OSError: [Errno 28] No space left on device for a semaphore in /dev/shm: free"
+        " space there; a container gets more with --shm-size=1g"
+    )
 
 
 def test_disk_space_is_reserved_whole_or_not_at_all(small_disk: Path) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.records.heartbeat import HeartbeatWriter
+from harness.records.run_folder import TRACKED
 from harness.records.store import read_all, read_record
 from harness.tracking import payload
 from harness.tracking.client import CLOSE_SECONDS, TrackingClient
@@ -184,7 +185,7 @@ def test_online_runs_are_complete_and_a_sync_sends_nothing_again(
     assert sent(capsys, comparison) == "sent 1 run and the table; the tracker had 1 before\n"
     assert len(server.runs) == 4
     sent(capsys, comparison, "--again")  # what is there is replaced
-    (run_dir / payload.SYNC_STATE_FILE).unlink()  # as if an upload had been killed
+    (run_dir / TRACKED).unlink()  # as if an upload had been killed
     sent(capsys, comparison)
     assert len(server.runs) == 4
 
@@ -345,14 +346,16 @@ time.sleep(60)
 @pytest.mark.long
 def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "mine")]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
         (run_dir,) = run_dirs(tmp_path / "mine")
         wait_until_logged(run_dir, "live/host_bytes", 5)
         family = child.children(recursive=True)
         parent.kill()
         _, alive = psutil.wait_procs([child, *family], timeout=90)
-    assert family and not alive
+    assert family and not alive and not list(temporary.iterdir())
     inspect.cache_clear()
     assert set(column(history(run_dir), "live/host_bytes")) == {5}
 
@@ -361,7 +364,7 @@ def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
 def test_the_tracker_ends_with_a_parent_that_read_no_answer(tmp_path: Path, last: bytes) -> None:
     """The end of a process that has not read all of its messages resets the pipe."""
     parent, child = Pipe()
-    command = [sys.executable, "-m", "harness.tracking.process", str(child.fileno()), "0"]
+    command = [sys.executable, "-m", "harness.tracking.process", str(child.fileno()), "0", str(tmp_path / "none")]
     process = subprocess.Popen(command, pass_fds=[child.fileno()], cwd=ROOT)
     child.close()
     with parent:
@@ -388,14 +391,20 @@ def test_tracking_none_starts_and_imports_nothing(tmp_path: Path) -> None:
 
 
 def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
-    """A real sweep has secrets in its environment and on its command line: one row is ok, and two are refused."""
+    """A real sweep has secrets in its environment and on its command line: one row is ok, and two are refused.
+
+    Nothing is left in the folder for temporary files.
+    """
+    (temporary := tmp_path / "temporary").mkdir()
     word = "a-long-word-PLANTED1"
     environment = os.environ | {"WANDB_API_KEY": KEY, "SOME_TOKEN": word, "UCX_NOTE": word, "UCX_KEY": "PLANTED0"}
+    environment["TMPDIR"] = str(temporary)
     command = [sys.executable, "-m", "harness", "-m", f"results_dir={tmp_path}", "name=mine", "strategy=ddp"]
     command += ["train.seq_len=32", "train.steps=1", "train.warmup_steps=1", "proof.reference=false"]
     command += [f"tracking.tags=[],[{word}],['https://me:PLANTED2@there']"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
+    assert list(temporary.iterdir()) == []
     records = read_all(tmp_path / "mine").records
     assert [record.row["status"] for record in records] == ["ok", "refused", "refused"]
     assert records[0].environment["variables"]["UCX_NOTE"] == "[secret]"  # it was there to be found

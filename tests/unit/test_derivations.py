@@ -15,7 +15,8 @@ from harness.config.command import read_run_config
 from harness.cost_model.memory import estimate_memory
 from harness.layout.state_widths import StateKind
 from harness.metrics.columns import throughput_columns
-from harness.metrics.formulas import Derivation, Term, derive, quantities, state_formula, value_of
+from harness.metrics.formulas import derive, quantities, state_formula, value_of
+from harness.records.derivation import Derivation, Term
 from harness.records.rank_report import RankReport
 from harness.records.schema import RENAMED_COLUMNS, SCHEMA_VERSION, Record, with_current_names
 from harness.records.store import read_all, read_runs_csv, write_record

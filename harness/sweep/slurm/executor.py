@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from harness.config.command import read_command_config
-from harness.config.fingerprint import result_affecting_keys, short_hash, with_old_keys
+from harness.config.fingerprint import readable_id, result_affecting_keys, short_hash, with_old_keys
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.schema import ClusterConfig
 from harness.launcher.multinode import create_token
 from harness.records.rank_report import RunStatus
-from harness.records.run_folder import ComparisonFolder
+from harness.records.run_folder import ComparisonFolder, is_run_id
 from harness.records.schema import Cells, Record
 from harness.records.store import read_record, write_record
 from harness.runner.record import fallback_run_id, rejected_values
@@ -51,7 +51,8 @@ class JobRun(QueuedRun):
 
     def read_run_ids(self, kind: str) -> list[str]:
         """Return the runs that the node's message of this kind names; none if there is no message."""
-        return list(read_json_object(self.message(kind)).get("runs", ()))
+        runs = read_json_object(self.message(kind)).get("runs")
+        return list(filter(is_run_id, runs)) if isinstance(runs, list) else []
 
     def write_values(self) -> None:
         """Write the combination's values, which its node reads, and the job that it was submitted as."""
@@ -89,7 +90,7 @@ class SlurmExecutor:
         values = resolve_auto(values, commands.requested_device(self.resources, cluster, launch))
         config = resolve_run_config(candidates(values)[0] if wants_max_micro_batch(values) else values)
         key = short_hash(with_old_keys(result_affecting_keys(values)))  # of all that is known before a node is assigned
-        name = "-".join((config.strategy.name, config.checkpointing.name, config.model.name, key))
+        name = readable_id(config.strategy.name, config.checkpointing.name, config.model.name, key=key)
         return JobRun(config, read_command_config(values), None, name, repeat_index, values=values)
 
     def stored_record(self, run: QueuedRun) -> Record | None:
