@@ -3,6 +3,7 @@
 import multiprocessing.forkserver
 import os
 import sysconfig
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from harness.hardware.cuda_devices import DEVICE_ORDER
 from harness.hardware.machine import usable_cores
 from harness.hardware.nvml import VISIBLE_DEVICES
 from harness.util.parent_death import PARENT_VARIABLE
+from harness.util.text import UserError
+
+MOST_OF_FOLDER = 107 - len("/pymp-12345678/listener-12345678")  # bytes of a path to a socket, see unix(7)
 
 # The modules that the forkserver imports. A rank is forked from a process that has imported what every rank needs and
 # has neither a thread nor a tensor. So a run of a sweep starts in a fraction of a second instead of the several seconds
@@ -27,7 +31,11 @@ def start_forkserver(device: Device, preload: Sequence[str] | None = None) -> No
     """Start the forkserver unless it runs already, without waiting for its imports.
 
     It lives no longer than the thread that calls this (harness.launcher.parent_death): call it from the main thread.
+    Raises UserError if the folder for temporary files has too long a path for the forkserver's socket.
     """
+    folder = tempfile.gettempdir()
+    if len(os.fsencode(folder)) > MOST_OF_FOLDER:
+        raise UserError(f"TMPDIR={folder} is too long a path for sockets: choose one of at most {MOST_OF_FOLDER} bytes")
     modules = list(PRELOADS[device] if preload is None else preload)
     server: Any = multiprocessing.forkserver._forkserver  # there is one per process, and no public way to stop it
     if server._preload_modules != modules:

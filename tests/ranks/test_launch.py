@@ -354,6 +354,14 @@ def kill_one(run_dir: Path, kind: str, after_seconds: float | None) -> float:
     return lived_on_seconds
 
 
+def test_a_folder_for_temporary_files_has_room_for_a_socket(tmp_path: Path) -> None:
+    (folder := tmp_path / ("t" * 80)).mkdir()
+    code = "from harness.launcher.forkserver import start_forkserver; start_forkserver('cpu')"
+    variables = os.environ | {"TMPDIR": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=variables, capture_output=True, check=False)
+    assert f"TMPDIR={folder} is too long a path for sockets".encode() in done.stderr
+
+
 def test_a_forkserver_whose_parent_died_before_its_first_import_ends() -> None:
     """It has another parent then."""
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)

@@ -131,6 +131,10 @@ def test_results_lie_in_any_folder_whose_name_is_printable(tmp_path: Path, name:
         return
     folder = comparison_folder("s", results)
     assert str(folder.path) == str(Path(results) / "s")
+    if "\\" in results:
+        with pytest.raises(UserError, match="choose a folder without a backslash in its path"):
+            batch_script("#SBATCH --nodes=1", SlurmResources(), [], folder.jobs)
+        return
     script = batch_script("#SBATCH --nodes=1", SlurmResources(), [folder.path / "a b.json"], folder.jobs)
     words = list(directive_words(script))
     assert f"--output={str(folder.jobs).replace('%', '%%')}/%A_%a.log" in words and f"--chdir={Path.cwd()}" in words

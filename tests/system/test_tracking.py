@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -346,7 +347,7 @@ time.sleep(60)
 @pytest.mark.long
 def test_the_tracker_ends_with_a_killed_parent(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path / "mine")]
-    (temporary := tmp_path / "temporary").mkdir()
+    temporary = Path(tempfile.mkdtemp())  # whose path is short enough for sockets
     environment = os.environ | {"TMPDIR": str(temporary)}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as parent:
         child = psutil.Process(int(parent.stdout.readline()))
@@ -395,7 +396,7 @@ def test_no_secret_is_written_anywhere(tmp_path: Path) -> None:
 
     Nothing is left in the folder for temporary files.
     """
-    (temporary := tmp_path / "temporary").mkdir()
+    temporary = Path(tempfile.mkdtemp())  # whose path is short enough for sockets
     word = "a-long-word-PLANTED1"
     environment = os.environ | {"WANDB_API_KEY": KEY, "SOME_TOKEN": word, "UCX_NOTE": word, "UCX_KEY": "PLANTED0"}
     environment["TMPDIR"] = str(temporary)
