@@ -243,7 +243,7 @@ def test_the_readme_is_generated_and_has_the_counts_of_every_table() -> None:
 
 @pytest.mark.parametrize("name", SIMULATED)
 def test_the_readme_has_what_simulations_differ_by_from_the_formula(name: str) -> None:
-    """The two share kernels' rates, and neither was measured."""
+    """The two share kernels' rates, and neither was measured. Only a plan counts what DTensor does on the host."""
     (line,) = [line for line in README.splitlines() if f"]({name}/" in line]
     table = pd.read_csv(PUBLISHED / name / "runs.csv")
     ok = table[table["status"] == "ok"]
@@ -252,4 +252,4 @@ def test_the_readme_has_what_simulations_differ_by_from_the_formula(name: str) -
         ratios = ok[column] / ok[f"predicted_{predicted}"]
         ends = dict.fromkeys(f"{100 * (end - 1):+.1f}" for end in (ratios.min(), ratios.max()))
         assert f"| {' to '.join(ends)} %".replace("-", "−") in line
-        assert ratios.between(0.75, 1.35).all() or column != "step_seconds"
+        assert ratios.between(0.7, 1.35).all() or column != "step_seconds"
