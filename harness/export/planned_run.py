@@ -20,7 +20,7 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
     if others:
         number = len(others) + 1
         raise UserError(f"{number} plans do not go into one folder: leave out lists of values and sweeps")
-    plan = replay_best(plan, log)
+    plan = replay_best(plan, log) if plan.result else plan
     if not plan.predictions:
         raise UserError("no layout of the search fits: choose more devices, or a strategy, which is exported as it is")
     best = plan.predictions[0]

@@ -20,6 +20,7 @@ And for what is this project's own and no call of a library:
   entered around backward, master_param(name) is what the optimizer updates, sync_model_params() follows the update, and
   collect_grads(part) the second half of a backward in two halves.
 - apply_context_parallel(model, group, sequence_chunks): attention over the keys and values of all ranks of a group.
+- VocabularyParallelEmbedding(output): the parallel style of an embedding whose gradient is sharded as its table is.
 - SequenceParallelPositions(): the parallel style of a table of learned positions under sequence parallelism.
 - VocabularyParallelHead(input_layouts, use_local_output): the parallel style of a head that may return the loss itself.
 - offload_activations(model): what decoder layers save for backward lies in the host's memory.
@@ -38,7 +39,11 @@ from harness.engines.deepspeed.initialize import materialize_partitioned
 from harness.engines.torch.context_parallel import apply_context_parallel
 from harness.engines.torch.ddp import ReplicatedParams
 from harness.engines.torch.fsdp import FSDPParams
-from harness.engines.torch.tensor_parallel import SequenceParallelPositions, VocabularyParallelHead
+from harness.engines.torch.tensor_parallel import (
+    SequenceParallelPositions,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 from harness.layout.partition import stages_of_rank
 from harness.models import activation_offload
 from harness.models.activation_checkpoint import SAVED_OPS, SavedOperatorsMode
@@ -53,6 +58,7 @@ __all__ = [
     "Batches",
     "ReplicatedParams",
     "SequenceParallelPositions",
+    "VocabularyParallelEmbedding",
     "VocabularyParallelHead",
     "apply_context_parallel",
     "build_model",

@@ -37,7 +37,7 @@ def file_text(run: RecordedRun, name: str) -> str:
     template, facts = templates().get_template(f"{name}.j2"), facts_of(run, is_accelerate=name == "train_accelerate.py")
     code = template.render(facts, names=())
     used = [word for word in runtime.__all__ if word == "read_run_spec" or re.search(rf"\b{word}\b", code)]
-    return template.render(facts, names=used)
+    return re.sub(r"\n{4,}", "\n\n\n", template.render(facts, names=used))
 
 
 @cache
