@@ -1,25 +1,37 @@
-"""A recorded run with the facts that every exported file needs."""
+"""A run that is exported, recorded or planned, with the facts that every exported file needs."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
-from harness.records.run_folder import RunFolder, read_run_spec
+from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
 from harness.records.store import read_run
 from harness.util.text import UserError
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run with status=ok, the folder it lies in, and the folder its export goes to."""
+    """A run, the folder that its run file lies in, and the folder that its export goes to: the same for a plan."""
 
     directory: Path
     target: Path
-    config: RunConfig
-    layout: Layout
-    device: Device
-    threads: int  # of each rank
+    spec: RunSpec
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether nothing was recorded, so that the export writes the run file too."""
+        return self.directory == self.target
+
+    @property
+    def config(self) -> RunConfig:
+        """The configuration."""
+        return self.spec.config
+
+    @property
+    def layout(self) -> Layout:
+        """The arrangement of the ranks."""
+        return self.spec.layout
 
     @property
     def micro_batches(self) -> int:
@@ -39,4 +51,6 @@ def read_recorded_run(directory: Path, target: Path | None) -> RecordedRun:
         raise UserError(f"{directory} has status={row['status']}, and only what ran is exported: choose an ok run")
     spec = read_run_spec(directory)
     resolved = (target or RunFolder(directory).export).resolve()
-    return RecordedRun(directory.resolve(), resolved, spec.config, spec.layout, spec.device, spec.threads)
+    if resolved == directory.resolve():
+        raise UserError(f"--to={target} is the run's own folder: choose another one")
+    return RecordedRun(directory.resolve(), resolved, spec)

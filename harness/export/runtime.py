@@ -1,32 +1,90 @@
 """The only module of the harness that exported scripts import; its names are stable.
 
 A script that `harness export` wrote trains the run's own model on the run's own data until its user replaces both. For
-that it needs these seven names, and no others; each is documented where it is defined:
+that it needs these names; each is documented where it is defined:
 
 - read_run_spec(run_folder): the run's configuration, layout and corpus.
 - Batches(corpus, config, layout, rank, device): called with a step, the rank's micro-batches of that step.
 - build_model(model_config, stage=None): the model, or one pipeline stage of it, on the meta device.
 - stages_of_rank(model_config, layout, rank): the pipeline stages of a rank.
 - materialize(model, model_config, seed, device, dtype, storage_device=None): fills the model with its initial values.
+- materialize_partitioned(model, config, deepspeed_config, device, dtype): the same for DeepSpeed's stage 3, where each
+  parameter is partitioned before the next is computed.
 - initial_value(name, shape, model_config, seed, device): the initial value of one whole parameter, in fp32.
 - loss_function(logits, targets): the mean cross-entropy over the tokens.
+
+And for what is this project's own and no call of a library:
+
+- ReplicatedParams(parts, config, device, wrap=None): fills parts of a model in 16 bit and has their fp32 masters, into
+  which gradients are summed and reduced. Its modules are the parts as `wrap` returns them. sync_context(last, part) is
+  entered around backward, master_param(name) is what the optimizer updates, sync_model_params() follows the update, and
+  collect_grads(part) the second half of a backward in two halves.
+- apply_context_parallel(model, group, sequence_chunks): attention over the keys and values of all ranks of a group.
+- VocabularyParallelEmbedding(output): the parallel style of an embedding whose gradient is sharded as its table is.
+- SequenceParallelPositions(): the parallel style of a table of learned positions under sequence parallelism.
+- VocabularyParallelHead(input_layouts, use_local_output): the parallel style of a head that may return the loss itself.
+- offload_activations(model): what decoder layers save for backward lies in the host's memory.
+- selective_contexts(checkpointing): the contexts of checkpoint() for selective checkpointing under DeepSpeed's stage 3.
+- reduce_gradients(part): reduces the gradients of a sharded part that a backward for weights alone has left.
 
 Scripts that were exported before continue to work when other modules of the harness change.
 """
 
+from typing import Any
+
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from harness.config.schema import CheckpointingConfig
+from harness.engines.deepspeed.initialize import materialize_partitioned
+from harness.engines.torch.context_parallel import apply_context_parallel
+from harness.engines.torch.ddp import ReplicatedParams
+from harness.engines.torch.fsdp import FSDPParams
+from harness.engines.torch.tensor_parallel import (
+    SequenceParallelPositions,
+    VocabularyParallelEmbedding,
+    VocabularyParallelHead,
+)
 from harness.layout.partition import stages_of_rank
+from harness.models import activation_offload
+from harness.models.activation_checkpoint import SAVED_OPS, SavedOperatorsMode
 from harness.models.build import build_model
-from harness.models.decoder import loss_function
+from harness.models.decoder import Decoder, loss_function
 from harness.models.init_weights import initial_value, materialize
+from harness.probe import Probe
 from harness.records.run_folder import read_run_spec
 from harness.worker.batches import Batches
 
 __all__ = [
     "Batches",
+    "ReplicatedParams",
+    "SequenceParallelPositions",
+    "VocabularyParallelEmbedding",
+    "VocabularyParallelHead",
+    "apply_context_parallel",
     "build_model",
     "initial_value",
     "loss_function",
     "materialize",
+    "materialize_partitioned",
+    "offload_activations",
     "read_run_spec",
+    "reduce_gradients",
+    "selective_contexts",
     "stages_of_rank",
 ]
+
+
+def offload_activations(model: Decoder) -> None:
+    """Move what decoder layers save for backward to the host, in place; see harness.models.activation_offload."""
+    activation_offload.offload_activations(model, Probe())
+
+
+def selective_contexts(checkpointing: CheckpointingConfig) -> tuple[Any, ...]:
+    """Return the contexts of a layer's two forwards of which torch counts only operators whose results are saved."""
+    contexts = create_selective_checkpoint_contexts(list(SAVED_OPS))  # type: ignore[no-untyped-call]
+    return tuple(SavedOperatorsMode(context, checkpointing) for context in contexts)
+
+
+def reduce_gradients(part: Decoder) -> None:
+    """Reduce the gradients of a backward for weights alone, in which fully_shard's hooks on inputs do not run."""
+    FSDPParams([part], zero_stage=0).collect_grads()

@@ -3,7 +3,9 @@
 import ast
 import itertools
 import json
+import math
 import os
+import re
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -14,11 +16,15 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from harness.cli.main import main
+from harness.config.strategy import DEGREES
 from harness.models.build import build_model
+from harness.planner.plan import plans
+from harness.records.run_folder import read_run_spec
 from harness.runner import resolve
 from harness.runner.launch_run import build_run_spec, write_row
 from harness.runner.plan import make_plan
 from tests.support.commands import ROOT, SMALL_BATCH, compose, compose_config, long, run_folder, run_with
+from tests.support.published_plans import read_rows
 
 TORCHRUN = ("sh", "torchrun.sh")
 
@@ -39,23 +45,30 @@ def exported(results: Path, overrides: str) -> Path:
     return directory
 
 
-def losses(directory: Path, launch: tuple[str, ...]) -> list[float]:
-    """Return the losses of every step as an exported script prints them."""
+def losses(folder: Path, launch: tuple[str, ...]) -> list[float]:
+    """Return the losses of every step as the exported script in a folder prints them."""
+    steps = [line.split() for line in output(folder, launch).splitlines() if line.startswith("step ")]
+    assert [int(words[1]) for words in steps] == list(range(len(steps)))
+    return [float(words[3]) for words in steps]
+
+
+def output(folder: Path, launch: tuple[str, ...]) -> str:
+    """Return what a command prints in the folder of an export; it builds no operator of DeepSpeed."""
     path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
-    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    built = folder / "built"
+    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(built)}
     done = subprocess.run(
         launch,
-        cwd=directory / "export",
+        cwd=folder,
         env=os.environ | variables,
         capture_output=True,
         text=True,
-        timeout=300,  # under Accelerate DeepSpeed compiles its collective for inference once
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]
-    steps = [line.split() for line in done.stdout.splitlines() if line.startswith("step ")]
-    assert [int(words[1]) for words in steps] == list(range(len(steps)))
-    return [float(words[3]) for words in steps]
+    assert not built.exists()
+    return done.stdout
 
 
 def of_the_run(directory: Path) -> list[float]:
@@ -78,7 +91,21 @@ BY_TORCHRUN = (
     "strategy=fsdp_tp world_size=4",
     "strategy=pp_gpipe checkpointing=full",
     *("strategy=pp_interleaved model.tie_word_embeddings=true", "strategy=pp_zero_bubble"),
-    *(f"strategy={strategy} precision=bf16_mixed" for strategy in ("zero2", "zero3", "fsdp_full_shard")),
+    *(
+        f"strategy={strategy} precision=bf16_mixed"
+        for strategy in ("zero1", "zero2", "zero3", "fsdp_full_shard", "ddp")
+    ),
+    "strategy=zero1 precision=bf16",
+    "strategy=fsdp_full_shard checkpointing=selective checkpointing.saved_products=every_second",
+    "strategy=fsdp_full_shard strategy.offload=parameters",
+    "strategy=zero3 checkpointing=selective",
+    "strategy=cp checkpointing=attention",
+    "strategy=ddp train.compile=true train.loss_chunks=2",
+    "strategy=tp_sp model=gpt_tiny",
+    "strategy=tp_sp strategy.pp=2 precision=bf16_mixed train.loss_chunks=2 world_size=4",
+    "strategy=tp_pp model.tie_word_embeddings=true world_size=4",
+    *(f"strategy=ddp_pp precision={precision} world_size=4" for precision in ("fp32", "bf16_mixed")),
+    "strategy=fsdp_pp strategy.schedule=zero_bubble checkpointing=full world_size=4",
 )
 
 # A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded.
@@ -101,18 +128,141 @@ def test_an_exported_script_trains_as_the_run_did(results: Path, launch: tuple[s
     """In mixed precision compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
     directory = exported(results, overrides)
     bound = 1e-3 if "bf16" in overrides else 1e-4
-    assert losses(directory, launch) == pytest.approx(of_the_run(directory), rel=bound)
+    assert losses(directory / "export", launch) == pytest.approx(of_the_run(directory), rel=bound)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("lost", ["model = DistributedDataParallel(", "torch.nn.utils.clip_grad_norm_("])
-def test_a_script_that_lost_a_line_trains_otherwise(results: Path, lost: str) -> None:
-    """The comparison detects ranks that no longer synchronize and gradients that are no longer clipped."""
-    directory = exported(results, "strategy=ddp train.micro_batch=4")
-    script = directory / "export" / "train.py"
-    remaining = [line for line in script.read_text().splitlines(keepends=True) if not line.strip().startswith(lost)]
-    script.write_text("".join(remaining))
-    assert losses(directory, TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
+@pytest.mark.parametrize(
+    ("strategy", "lost"),
+    [
+        ("ddp", "model = DistributedDataParallel("),
+        ("ddp", "torch.nn.utils.clip_grad_norm_("),
+        ("fsdp_shard_grad_op", "fully_shard("),
+        ("cp", "apply_context_parallel("),
+    ],
+)
+def test_a_script_that_lost_a_line_trains_otherwise(results: Path, strategy: str, lost: str) -> None:
+    """The comparison detects ranks that do not synchronize, and gradients that are not clipped."""
+    directory = exported(results, f"strategy={strategy} train.micro_batch={8 if strategy == 'cp' else 4}")
+    lose_line(directory / "export" / "train.py", lost)
+    assert losses(directory / "export", TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
+
+
+def lose_line(script: Path, lost: str) -> None:
+    """Replace the line of a script that begins so."""
+    changed, number = re.subn(rf"^( *){re.escape(lost)}.*$", r"\1pass", script.read_text(), flags=re.MULTILINE)
+    assert number == 1
+    script.write_text(changed)
+
+
+# Runs a script and prints how often each operator was called. The script itself would end the process.
+COUNT = """
+import collections, runpy, torch
+from torch.utils._python_dispatch import TorchDispatchMode
+class Counter(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, arguments=(), keywords=None):
+        counts[str(operator)] += 1
+        return operator(*arguments, **(keywords or {}))
+counts = collections.Counter()
+main = runpy.run_path("train.py", run_name="script")["main"]
+with Counter():
+    main()
+names = ("aten.silu.default", "aten._scaled_dot_product_flash_attention_for_cpu.default", "aten.mm.default")
+print("counted", *(counts[name] for name in names))
+"""
+
+# How often layers run activation function and attention, and how many of their seven products they run again. The last
+# product is not needed a second time.
+FORWARDS = {
+    "none": (1, 1, 0),
+    "full": (2, 2, 6),
+    "every_n": (1.5, 1.5, 3),
+    "attention": (1, 2, 0),
+    "selective": (2, 1, 0),
+    "selective checkpointing.saved_products=every_second": (2, 1, 3),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("checkpointing", FORWARDS)
+def test_a_script_computes_again_what_its_checkpointing_says(results: Path, checkpointing: str) -> None:
+    """Without the line that applies it, nothing is computed again, which losses would not tell."""
+    folder = written(results, f"strategy=single world_size=1 checkpointing={checkpointing}")
+    heads = 4 * 6  # micro-batches of all steps
+    layers = 4 * heads
+    activation, attention, products = FORWARDS[checkpointing]
+    plain = 3 * (7 * layers + heads)  # a forward's product needs two in backward
+    assert operator_counts(folder) == [layers * activation, layers * attention, plain + layers * products]
+    if checkpointing in ("selective", "full"):
+        lose_line(folder / "train.py", "layer.forward = functools.partial(checkpoint")
+        assert operator_counts(folder) == [layers, layers, plain]
+
+
+def operator_counts(folder: Path) -> list[int]:
+    """Return how often the script in a folder calls the activation function, attention and products of matrices."""
+    (folder / "count.py").write_text(COUNT)
+    text = output(folder, ("torchrun", "--standalone", "--nproc-per-node=1", "count.py"))
+    return [int(word) for word in text.partition("counted ")[2].split()]
+
+
+RECOMMENDED = read_rows()  # of docs/which-layout.md
+
+
+def settings_of(row: dict[str, str]) -> list[str]:
+    """Return the settings of a plan of a recommended layout."""
+    return [*row["search"].removeprefix("harness plan ").split(), *row["overrides"].split(), "data=synthetic"]
+
+
+def test_every_recommended_layout_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is exported from its plan, with a script that compiles."""
+    assert len(RECOMMENDED) > 30
+    for number, row in enumerate(RECOMMENDED):
+        folder = tmp_path / str(number)
+        assert main(["export", "--plan", *settings_of(row), "--to", str(folder)]) == 0
+        assert f"train.py: {folder}/train.py" in capsys.readouterr().out
+        compile((folder / "train.py").read_text(), "train.py", "exec")
+        spec = read_run_spec(folder)
+        assert (spec.layout.world_size, spec.config.precision.name) == (int(row["world_size"]), "bf16_mixed")
+        assert (spec.config.checkpointing.name, spec.layout.offload) == (row["checkpointing"], row["offload"])
+
+
+def small_kinds() -> list[str]:
+    """Return the recommended layouts with a degree of 2 for each larger one, and so many ranks, each kind once."""
+    kinds = {}
+    for row in RECOMMENDED:
+        words = [word for word in row["overrides"].split() if not word.startswith("train.")]
+        small = [re.sub(r"^(strategy\.(?:tp|cp|pp|dp_replicate|virtual_stages))=\d+$", r"\1=2", word) for word in words]
+        degrees = [min(2, int(row[axis])) for axis in DEGREES]
+        kinds[" ".join([*small, f"world_size={min(8, math.prod(degrees))}"])] = None
+    return list(kinds)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("overrides", small_kinds())
+def test_every_kind_of_recommended_layout_trains(results: Path, tmp_path: Path, overrides: str) -> None:
+    """A script from the plan of a small model has the losses of a run of one process."""
+    directory = recorded(results, "strategy=single world_size=1")
+    settings = ("model=tiny", "cluster=8xh100", "precision=bf16_mixed", *SMALL_BATCH, *overrides.split())
+    assert main(["export", "--plan", *settings, "--to", str(tmp_path)]) == 0
+    assert losses(tmp_path, TORCHRUN) == pytest.approx(of_the_run(directory), rel=1e-3)
+
+
+def test_a_plan_without_a_strategy_exports_the_fastest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = (
+        "model=1b",
+        "cluster=8xl40s",
+        "train.seq_len=4096",
+        "train.global_batch=128",
+        "checkpointing=none",
+        "plan.simulate=false",
+    )
+    assert main(["export", "--plan", *settings, "data=synthetic", "--to", str(tmp_path)]) == 0
+    (plan,) = plans(settings)
+    spec = read_run_spec(tmp_path)
+    assert spec.layout == plan.predictions[0].layout
+    assert spec.config.train == plan.predictions[0].config.train
+    assert capsys.readouterr().err.splitlines() == [plan.predictions[0].label()]
+    assert (tmp_path / "train.py").read_text().startswith('"""zero1 in plain DeepSpeed: 8 ranks, bf16_mixed')
 
 
 def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +272,7 @@ def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys
     (directory / "export" / "accelerate.yaml").write_text("old")
     assert main(["export", str(directory)]) == 0
     notes = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert notes["accelerate.yaml"] == "not written, Accelerate has no pipeline parallelism for training"
+    assert notes["accelerate.yaml"].startswith("not written, Accelerate has no pipeline parallelism for training: ")
     assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
     assert notes["train.py"] == str(directory.resolve() / "export" / "train.py")
     assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh"}
@@ -184,8 +334,8 @@ def test_no_name_adds_code_to_a_script(results: Path) -> None:
     assert "planted" not in (folder / "torchrun.sh").read_text()
 
 
-def written(results: Path, overrides: str, *others: str) -> Path:
-    """Export a run whose files were left without training it."""
+def written(results: Path, overrides: str, *others: str, status: int = 0) -> Path:
+    """Export a run whose files were left without training it, which ends with this exit status."""
     folder = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
     config, command_config = compose(*folder, *overrides.split(), *others)
     planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
@@ -193,42 +343,42 @@ def written(results: Path, overrides: str, *others: str) -> Path:
     spec, _ = build_run_spec(planned)
     spec.write(planned.folder.path)
     write_row(planned, {"status": "ok", "reason": ""})
-    assert main(["export", str(planned.folder.path)]) == 0
+    assert main(["export", str(planned.folder.path)]) == status
     return planned.folder.path / "export"
 
 
 @pytest.mark.parametrize(
-    ("overrides", "reason"),
+    ("overrides", "change"),
     [
-        ("strategy=cp", "strategy.cp=2 gathers keys and values"),
-        ("strategy=ddp precision=bf16_mixed", "precision=bf16_mixed keeps fp32 masters beside 16-bit copies"),
-        ("strategy=zero1 precision=bf16_mixed", "DeepSpeed left to itself runs BF16_Optimizer"),
-        ("strategy=ddp checkpointing=selective", "checkpointing=selective is implemented by this project"),
-        ("strategy=ddp train.loss_chunks=2", "train.loss_chunks=2 is implemented by this project's output head"),
-        ("strategy=tp model.tie_word_embeddings=true", "model.tie_word_embeddings=true is tied again"),
-        ("strategy=ddp precision=fp16_mixed", "precision=fp16_mixed is not exported"),
+        ("strategy=ddp precision=fp16_mixed", "precision=bf16_mixed"),
+        ("strategy=ddp model=gpt_tiny model.dropout=0.1", "model.dropout=0"),
+        ("strategy=zero1_tp strategy.tp=2", "strategy=fsdp_tp"),
     ],
 )
-def test_a_script_that_would_train_otherwise_is_not_written(
-    results: Path, overrides: str, reason: str, capsys: pytest.CaptureFixture[str]
+def test_a_run_of_which_nothing_is_exported_is_one_line(
+    results: Path, overrides: str, change: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    target = written(results, overrides)
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("train.py: "))
-    assert line.startswith("train.py: not written, ") and reason in line
-    assert not (target / "train.py").exists() and not (target / "torchrun.sh").exists()
+    """The line has the reason and the nearest change, which can be exported; the exit status is 1."""
+    target = written(results, overrides, status=1)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("nothing is written: ") and line.endswith(f": export a run with {change}")
+    assert not target.exists()
+    written(results, f"{overrides} {change}")
 
 
 def test_an_error_of_export_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A missing run and a run that is not `ok` end with exit status 2 and leave nothing on disk."""
+    """No run, a missing one, one that is not `ok` and a plan without a folder end with status 2, and leave nothing."""
     assert main(["export", str(tmp_path / "nope")]) == 2
+    assert main(["export"]) == main(["export", "--plan", "strategy=ddp"]) == 2
     config, command_config = compose(f"results_dir={tmp_path}", "name=refused", "world_size=2", *SMALL_BATCH)
     planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
     write_row(planned, {"status": "refused", "reason": "it does not fit"})
     assert main(["export", str(planned.folder.path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    first, second = printed.err.splitlines()
-    assert "is not the folder of a run: choose one" in first and "has status=refused, and only what ran" in second
+    first, neither, no_folder, last = printed.err.splitlines()
+    assert "is not the folder of a run: choose one" in first and "has status=refused, and only what ran" in last
+    assert "the folder of one run, or --plan" in neither and "add --to DIR" in no_folder
     assert not (planned.folder.path / "export").exists()
 
 

@@ -21,8 +21,10 @@ from harness.cli.main import main, refuse_copies
 from harness.config import mistakes
 from harness.config.locations import files_in
 from harness.config.mistakes import choices_of, group_names, known_keys, similar_models
+from harness.data.corpus import Corpus
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
+from harness.records.run_folder import RunSpec
 from harness.report.files import FOLDER, FORMATS
 from harness.util.text import UserError
 from tests.support.commands import ROOT, compose_layout
@@ -265,7 +267,8 @@ def test_a_script_has_the_names_that_it_uses(world_size: int, tmp_path: Path) ->
     for strategy in files_in("strategy"):
         with suppress(UserError):  # not a layout of so many ranks
             config, layout = compose_layout(world_size, f"strategy={strategy}", f"world_size={world_size}", *settings)
-            run = RecordedRun(Path("/results/run"), Path("/other"), config, layout, "cpu", 1)
+            spec = RunSpec("", config, layout, Corpus(None, ""), "cpu", threads=1)
+            run = RecordedRun(Path("/results/run"), Path("/other"), spec)
             for name in (name for name in FILES if name.endswith(".py") and not refusals(run, FILES[name])):
                 (tmp_path / f"{strategy}_{name}").write_text(file_text(run, name))
     assert len(list(tmp_path.iterdir())) > 20
