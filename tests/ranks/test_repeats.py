@@ -66,8 +66,7 @@ dev.
 tok/s: tokens per second; peak: peak memory of the fullest rank; comm.: bytes that one rank sends per step
 [slowest–fastest run] stands behind the median of at least three undisturbed runs
 n is the number of undisturbed runs: with fewer than three, speeds are not ranked
-zero1 repeat 1 error: RuntimeError: shards differ
-single error: RuntimeError: shards differ
+zero1 repeat 1, single error: RuntimeError: shards differ
 ‡ noise warning (other processes used 0.8 of 2 cores): zero3 repeat 1
 """
 
