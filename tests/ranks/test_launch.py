@@ -277,7 +277,10 @@ def test_signal_before_the_start_is_not_lost() -> None:
 
 
 def test_two_nodes_run_one_collective(tmp_path: Path) -> None:
-    """Two parents act as a machine each, and each starts and logs its own ranks."""
+    """Two parents act as a machine each, and each starts and logs its own ranks.
+
+    The store ends with the first parent. torch may print on the other that it lost it while both were leaving.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -285,7 +288,7 @@ def test_two_nodes_run_one_collective(tmp_path: Path) -> None:
     nodes = NodeInfo(count=2, rank=0, master_port=port)
     outcome = launched(launch_entries.all_reduce, tmp_path, 4, nodes=nodes)
     assert outcome.status == "ok", outcome.reason
-    assert other.wait() == 0 and other.output() == "go\nok \n"
+    assert other.wait() == 0 and other.output().startswith("go\n") and other.output().endswith("ok \n")
     assert [values["sum"] for values in results(tmp_path, 4)] == [10.0] * 4
     assert sorted(path.name for path in (tmp_path / "logs").glob("rank_*")) == [f"rank_{r}.log" for r in range(4)]
 
