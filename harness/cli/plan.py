@@ -13,10 +13,11 @@ from harness.planner.row import csv_text, planned_row, refused_row
 from harness.planner.sentences import (
     against_lines,
     basis_sentences,
+    choice_sentences,
+    decision_sentences,
     detail_lines,
     explanation,
     misfit_sentence,
-    run_sentences,
     search_sentences,
     table_lines,
 )
@@ -33,19 +34,33 @@ def rows_of(entry: LayoutPlan) -> list[Row]:
     return [refused_row(entry.refusal, entry.values)] if entry.refusal else list(map(planned_row, entry.predictions))
 
 
+def decisions(entries: Sequence[LayoutPlan]) -> Iterator[str]:
+    """Yield what plans decide: the fastest that fits of each search, and of the single layouts of each model.
+
+    What would make a layout fit that does not follows.
+    """
+    layouts: dict[str, list[tuple[Prediction, float | None]]] = {}
+    for plan in entries:
+        if plan.result is not None:
+            yield from choice_sentences(plan.result, plan.overrides, plan.tokens)
+            continue
+        for entry in plan.predictions:
+            layouts.setdefault(entry.config.model.name, []).append((entry, plan.tokens))
+    for of_model in layouts.values():
+        of_model.sort(key=lambda shown: (not shown[0].fits, -shown[0].tokens_per_second))
+        first, tokens = of_model[0]
+        yield from decision_sentences(first, tokens, is_choice=len(of_model) > 1) if first.fits else ()
+        yield from (misfit_sentence(entry) for entry, _ in of_model if not entry.fits)
+
+
 def sentences(plan: LayoutPlan) -> Iterator[str]:
-    """Yield what a plan's figures rest on, and what else is to say of a search or of a layout that does not fit."""
+    """Yield what a plan's figures rest on, and what else is to say of a search."""
     yield from plan.notes
     smallest = plan.result.front[-1:] if plan.result is not None else []
     for first in [*plan.predictions, *smallest][:1]:
         yield from basis_sentences(first)
     if plan.result is not None:
         yield from search_sentences(plan.result)
-        yield from run_sentences(plan.overrides, plan.result)
-        return
-    for prediction in plan.predictions:
-        if not prediction.fits:
-            yield misfit_sentence(prediction)
 
 
 def text_lines(entries: Sequence[LayoutPlan], explains: bool) -> Iterator[str]:
@@ -92,7 +107,7 @@ def main(options: Namespace) -> None:
     entries = plans(arguments)
     if options.against:
         entries += plans(against_words(arguments, options.against))
-    if any(prediction.can_be_replayed for entry in entries if entry.result for prediction in entry.predictions):
+    if any(prediction.can_be_replayed for entry in entries if entry.result for prediction in entry.result.best):
         from harness.planner.replay import replay_best  # it imports what runs need
 
         entries = [replay_best(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]
@@ -108,8 +123,10 @@ def main(options: Namespace) -> None:
         shown = [(entry.swept, line) for entry in entries for line in entry.predictions]
         if options.against:
             print("\n".join(against_lines(*(line for _, line in shown))))
-        elif shown:
-            print("\n".join(table_lines([line for _, line in shown], [swept for swept, _ in shown])))
+        else:
+            print("\n".join(map(sanitize, decisions(entries))))
+            if shown:
+                print("", *table_lines([line for _, line in shown], [swept for swept, _ in shown]), sep="\n")
         for text in text_lines(entries, options.explain):
             print(sanitize(text))
         return

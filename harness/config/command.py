@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import ConfigValues, Positive, from_dict, one_of, rule
+from harness.config.hardware import AboveZero
 from harness.config.schema import RunConfig
 from harness.util.text import UserError
 
@@ -64,6 +65,8 @@ class PlanConfig:
 
     # Whether `harness plan` simulates the fastest layouts of a search whose prediction leaves open whether they fit.
     simulate: bool = True
+    # The tokens of the whole training, such as 1e12, whose time and price a plan names; null means a billion.
+    tokens: AboveZero | None = None
 
     # The number of configurations that a sweep measures, those with the best predicted speed; null means all.
     top: Top | None = None

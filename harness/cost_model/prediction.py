@@ -168,10 +168,26 @@ class Prediction:
         return self.memory.needed_bytes
 
     @property
+    def reserved_bytes(self) -> int:
+        """The bytes that torch's allocator reserves, by the simulation if there was one."""
+        return (self.replay and self.replay.reserved_bytes) or self.peak.reserved_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The bytes that a device must have: what torch cannot give back, and what is outside its allocator."""
+        served = (self.replay and self.replay.reserved_bytes) or self.peak.served_bytes
+        return served + self.memory.process_bytes
+
+    @property
     def available_bytes(self) -> int:
         """The bytes that a device has for a rank: all of it, or what cluster.memory_budget leaves."""
         own, budget = self.cluster.memory_bytes, self.config.cluster.memory_budget_bytes
         return own if budget is None else min(own, budget + PROCESS_BYTES[self.cluster.device])
+
+    @property
+    def tensor_bytes(self) -> int:
+        """The bytes of them that are for torch's allocator."""
+        return self.available_bytes - self.memory.process_bytes
 
     @property
     def host_available_bytes(self) -> int | None:

@@ -33,9 +33,10 @@ class LayoutPlan:
     overrides: Sequence[str]  # that are planned
     values: Mapping[str, str]  # of the overrides, by the dotted key
     swept: str  # the settings that differ between the plans of a sweep, as they are typed
-    predictions: Sequence[Prediction] = ()  # of the layout, or the best of a search
+    predictions: Sequence[Prediction] = ()  # of the layout, or the choices of a search
     result: SearchResult | None = None  # of a search
     notes: Sequence[str] = ()  # what was chosen where the command line left a choice
+    tokens: float | None = None  # of the whole training, if they are known
     refusal: str = ""
 
 
@@ -76,7 +77,7 @@ def plan_layouts(plan: LayoutPlan) -> LayoutPlan:
         cache = Path(values["data"]["cache"]).expanduser()
         values["model"] = hf_values(values["model"], train.get("seq_len"), cache)
         train = train | {"seq_len": train.get("seq_len") or values["model"]["context_length"]}
-    notes = []
+    plan, notes = dataclasses.replace(plan, tokens=values["plan"]["tokens"]), []
     if train.get("global_batch") == AUTO:  # that of a run, or with more devices than so many sequences one for each
         of_runs = TRAIN_DEFAULTS[cluster.device]["global_batch"]
         train = train | {"global_batch": max(of_runs, world_size)}
@@ -86,7 +87,7 @@ def plan_layouts(plan: LayoutPlan) -> LayoutPlan:
     config = resolve_run_config(resolve_auto(values, cluster.device))
     if is_search:
         result, searched = search_layouts(SearchedSpace(config, cluster, stack, world_size, plan.values))
-        return dataclasses.replace(plan, predictions=result.best, result=result, notes=notes + searched)
+        return dataclasses.replace(plan, predictions=result.choices, result=result, notes=notes + searched)
     prediction = predict(config, resolve_layout(config.strategy, world_size), cluster, stack)
     for problem in plan_problems(prediction):
         raise UserError(problem)

@@ -31,7 +31,7 @@ def replay_best(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
     command = command_of(plan)
     if plan.result is None or not command.plan.simulate:
         return plan
-    return with_best(plan, list(simulated_until_one_fits(plan.predictions, command, log)))
+    return with_best(plan, list(simulated_until_one_fits(plan.result.best, command, log)))
 
 
 def command_of(plan: LayoutPlan) -> CommandConfig:
@@ -41,12 +41,14 @@ def command_of(plan: LayoutPlan) -> CommandConfig:
 
 
 def with_best(plan: LayoutPlan, simulated: Sequence[Prediction]) -> LayoutPlan:
-    """Return a search's plan with these predictions, but for those that a simulation refuted, which are told apart."""
+    """Return a search's plan with these as the best; those that a simulation refuted are on their own list alone."""
     assert plan.result is not None
     best = [prediction for prediction in simulated if prediction.verdict.fits != "no"]
     refuted = [prediction for prediction in simulated if prediction not in best]
-    result = dataclasses.replace(plan.result, best=best, refuted=refuted)
-    return dataclasses.replace(plan, predictions=best, result=result)
+    away = [prediction.label() for prediction in refuted]
+    front = [entry for entry in plan.result.front if entry.label() not in away]
+    result = dataclasses.replace(plan.result, best=best, refuted=refuted, front=front)
+    return dataclasses.replace(plan, predictions=result.choices, result=result)
 
 
 def simulated_until_one_fits(

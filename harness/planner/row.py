@@ -27,11 +27,11 @@ SEARCH = "search"  # the strategy that stands for all of them
 _OF_LIBRARY = ("engine", "options", "literature")
 
 # The settings that a search chooses, which a run's command line has from its answer; a stack is a plan's alone.
-_CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.", "plan.simulate.")
+_CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.", "plan.simulate.", "plan.tokens.")
 
 # The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
 PLACE_COLUMNS = {
-    "place_among_best": "The place among the fastest layouts that fit, from 1; empty for all others.",
+    "place_among_choices": "The place among the choices, the fastest that fits first; empty for all others.",
     "place_on_front": "The place on the front of memory against speed, from 1; empty for all others.",
 }
 
@@ -46,6 +46,7 @@ PLAN_COLUMNS = {
     "predicted_peak_high_bytes": "The upper end of the interval, of the bytes that the allocator must have.",
     "predicted_step_low_seconds": "The lower end of the interval of the step time, by the errors on file.",
     "predicted_step_high_seconds": "The upper end; nine of ten measured steps are to lie between both.",
+    "device_bytes": "The bytes that a device must have: what torch's allocator cannot give back, and process_bytes.",
     "process_bytes": "The bytes of a device outside torch's allocator, such as CUDA's context.",
     "host_bytes": "The bytes that a rank keeps on the host under offload.",
     "at_peak_loss_bytes": "The logits and the loss at the peak; runs count them as temporary.",
@@ -92,11 +93,11 @@ def run_overrides(config: RunConfig) -> list[str]:
     return [*words, f"train.micro_batch={config.train.micro_batch}"]
 
 
-def run_command(planned: Sequence[str], config: RunConfig) -> str:
-    """Return the command that runs a layout which was found by these overrides of `harness plan`."""
+def run_settings(planned: Sequence[str], config: RunConfig) -> str:
+    """Return the settings that run a layout which was found by these overrides of `harness plan`, for a shell."""
     keys = {word: word.lstrip("+").partition("=")[0] for word in planned}
     others = [word for word in planned if not f"{keys[word]}.".startswith(_CHOSEN)]
-    return shlex.join(["harness", *others, *run_overrides(config)])
+    return shlex.join([*others, *run_overrides(config)])
 
 
 @cache
@@ -145,11 +146,12 @@ def predicted_columns(prediction: Prediction) -> Cells:
         "predicted_peak_bytes": memory.peak_bytes,
         "peak_rank": memory.rank,
         "peak_phase": memory.phase,
-        "peak_reserved_bytes": prediction.peak.reserved_bytes if prediction.cluster.device == "cuda" else None,
+        "peak_reserved_bytes": prediction.reserved_bytes if prediction.cluster.device == "cuda" else None,
         "fits": verdict.fits,
         "predicted_peak_low_bytes": round(verdict.low_bytes),
         "predicted_peak_high_bytes": round(verdict.high_bytes),
         "memory_limit_bytes": prediction.available_bytes,
+        "device_bytes": prediction.device_bytes,
         "process_bytes": memory.process_bytes,
         "parameter_bytes": memory.parameter_bytes,
         "gradient_bytes": memory.gradient_bytes,

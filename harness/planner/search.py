@@ -26,7 +26,7 @@ from harness.layout.layout import Layout
 from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
 from harness.util.text import UserError
 
-BEST = 5  # candidates that are shown
+BEST = 5  # candidates that fit, and choices that are shown
 
 MOST_DEVICES = 2  # devices' memory up to which the front is drawn
 
@@ -51,6 +51,17 @@ class SearchResult:
     refuted: list[Prediction] = field(default_factory=list)  # fast ones that fit by their peak, but not simulated
     front: list[Prediction] = field(default_factory=list)  # the fastest in its memory, fastest first, fitting or not
     problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
+
+    @property
+    def choices(self) -> list[Prediction]:
+        """The fastest that fits, and of the slower ones those that need clearly less memory than all before them."""
+        chosen: list[Prediction] = []
+        for entry in sorted(self.best + self.front * bool(self.best), key=lambda entry: entry.step_seconds):
+            is_behind = entry.step_seconds >= self.best[0].step_seconds and entry.verdict.fits != "no"
+            smallest = chosen[-1].memory.peak_bytes if chosen else math.inf
+            if is_behind and entry.memory.peak_bytes < (1 - ALIKE) * smallest and len(chosen) < BEST:
+                chosen.append(entry)
+        return chosen
 
 
 def optimizer_step_bytes(step: RankStep) -> int:

@@ -1,4 +1,4 @@
-"""The sentences of a plan: what its figures rest on, what separates layouts, and what would make others fit.
+"""The sentences of a plan: what it decides, what its figures rest on, and what would make other layouts fit.
 
 `sentences.j2` says them. Every figure in them is one of the rows', rounded as it is printed. Imports no torch.
 """
@@ -12,13 +12,15 @@ from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.layout.state_widths import STATE_KINDS
-from harness.planner.row import run_command
-from harness.planner.search import ALIKE, TIE, SearchResult
+from harness.planner.row import run_settings
+from harness.planner.search import TIE, SearchResult
 from harness.planner.space import offers
 from harness.util.sentences import Sentences
-from harness.util.text import format_bytes
+from harness.util.text import format_bytes, format_duration
 
-MOST_SMALLER = 3  # layouts that need less memory than the fastest that fits, each with a sentence
+BILLION = 1e9  # the tokens of a training, where they are not known
+
+VERDICTS = {"likely": "likely to fit", "tight": "tight", "no": "not enough"}
 
 MOST_OFFERS = 4  # for a layout that does not fit
 
@@ -40,14 +42,50 @@ _SELDOM = {"copies", *(f"exposed {axis}" for axis in AXES)}  # parts of a step w
 
 say = Sentences(
     Path(__file__).with_name("sentences.j2"),
-    {"bytes": format_bytes, "g": lambda number, figures=4: f"{number:.{figures}g}"},
-    {"same": SAME, "seconds_per_hour": SECONDS_PER_HOUR, "unmeasured_range": UNMEASURED_RANGE, "terms": TERMS},
+    {
+        "bytes": format_bytes,
+        "duration": format_duration,
+        "g": lambda number, figures=4: f"{number:.{figures}g}",
+        "tokens": lambda tokens: f"{tokens / BILLION:,.10g} billion",
+    },
+    {
+        "same": SAME,
+        "seconds_per_hour": SECONDS_PER_HOUR,
+        "unmeasured_range": UNMEASURED_RANGE,
+        "terms": TERMS,
+        "verdicts": VERDICTS,
+    },
 )
 
 
-def separation(prediction: Prediction, fastest: Prediction) -> str:
-    """Return in one sentence which part of the step's time separates a layout from the fastest one."""
-    return say("separation", entry=prediction, first=fastest, part=_slower_part(prediction, fastest))
+def decision_sentences(first: Prediction, tokens: float | None, is_choice: bool) -> Iterator[str]:
+    """Yield what a layout takes of a device and how long a training takes, and how sure that is and by what."""
+    facts = {"decision": [{"tokens": tokens or BILLION, "is_choice": is_choice}], "certainty": True}
+    return say.of(facts, entry=first)
+
+
+def choice_sentences(result: SearchResult, planned: Sequence[str], tokens: float | None) -> Iterator[str]:
+    """Yield what a search decides: the fastest that fits, what ties in less memory, and how to run and export it."""
+    if not result.choices:
+        yield say("no_choice")
+        return
+    first, *others = result.choices
+    yield from decision_sentences(first, tokens, is_choice=True)
+    alike = [entry for entry in others if is_tie(entry, first)]
+    yield from say.of({"ties": bool(alike)}, first=first, entries=alike, percent=100 * TIE)
+    yield from run_sentences(planned, first)
+
+
+def is_tie(prediction: Prediction, first: Prediction) -> bool:
+    """Return whether a plan does not tell the speed of a layout from that of a faster one."""
+    return prediction.step_seconds <= (1 + TIE) * first.step_seconds
+
+
+def separations(choices: Sequence[Prediction]) -> Iterator[str]:
+    """Yield what each slower choice saves beside the fastest, and which part of its step takes longer."""
+    for entry in choices[1:]:
+        if not is_tie(entry, choices[0]):
+            yield say("separation", entry=entry, first=choices[0], part=_slower_part(entry, choices[0]))
 
 
 def against_sentence(prediction: Prediction, other: Prediction) -> str:
@@ -59,15 +97,6 @@ def against_sentence(prediction: Prediction, other: Prediction) -> str:
 def _slower_part(prediction: Prediction, faster: Prediction) -> str:
     """Return the part of the step that takes most longer than in a faster layout."""
     return max(TERMS, key=lambda name: prediction.parts_of_step[name] - faster.parts_of_step[name])
-
-
-def memory_sentences(result: SearchResult) -> Iterator[str]:
-    """Yield one sentence for each of the fastest layouts that need less memory than the fastest that fits."""
-    for first in result.best[:1]:
-        most = (1 - ALIKE) * first.memory.peak_bytes
-        smaller = [entry for entry in result.front if entry.memory.peak_bytes < most]
-        for entry in smaller[:MOST_SMALLER]:
-            yield say("less_memory", entry=entry, first=first)
 
 
 def misfit_sentence(prediction: Prediction) -> str:
@@ -91,40 +120,27 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     return say.of(facts, entry=prediction)
 
 
-def error_sentences(prediction: Prediction) -> Iterator[str]:
-    """Yield how far predictions of this stack were from measurements, and how wide the interval of a step is."""
-    is_measured = prediction.judged_stack.measured_over_predicted is not None
-    facts = {"unmeasured_peaks": not is_measured, "measured_peaks": is_measured, "step_error": True}
-    return say.of(facts, entry=prediction)
-
-
-def run_sentences(planned: Sequence[str], result: SearchResult) -> Iterator[str]:
-    """Yield the command that runs the fastest layout that fits, if these engines train it, and how to simulate it."""
-    for first in result.best[:1]:
-        if "model=hf" in planned and not first.is_of_nearest_decoder:
-            yield say("run_of_library")
-        elif first.is_runnable:
-            yield say("run", command=run_command(planned, first.config))
-            yield say("simulated_run")
+def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
+    """Yield the commands that run a layout and export it, if these engines train it."""
+    if "model=hf" in planned and not first.is_of_nearest_decoder:
+        yield say("run_of_library")
+    elif first.is_runnable:
+        yield from say.of({"run": True, "exported": True}, settings=run_settings(planned, first.config))
 
 
 def misfit_sentences(result: SearchResult) -> Iterator[str]:
-    """Yield what would make the fastest layout fit, and where nothing fits, the smallest."""
+    """Yield what would make the fastest layout fit if that is worth it; where nothing fits, the smallest as well."""
     ends = result.front[:1] + result.front[1:][-1:]
-    return (misfit_sentence(prediction) for prediction in ends if not prediction.fits)
+    worth = [entry for entry in ends if not any(is_tie(first, entry) for first in result.choices)]
+    return (misfit_sentence(prediction) for prediction in worth if not prediction.fits)
 
 
 def search_sentences(result: SearchResult) -> Iterator[str]:
-    """Yield what a search went through, what separates the best, what needs less memory, and what would make fit."""
-    yield say("counts", result=result)
-    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
-    ties = [entry for entry in result.best if entry.step_seconds <= (1 + TIE) * result.best[0].step_seconds]
-    if len(ties) > 1:
-        yield say("ties", number=len(ties), percent=100 * TIE)
-    for prediction in result.best[1:]:
-        yield separation(prediction, result.best[0])
-    yield from memory_sentences(result)
+    """Yield what the choices save, what would make a faster layout fit, and what the search went through."""
+    yield from separations(result.choices)
     yield from misfit_sentences(result)
+    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    yield say("counts", result=result)
 
 
 def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list[str]:
@@ -160,9 +176,9 @@ def _figures(prediction: Prediction) -> dict[str, float]:
     """Return what two layouts are compared by, each by its name with a unit; parts are indented under their sum."""
     memory, sent = prediction.memory, prediction.sent_bytes
     sizes: dict[str, float] = {
-        "peak": memory.peak_bytes,
+        "allocated": memory.peak_bytes,
         **{f"  {part}": memory.at_peak.get(part, 0) for part in PEAK_PARTS},
-        "reserved": prediction.peak.reserved_bytes if prediction.cluster.device == "cuda" else 0,
+        "reserved": prediction.reserved_bytes if prediction.cluster.device == "cuda" else 0,
         "of the host": memory.host_bytes,
         "sent by a rank in a step": sum(sent.values()),
         **{f"  {name}": size for name, size in sent.items()},
@@ -186,8 +202,8 @@ def _table_cells(number: int, prediction: Prediction) -> dict[str, str]:
         "tokens/s": f"{rate:,.0f}",
         "per device": f"{rate / prediction.layout.world_size:,.0f}",
         "MFU": "" if mfu is None else f"{100 * mfu:.1f} %",
-        "peak": format_bytes(prediction.memory.peak_bytes),
-        "reserved": format_bytes(prediction.peak.reserved_bytes) if is_gpu else "",
+        "allocated": format_bytes(prediction.memory.peak_bytes),
+        "reserved": format_bytes(prediction.reserved_bytes) if is_gpu else "",
         "fits": prediction.verdict.fits,
         **{part: f"{seconds:.3g}" for part, seconds in prediction.parts_of_step.items()},
     }

@@ -15,13 +15,11 @@ from harness.planner.row import csv_text, planned_row, run_overrides
 from harness.planner.search import SearchResult
 from harness.planner.sentences import (
     basis_sentences,
-    error_sentences,
+    choice_sentences,
     explanation,
-    memory_sentences,
     misfit_sentences,
-    run_sentences,
     say,
-    separation,
+    separations,
 )
 from harness.records.schema import Row
 from harness.report import html, markdown
@@ -58,54 +56,54 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
 
 
 def _data(result: SearchResult) -> dict[str, Any]:
-    """Return the rows of the best layouts and of the front, and how many layouts the search saw."""
+    """Return the rows of the choices and of the front, and how many layouts the search saw."""
     counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
-    return {"best": list(map(planned_row, result.best)), "front": list(map(planned_row, result.front))} | counts
+    return {"choices": list(map(planned_row, result.choices)), "front": list(map(planned_row, result.front))} | counts
 
 
 def _rows(result: SearchResult) -> list[Row]:
-    """Return a row for each of the best layouts and of those on the front, each once, with its places."""
-    entries = {id(entry): entry for entry in (*result.best, *result.front)}
-    best, front = ({id(entry): place for place, entry in enumerate(shown, 1)} for shown in (result.best, result.front))
+    """Return a row for each of the choices and of the layouts on the front, each once, with its places."""
+    lists = (result.choices, result.front)
+    entries = {entry.label(): entry for shown in reversed(lists) for entry in shown}
+    choices, front = ({entry.label(): place for place, entry in enumerate(shown, 1)} for shown in lists)
     return [
-        {"place_among_best": best.get(key), "place_on_front": front.get(key)} | planned_row(entry)
+        {"place_among_choices": choices.get(key), "place_on_front": front.get(key)} | planned_row(entry)
         for key, entry in entries.items()
     ]
 
 
 def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Iterator[Section]:
     """Yield the sections of the page; only those that have something to say."""
-    best, front = result.best, result.front
-    yield from section("Answer", *map(Paragraph, _answer(result)), front_chart(front), is_first=True)
+    choices, front = result.choices, result.front
+    answer = map(Paragraph, _answer(plan, result))
+    yield from section("Answer", *answer, front_chart(front), is_first=True)
+    yield from section("Choices", *(_choices(choices) if choices else ()))
+    yield from section("With more memory, or another batch", bullets(misfit_sentences(result)))
     yield from section("Which layouts fit", *(_front(front) if front else ()))
-    yield from section("The fastest that fit", *(_fastest(best) if best else ()))
-    yield from section("With less memory", bullets(memory_sentences(result)))
-    yield from section("What would make others fit", bullets(misfit_sentences(result)))
-    yield from section("How it was found", bullets([say("counts", result=result), *plan.notes]))
-    arithmetic = bullets(explanation(best[0])) if best else None
+    refuted = (say("refuted", entry=entry) for entry in result.refuted)
+    yield from section("How it was found", bullets([say("counts", result=result), *refuted, *plan.notes]))
+    arithmetic = bullets(explanation(choices[0])) if choices else None
     yield from section("The arithmetic of the fastest", arithmetic, is_folded=True)
     swept = [("This search of it", plan.swept)] if plan.swept else []
-    commands = [("The command of this plan", shlex.join(["harness", "plan", *overrides])), *swept]
-    runs = [("", line) for line in run_sentences(plan.overrides, result)]
-    yield Section("How to plan it again, and to run it", [BulletList([*commands, *runs])])
+    command = ("The command of this plan", shlex.join(["harness", "plan", *overrides]))
+    yield Section("How to plan it again", [BulletList([command, *swept])])
 
 
-def _answer(result: SearchResult) -> Iterator[str]:
-    """Yield what was planned, the fastest that fits and the front, and what the predictions are worth."""
-    shown = (result.best or result.front)[:1]
-    yield from (sentence("planned_settings", entry=entry) for entry in shown)
-    yield sentence("fastest_plan", entry=result.best[0], gib=GIB) if result.best else sentence("no_plan")
-    yield sentence("front_chart", front=result.front)
-    for entry in shown:
-        yield from (*error_sentences(entry), *basis_sentences(entry))
+def _answer(plan: LayoutPlan, result: SearchResult) -> Iterator[str]:
+    """Yield what the search decides, what was planned, the front, and what the predictions rest on."""
+    yield from choice_sentences(result, plan.overrides, plan.tokens)
+    for entry in (result.choices or result.front)[:1]:
+        yield sentence("planned_settings", entry=entry)
+        yield from basis_sentences(entry)
         if entry.is_runnable and entry.cluster.device == "cuda":
             yield sentence("unmeasured_plan")
+    yield sentence("front_chart", front=result.front)
 
 
 def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]:
     """Return what is outside the peak, the slider, which starts at the memory of the devices, and the layouts."""
     outside = Paragraph(sentence("outside_the_peak", size=format_bytes(front[0].memory.process_bytes)))
-    entries = [(entry.needed_bytes / GIB, entry.label(), entry.tokens_per_second) for entry in front]
+    entries = [(entry.device_bytes / GIB, entry.label(), entry.tokens_per_second) for entry in front]
     device = front[0].available_bytes / GIB
     fitting = [entry for entry in entries if entry[0] <= device]
     start = sentence("slider_start", device_gib=device, fitting=fitting, entries=entries)
@@ -113,12 +111,12 @@ def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]
     return outside, MemorySlider(device, entries, start), table
 
 
-def _fastest(best: Sequence[Prediction]) -> tuple[Table, BulletList | None]:
-    """Return the fastest layouts, without parts of a step that none of them has, and what separates them."""
-    parts = [name for name in best[0].parts_of_step if any(entry.parts_of_step[name] for entry in best)]
-    rows = [_best_row(entry, parts) for entry in best]
+def _choices(choices: Sequence[Prediction]) -> tuple[Table, BulletList | None]:
+    """Return the choices, without parts of a step that none of them has, and what separates them."""
+    parts = [name for name in choices[0].parts_of_step if any(entry.parts_of_step[name] for entry in choices)]
+    rows = [_choice_row(entry, parts) for entry in choices]
     table = _table(rows, "Their steps and their memory; the parts add up to the step")
-    return table, bullets(separation(entry, best[0]) for entry in best[1:])
+    return table, bullets(separations(choices))
 
 
 def _table(rows: Sequence[Mapping[str, str]], caption: str) -> Table:
@@ -129,7 +127,7 @@ def _front_row(entry: Prediction) -> dict[str, str]:
     """Return the cells of a layout on the front, with its run's overrides if it can be run."""
     row = {
         "layout": entry.label(),
-        "GiB of a device": f"{entry.needed_bytes / GIB:.1f}",
+        "GiB of a device": f"{entry.device_bytes / GIB:.1f}",
         "fits": entry.verdict.fits,
         "step s": f"{entry.step_seconds:.4g}",
         "tokens/s": f"{entry.tokens_per_second:,.0f}",
@@ -137,8 +135,8 @@ def _front_row(entry: Prediction) -> dict[str, str]:
     return row | ({"overrides of its run": shlex.join(run_overrides(entry.config))} if entry.is_runnable else {})
 
 
-def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
-    """Return the cells of one of the fastest layouts: what its step, by parts, and its memory consist of."""
+def _choice_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
+    """Return the cells of one of the choices: what its step, by parts, and its memory consist of."""
     front, seconds = _front_row(entry), entry.parts_of_step
     return {
         "layout": front["layout"],
@@ -147,8 +145,8 @@ def _best_row(entry: Prediction, parts: Sequence[str]) -> dict[str, str]:
         "tokens/s": front["tokens/s"],
         "tokens/s of a device": f"{entry.tokens_per_second / entry.layout.world_size:,.0f}",
         "MFU %": "" if entry.mfu is None else f"{100 * entry.mfu:.1f}",
-        "peak GiB": f"{entry.memory.peak_bytes / GIB:.1f}",
-        "reserved GiB": f"{entry.peak.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
+        "allocated GiB": f"{entry.memory.peak_bytes / GIB:.1f}",
+        "reserved GiB": f"{entry.reserved_bytes / GIB:.1f}" if entry.cluster.device == "cuda" else "",
         "fits": front["fits"],
         "fullest rank": str(entry.memory.rank),
         "phase of its peak": entry.memory.phase,
@@ -164,7 +162,7 @@ def front_chart(front: Sequence[Prediction]) -> Chart | None:
         return None
     kinds = [_kind(entry.layout) for entry in front]
     fields = {
-        "x": figures("GiB of a device", [entry.needed_bytes / GIB for entry in front], ",.1f"),
+        "x": figures("GiB of a device", [entry.device_bytes / GIB for entry in front], ",.1f"),
         "y": figures("tokens/s", [entry.tokens_per_second for entry in front], ",.0f"),
         "kind": Field("model state", kinds),
     }

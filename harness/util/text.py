@@ -87,10 +87,13 @@ def join_words(parts: Sequence[str], word: str = "and") -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration to read: 40 s, 12 min, 3.5 h."""
+    """Return a duration to read: 40 s, 12 min, 3.5 h, 12.0 days."""
     if seconds < 90:
         return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    hours = seconds / 3600
+    if hours < 1.5:
+        return f"{seconds / 60:.0f} min"
+    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:,.1f} days"
 
 
 def sanitize(text: object) -> str:

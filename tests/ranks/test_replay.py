@@ -35,14 +35,16 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     lines: list[str] = []
     before = planned(*SEARCH, f"results_dir={tmp_path}")
     after = replay_best(before, lines.append)
-    fastest, second = before.predictions[:2]
+    assert before.result is not None
+    fastest, second = before.result.best[:2]
     assert fastest.fits and fastest.verdict.fits == "tight" and not is_served(fastest)
     assert after.result is not None and [entry.label() for entry in after.result.refuted] == [fastest.label()]
     (line,) = (line for line in search_sentences(after.result) if "ends with oom" in line)
     assert line.startswith(fastest.label())
     assert after.predictions[0].label() == second.label() and after.predictions[0].verdict.fits == "likely"
     assert is_served(second) and len(lines) == 2
-    assert after.result.best == after.predictions
+    assert after.result.choices == after.predictions
+    assert fastest.label() not in map(Prediction.label, after.result.front)
 
 
 PIPELINES = ("pp_1f1b", "pp_interleaved", "pp_gpipe")

@@ -3,6 +3,7 @@
 Every line that a plan prints must be one of these, with the figures that its rows have.
 """
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -84,31 +85,65 @@ def longer(row: Row, first: Row) -> str:
     return "is as fast within 0.1 %" if ratio < 1.001 else f"takes {(ratio - 1) * 100:.1f} % longer"
 
 
-def separations(best: Sequence[Row]) -> list[str]:
-    """Return how many layouts tie, and for every one after the first the part of a step that separates it most."""
-    ties = sum(row["predicted_step_seconds"] <= 1.03 * best[0]["predicted_step_seconds"] for row in best)
-    tie = "plans do not tell layouts apart whose step times differ by less than 3 %"
-    lines = [f"The first {ties} are ties: {tie}."] if ties > 1 else []
-    for row in best[1:]:
-        own, other = parts_of_step(row), parts_of_step(best[0])
-        part = max(own, key=lambda name: own[name] - other[name])
-        text, verb = f"{label(row)} {longer(row, best[0])}", "take" if part.startswith("copies") else "takes"
-        cause = f": its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first"
-        lines.append(f"{text}{'' if 'within' in text else cause}.")
-    return lines
+def duration(seconds: float) -> str:
+    """Return a time as people say it."""
+    units = ((5400, 60, "{:.0f} min"), (48 * 3600, 3600, "{:.1f} h"), (math.inf, 86400, "{:,.1f} days"))
+    return next(text.format(seconds / unit) for limit, unit, text in units if seconds < limit)
 
 
-def smaller(best: Sequence[Row], front: Sequence[Row]) -> list[str]:
-    """Return the first three layouts of the front that need less memory than the fastest that fits."""
-    if not best:
-        return []
-    peak = best[0]["predicted_peak_bytes"]
-    less = [row for row in front if row["predicted_peak_bytes"] < 0.99 * peak][:3]
+def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
+    """Return what a plan decides on its fastest layout, and how sure that is, as far as the row says it."""
+    peak, needed_bytes = row["predicted_peak_bytes"], row["device_bytes"]
+    beyond = needed_bytes - needed(row)
+    reserve = f", {size_text(beyond)} held in reserve by torch" if beyond else ""
+    seconds = tokens * row["predicted_step_seconds"] / row["global_batch"] / row["seq_len"]
+    price = row["cost_per_billion_tokens"]
+    hour = price and price / row["world_size"] / (seconds * 1e9 / tokens / 3600)
+    low, high = (row[f"predicted_step_{end}_seconds"] / row["predicted_step_seconds"] for end in ("low", "high"))
+    name, *ends = range_of(row)
+    unmeasured = "those of the least predictable stack, as no peak of such models was measured"
+    by = f"measured peaks of {name}" if name.startswith("stack") else unmeasured
+    fits = {"likely": "likely to fit", "tight": "tight"}[row["fits"]]
     return [
-        f"{label(row)} needs {size_text(row['predicted_peak_bytes'])}, {size_text(peak)} in the fastest, and"
-        f" {longer(row, best[0])}."
-        for row in less
+        f"{'The fastest that fits is ' if is_choice else ''}{label(row)}: it needs {size_text(needed_bytes)} of a"
+        f" device's {size_text(row['memory_limit_bytes'])} ({size_text(peak)} allocated{reserve}), and trains"
+        f" {tokens / 1e9:,.10g} billion tokens in {duration(seconds)}"
+        + (f" for {price * tokens / 1e9:,.0f} at {hour:.4g} a device-hour." if price else "."),
+        f"How sure: its memory is {fits}, by {by}: {ends[0]} to {ends[1]} of predicted ones; nine of ten such steps are"
+        f" to take {low:.2f} to {high:.2f} of the predicted time: ",
     ]
+
+
+def separations(choices: Sequence[Row]) -> list[str]:
+    """Return which choices tie with the first, and of every other what it saves and what its step takes longer for."""
+    ties, lines = [], []
+    for row in choices[1:]:
+        own, other = parts_of_step(row), parts_of_step(choices[0])
+        part = max(own, key=lambda name: own[name] - other[name])
+        less = f"{size_text(choices[0]['predicted_peak_bytes'] - row['predicted_peak_bytes'])} less"
+        if row["predicted_step_seconds"] <= 1.03 * choices[0]["predicted_step_seconds"]:
+            ties.append(f"{label(row)}, in {less}")
+            continue
+        verb = "take" if part.startswith("copies") else "takes"
+        cause = f"its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first"
+        lines.append(f"{label(row)} needs {less} and {longer(row, choices[0])}: {cause}.")
+    return [f"As fast within 3 %, which plans cannot tell apart: {'; '.join(ties)}."] * bool(ties) + lines
+
+
+def is_chosen_well(choices: Sequence[Row], front: Sequence[Row]) -> bool:
+    """Return whether each choice fits and saves memory, and no layout of the front that does was left out."""
+    if not choices:
+        return not any(needed(row) <= row["memory_limit_bytes"] and row["fits"] != "no" for row in front)
+    peaks, seconds = ([row[f"predicted_{name}"] for row in choices] for name in ("peak_bytes", "step_seconds"))
+    falls = all(later < 0.99 * earlier for earlier, later in itertools.pairwise(peaks))
+    last = seconds[-1] if len(choices) == 5 else math.inf
+    passed = [row for row in front if seconds[0] <= row["predicted_step_seconds"] <= last and row["fits"] != "no"]
+    saves = (
+        row["predicted_peak_bytes"]
+        < 0.99 * min(peak for peak, time in zip(peaks, seconds, strict=True) if time <= row["predicted_step_seconds"])
+        for row in passed
+    )
+    return falls and seconds == sorted(seconds) and not any(saves) and all(row["fits"] != "no" for row in choices)
 
 
 def needed(row: Row) -> int:
@@ -207,22 +242,39 @@ def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
     """Return the sentences on how the fastest layout is run, which name what was planned and the row's overrides."""
     if not best or best[0]["stack"] != "harness":
         return []
-    kept = [word for word in settings if not re.match(r"(strategy|checkpointing|train\.micro_batch|stack)\b", word)]
-    return [
-        f"Run the fastest with: harness {' '.join([*kept, best[0]['overrides']])}",
-        "With launch=simulated as well it runs one rank's code without the devices.",
-    ]
+    chosen = r"(strategy|checkpointing|train\.micro_batch|stack|plan\.tokens|plan\.simulate)\b"
+    kept = " ".join([*(word for word in settings if not re.match(chosen, word)), best[0]["overrides"]])
+    return [f"Run it: harness {kept}", f"Export it: harness export --plan {kept} --to FOLDER"]
+
+
+BASES = (
+    "steps of this stack were measured on this device",
+    "no steps of this stack were measured on this device, but each of both with others",
+    "no steps were measured on this device",
+)
+
+
+def tokens_of(settings: Sequence[str]) -> float:
+    """Return the tokens of a training that a plan was asked for, else a billion."""
+    return next((float(word.partition("=")[2]) for word in settings if word.startswith("plan.tokens=")), 1e9)
 
 
 def unexplained(
-    lines: Sequence[str], rows: Sequence[Row], settings: Sequence[str] = (), page: Mapping[str, Any] | None = None
+    lines: Sequence[str],
+    rows: Sequence[Row],
+    settings: Sequence[str] = (),
+    page: Mapping[str, Any] | None = None,
+    decides: bool = True,
 ) -> list[str]:
     """Return the lines of a plan, after its table and labels, that do not follow from its rows.
 
-    `settings` are the overrides of a search, `page` the data of its page.
+    `settings` are the overrides of a search, `page` the data of its page. Two layouts side by side decide nothing.
     """
     front = page["front"] if page else []
-    expected = [*separations(rows), *smaller(rows, front), counts(page), *to_run(settings, rows)] if page else []
+    expected = [*separations(rows), counts(page), *to_run(settings, rows)] if page else []
+    expected += ["No layout of this model fits these devices."] * bool(page and not rows)
+    fitting = [row for row in rows if decides and needed(row) <= row["memory_limit_bytes"]]
+    decided = [line for row in fitting[:1] for line in decision(row, bool(page), tokens_of(settings))]
     known = [*expected]
     if page and not any(row["offload"] == "none" and not row["offload_activations"] for row in rows):
         known += ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
@@ -230,6 +282,14 @@ def unexplained(
     shown = [*front[:1], *front[-1:], *rows]
     misfits = tuple(misfit(row) for row in shown if needed(row) > row["memory_limit_bytes"])
     wrong = [f"missing: {line}" for line in expected if line not in lines]
+    wrong += [f"missing: {start}" for start in decided if not any(line.startswith(start) for line in lines)]
+    first = [row["predicted_step_seconds"] for row in rows[:1] if page]
+    for row in front[:1]:
+        is_faster = all(seconds > 1.03 * row["predicted_step_seconds"] for seconds in first)
+        is_worth = needed(row) > row["memory_limit_bytes"] and is_faster
+        if any(line.startswith(misfit(row)) for line in lines) != is_worth:
+            wrong.append(f"{'missing' if is_worth else 'needless'}: {misfit(row)}")
+    wrong += [] if not page or is_chosen_well(rows, front) else ["the choices are not those of the front"]
     for line in lines:
         number, _, text = line.partition(": ")
         if number.isdigit():
@@ -237,7 +297,8 @@ def unexplained(
             sent = text.startswith("sent by") and sent_is_right(text, row)
             is_right = sent or text in detail(row) or derived(text, row)
         else:
-            is_right = line in known or line.startswith(misfits)
+            ends = tuple(f"{decided[1]}{basis}." for basis in BASES) if decided else ()
+            is_right = line in known or line.startswith(misfits) or line in (*decided[:1], *ends)
         wrong += [] if is_right else [line]
     return wrong
 

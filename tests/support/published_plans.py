@@ -143,7 +143,8 @@ def with_recorded_simulations(search: str, plan: LayoutPlan) -> LayoutPlan:
         name: Replay(line["is_enough"] == "True", int(float(line["reserved_bytes"] or 0)) or None, line["run_id"])
         for name, line in lines.items()
     }
-    simulated = [dataclasses.replace(entry, replay=replays.get(entry.label())) for entry in plan.predictions]
+    assert plan.result is not None
+    simulated = [dataclasses.replace(entry, replay=replays.get(entry.label())) for entry in plan.result.best]
     return with_best(plan, simulated)
 
 

@@ -52,7 +52,8 @@ EXPLAINED = ("predicted_peak_bytes", "predicted_step_seconds", "tokens_per_secon
 SEARCHES = (
     "model=7b cluster=8xh100 checkpointing=full train.global_batch=64",
     "model=70b cluster=8xh100 cluster.nodes=8 train.micro_batch=1 checkpointing=selective train.global_batch=64",
-    "model=1b cluster=8xrtx4090 stack=megatron train.global_batch=32",
+    "model=1b cluster=8xrtx4090 stack=megatron train.global_batch=32 plan.tokens=3e11"
+    " cluster.hardware.price_per_device_hour=0.4",
     "model=70b cluster=8xrtx4090 checkpointing=none train.global_batch=8 train.micro_batch=1",
 )
 
@@ -92,7 +93,8 @@ def text_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 
 
 def check_table(lines: list[str], rows: list[Row]) -> list[str]:
-    """Check the table and the labels at the top of a plan, and return the lines that follow."""
+    """Check the table and the labels of a plan, and return the lines above and below."""
+    decided, lines = lines[: lines.index("")], lines[lines.index("") + 1 :]
     heads, end = [*re.finditer(r"\S+(?: \S+)*", lines[0])], lines.index("")
     spans = itertools.pairwise([1, *(head.end() for head in heads)])
     columns = {head[0]: slice(*span) for head, span in zip(heads, spans, strict=True)}
@@ -106,14 +108,14 @@ def check_table(lines: list[str], rows: list[Row]) -> list[str]:
             "nine of ten": f"{row['predicted_step_low_seconds']:.3g} to {row['predicted_step_high_seconds']:.3g}",
             "tokens/s": f"{rate:,.0f}",
             "per device": f"{rate / row['world_size']:,.0f}",
-            "peak": size_text(row["predicted_peak_bytes"]),
+            "allocated": size_text(row["predicted_peak_bytes"]),
             "fits": row["fits"],
         }
         parts = {head: f"{part:.3g}" for head, part in columns_of_step(row).items()}
         assert (expected | parts).items() <= (dict.fromkeys(parts, "0") | cells).items()
     labels = lines[end + 1 : end + 1 + len(rows)]
     assert labels == [f"{number}  {label(row)}" for number, row in enumerate(rows, 1)]
-    return lines[end + 1 + len(rows) :]
+    return decided + lines[end + 1 + len(rows) :]
 
 
 @pytest.mark.parametrize("settings", LAYOUTS)
@@ -155,7 +157,7 @@ def test_the_text_of_a_search_follows_from_its_rows(
     page = tmp_path / "plan.html"
     lines = text_of(capsys, "--explain", "--report", str(page), *settings.split(), "plan.simulate=false")
     data: dict[str, Any] = json.loads(re.search(r'id="data">(.*?)</script>', page.read_text())[1])["rows"]  # type: ignore[index]
-    rows = data["best"]
+    rows = data["choices"]
     lines = check_table(lines, rows) if rows else lines
     assert unexplained(lines, rows, settings.split(), data) == []
     for faster, slower in itertools.pairwise(data["front"]):
@@ -184,7 +186,11 @@ def test_two_layouts_side_by_side_are_those_of_their_rows(
     assert [one, two] == [f"{number}  {label(row)}" for number, row in enumerate(rows, 1)]
     shown = {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line.strip()) for line in table[2:])}
     assert table[1].split()[1:] == [row["fits"] for row in rows]
-    columns = {"step s": "predicted_step_seconds", "tokens/s": "tokens_per_second", "peak GiB": "predicted_peak_bytes"}
+    columns = {
+        "step s": "predicted_step_seconds",
+        "tokens/s": "tokens_per_second",
+        "allocated GiB": "predicted_peak_bytes",
+    }
     columns |= {"reserved GiB": "peak_reserved_bytes", "sent by a rank in a step GiB": "communication_bytes"}
     columns |= {f"{part} GiB": f"at_peak_{word}_bytes" for part, word in PARTS.items()}
     figures = {name: [row[column] / (GIB if "GiB" in name else 1) for row in rows] for name, column in columns.items()}
@@ -200,7 +206,7 @@ def test_two_layouts_side_by_side_are_those_of_their_rows(
         part = max(parts[0], key=lambda name: parts_of_step(slower)[name] - parts_of_step(faster)[name])
         assert f"its {part} take" in sentence
     note = "No layout is predicted to fit without the host's memory, so that offload was searched, too."
-    assert set(unexplained(lines[lines.index("") + 4 :], rows)) <= {note}
+    assert set(unexplained(lines[lines.index("") + 4 :], rows, decides=False)) <= {note}
 
 
 def test_settings_against_replace_those_of_their_group() -> None:

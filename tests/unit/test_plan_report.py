@@ -11,7 +11,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.cost_model.timing.interval import ENDS, basis_of, changed_machine
-from harness.planner.row import PLACE_COLUMNS, planned_row, run_command, run_overrides, strategy_presets
+from harness.planner.row import PLACE_COLUMNS, planned_row, run_overrides, run_settings, strategy_presets
 from harness.report.charts import render
 from tests.benchmarks.fit_planner import FITS
 from tests.benchmarks.left_out import AS_IT_IS, CAMPAIGNS, UNFITTED, summary
@@ -56,13 +56,13 @@ def test_markdown_has_a_chart_and_its_rows_beside_it(tmp_path: Path, monkeypatch
     best, front = (
         sorted((row for row in rows if row[place]), key=lambda row: int(row[place])) for place in PLACE_COLUMNS
     )
-    assert [int(row["place_among_best"]) for row in best] == list(range(1, 6))
+    assert [int(row["place_among_choices"]) for row in best] == list(range(1, 6))
     assert len(front) == len(points) and len({tuple(row.items()) for row in rows}) == len(rows)
     lines = re.findall(
         r"^\| (.+?) \| ([\d.]+) \| (likely|tight|no) \| ([\d.]+) \| ([\d,]+) \| (.+) \|$", page, re.MULTILINE
     )
     for line, row, point in zip(lines, front, points, strict=True):
-        needed = (int(row["predicted_peak_bytes"]) + int(row["process_bytes"])) / GIB
+        needed = int(row["device_bytes"]) / GIB
         step, rate = float(row["predicted_step_seconds"]), float(row["tokens_per_second"])
         figures = (f"{needed:.1f}", row["fits"], f"{step:.4g}", f"{rate:,.0f}")
         assert line == (point["label"], *figures, row["overrides"])
@@ -110,9 +110,8 @@ def test_the_command_of_a_layout_plans_what_the_search_found(settings: str) -> N
     result = planned(*words).result
     assert result is not None and result.front
     for entry in [*result.best, *result.front[::4]]:
-        command = shlex.split(run_command(words, entry.config))
-        assert command[0] == "harness"
-        (same,) = planned(*command[1:]).predictions
+        command = shlex.split(run_settings(words, entry.config))
+        (same,) = planned(*command).predictions
         assert (same.layout, same.config.checkpointing) == (entry.layout, entry.config.checkpointing)
         figures = (entry.step_seconds, entry.sent_bytes, entry.memory)
         assert (same.step_seconds, same.sent_bytes, same.memory) == figures

@@ -200,7 +200,9 @@ def test_a_further_axis_that_gains_nothing_is_not_among_the_best(monkeypatch: py
     fixed = ("strategy=search", "strategy.tp=2", "strategy.pp=1", "strategy.zero_stage=3", "checkpointing=selective")
 
     def ties() -> list[frozenset[str]]:
-        fastest, *others = planned(*words, *fixed, "precision=bf16_mixed").predictions
+        result = planned(*words, *fixed, "precision=bf16_mixed").result
+        assert result is not None
+        fastest, *others = result.best
         return [
             other.layout.model_axes
             for other in others
