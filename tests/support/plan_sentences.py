@@ -104,8 +104,9 @@ def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
     unmeasured = "those of the least predictable stack, as no peak of such models was measured"
     by = f"measured peaks of {name}" if name.startswith("stack") else unmeasured
     fits = {"likely": "likely to fit", "tight": "tight"}[row["fits"]]
+    fit, needs = ("fits", "needs") if row["fits"] == "likely" else ("may fit", "may need")
     return [
-        f"{'The fastest that fits is ' if is_choice else ''}{label(row)}: it needs {size_text(needed_bytes)} of a"
+        f"{f'The fastest that {fit} is ' if is_choice else ''}{label(row)}: it {needs} {size_text(needed_bytes)} of a"
         f" device's {size_text(row['memory_limit_bytes'])} ({size_text(peak)} allocated{reserve}), and trains"
         f" {tokens / 1e9:,.10g} billion tokens in {duration(seconds)}"
         + (f" for {price * tokens / 1e9:,.0f} at {hour:.4g} a device-hour." if price else "."),
