@@ -1,14 +1,21 @@
-"""The operating system's limits on open files and processes, and whether ranks can be started within them."""
+"""The limits of a machine on files, processes, shared memory and cores, and whether ranks run well within them."""
 
 import os
 import resource
+import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from harness.config.schema import Device
+from harness.hardware.machine import CORES_PER_GPU_RANK
+from harness.util.text import count_text, format_bytes
+
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 COMMAND_FILES, RANK_FILES = 32, 8  # that the command opens for any run, and for every rank of it; a rank opens as many
+
+SHARED_MEMORY_BYTES = 2**30  # what NCCL's guide gives a container
 
 COMMAND_THREADS, RANK_THREADS = 8, 12  # of the command and its forkserver, and of a rank without its math library's
 
@@ -65,3 +72,26 @@ def _user_threads(proc: Path) -> int:
             if process.stat().st_uid == os.geteuid():
                 threads += len([*(process / "task").iterdir()])
     return threads
+
+
+def shared_memory_note(device: Device, ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
+    """Return a warning if the folder through which NCCL connects GPUs without NVLink has little space, else None."""
+    if device != "cuda" or ranks < 2 or not folder.is_dir():
+        return None
+    free = shutil.disk_usage(folder).free
+    if free >= SHARED_MEMORY_BYTES:
+        return None
+    return (
+        f"{folder} has {format_bytes(free)} free, and NCCL may need up to {format_bytes(SHARED_MEMORY_BYTES)} between"
+        " GPUs without NVLink: a container gets it with --shm-size=1g"
+    )
+
+
+def core_note(device: Device, ranks: int, cores: int) -> str | None:
+    """Return a warning if the ranks on GPUs have too few cores to launch kernels in time, else None."""
+    if device != "cuda" or cores >= CORES_PER_GPU_RANK * ranks:
+        return None
+    return (
+        f"{count_text(ranks, 'rank')} on GPUs and {count_text(cores, 'core')}, fewer than {CORES_PER_GPU_RANK} for a"
+        " rank: steps may wait for the processor. Slurm gives more with --cpus-per-task"
+    )

@@ -12,6 +12,7 @@ from harness.config.model import ModelConfig
 from harness.hardware.machine import usable_cores
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
+from harness.launcher.limits import core_note, shared_memory_note
 from harness.launcher.multinode import NodeGroup
 from harness.launcher.outcome import LaunchOutcome
 from harness.launcher.rank_entry import worker_entry
@@ -21,7 +22,7 @@ from harness.records.rank_report import RankReport
 from harness.records.run_folder import RunSpec
 from harness.records.schema import Cells, Record, RecordParts
 from harness.records.store import read_record, write_record
-from harness.runner.plan import RunPlan, core_note, shared_memory_note
+from harness.runner.plan import RunPlan
 from harness.runner.record import Reference, build_record, judge_run, predicted_columns, predicted_step_entry
 from harness.runner.resolve import release_problem
 from harness.runner.reuse import STARTED, clear_run_folder, earlier_attempts

@@ -1,15 +1,13 @@
 """The plan of a run: a configuration resolved for a machine, and whether it can run and fit there."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
-from harness.config.schema import Device, RunConfig
+from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory, predicted_memory
@@ -23,7 +21,6 @@ from harness.engines.base import (
     load_engine,
 )
 from harness.hardware.machine import (
-    CORES_PER_GPU_RANK,
     DescribedCluster,
     Machine,
     described_cluster,
@@ -39,13 +36,11 @@ from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset, refresh_machine
 from harness.util import native_build
-from harness.util.text import UserError, count_text, format_bytes
+from harness.util.text import UserError, format_bytes
 
 # The release of torch whose pipelines and choice of attention's kernels are played, and the first whose fake process
 # group fills what a rank gets by any collective (FakeProcessGroup.hpp).
 PLAYED_RELEASE = (2, 13)
-
-SHARED_MEMORY_BYTES = 2**30  # what NCCL's guide gives a container
 
 # The first release whose pipelines send single messages one by one (_batch_p2p). Batches share NCCL's stream of a
 # group, in which the stages of interleaved_1f1b wait for messages that they do not need yet.
@@ -277,27 +272,4 @@ def remedy_choices(plan: RunPlan, models: Sequence[ModelConfig]) -> Choices:
         precisions=tuple(map(load_precision_preset, ("bf16_mixed", "bf16"))),
         local_ranks=machine.devices if machine.device == "cuda" else 0,
         offloads=machine.device == "cuda",
-    )
-
-
-def shared_memory_note(device: Device, ranks: int, folder: Path = Path("/dev/shm")) -> str | None:
-    """Return a warning if the folder through which NCCL connects GPUs without NVLink has little space, else None."""
-    if device != "cuda" or ranks < 2 or not folder.is_dir():
-        return None
-    free = shutil.disk_usage(folder).free
-    if free >= SHARED_MEMORY_BYTES:
-        return None
-    return (
-        f"{folder} has {format_bytes(free)} free, and NCCL may need up to {format_bytes(SHARED_MEMORY_BYTES)} between"
-        " GPUs without NVLink: a container gets it with --shm-size=1g"
-    )
-
-
-def core_note(device: Device, ranks: int, cores: int) -> str | None:
-    """Return a warning if the ranks on GPUs have too few cores to launch kernels in time, else None."""
-    if device != "cuda" or cores >= CORES_PER_GPU_RANK * ranks:
-        return None
-    return (
-        f"{count_text(ranks, 'rank')} on GPUs and {count_text(cores, 'core')}, fewer than {CORES_PER_GPU_RANK} for a"
-        " rank: steps may wait for the processor. Slurm gives more with --cpus-per-task"
     )

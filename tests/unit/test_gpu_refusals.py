@@ -15,14 +15,13 @@ from harness.config.schema import Device, RunConfig
 from harness.engines import accelerate as accelerate_engine
 from harness.engines.base import load_engine
 from harness.hardware.machine import Machine
+from harness.launcher.limits import core_note, shared_memory_note
 from harness.layout.layout import resolve_layout
 from harness.runner.plan import (
     capacity_problem,
-    core_note,
     find_problems,
     machine_problems,
     make_plan,
-    shared_memory_note,
 )
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util import native_build
