@@ -24,6 +24,7 @@ from harness.config.mistakes import (
     unknown_key,
     wrong_value,
 )
+from harness.config.model_files import names_model
 from harness.util.text import UserError, join_words
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
@@ -89,7 +90,9 @@ def _check_override(override: Override) -> None:
         for value in values:
             if path := files_in(key).get(value):
                 refuse_target(path.read_text(errors="replace"), str(path))
-            elif not value.startswith(("$", "{")) and (key, value) != ("sweeps", "null"):
+            elif value.startswith(("$", "{")) or f"{key}={value}" == "sweeps=null":
+                continue  # only Hydra knows it
+            elif not names_model(f"{key}={value}"):
                 raise UserError(unknown_choice(key, value))
     elif override.type is not OverrideType.ADD or not choices_of(key):
         raise UserError(unknown_key(key, ",".join(values)))

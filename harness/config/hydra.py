@@ -10,8 +10,10 @@ from typing import Any
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, MissingConfigException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,8 +21,9 @@ from yaml import YAMLError
 
 from harness.config.command import CommandConfig
 from harness.config.from_dict import ConfigValues, default_of, is_group
-from harness.config.locations import PACKAGED_CONF, PRESETS, user_folder
+from harness.config.locations import PACKAGED_CONF, PRESETS, files_in, user_folder
 from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
+from harness.config.model_files import names_model
 from harness.config.schema import RunConfig
 from harness.util.text import UserError, one_line
 
@@ -47,6 +50,7 @@ def register_resolvers() -> None:
     OmegaConf.set_struct(defaults.cluster, False)  # its hardware is null, or has the keys that its file gives
     ConfigStore.instance().store(name="defaults_of_groups", node=defaults)
     Plugins.instance().register(HarnessSearchPath)
+    Plugins.instance().register(NamedModels)
 
 
 class HarnessSearchPath(SearchPathPlugin):
@@ -66,6 +70,38 @@ class HarnessSearchPath(SearchPathPlugin):
         if user_folder("sweeps") is not None:
             search_path.append("harness-user-sweeps", f"file://{Path.cwd()}")
         search_path.append("harness-sweeps", f"file://{PRESETS}")
+        search_path.append("harness-models", f"{NamedModels.scheme()}://")
+
+
+class NamedModels(ConfigSource):
+    """A Hydra source of configurations: `model=NAME` of a file, a folder or a model in the hub is model=hf with it."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Return the scheme of its search path."""
+        return "models"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Return the values of model=hf with the path after the group."""
+        values = OmegaConf.load(files_in("model")["hf"])
+        values.path = config_path.partition("/")[2]
+        return ConfigResult(self.provider, self.full_path(), values, {"package": "model"})
+
+    def available(self) -> bool:
+        """Return that it is there."""
+        return True
+
+    def is_group(self, config_path: str) -> bool:
+        """Return that it adds no group."""
+        return False
+
+    def is_config(self, config_path: str) -> bool:
+        """Return whether a configuration is that of a named model."""
+        return names_model(config_path.replace("/", "=", 1))
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Return nothing: its names cannot be listed."""
+        return []
 
 
 @contextmanager

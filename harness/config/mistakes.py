@@ -87,8 +87,6 @@ def unknown_choice(group: str, value: str) -> str:
     instead = similar_choices(group, value)
     if instead:
         remedy = f"did you mean {join_words(instead, 'or')}?"
-    elif group == "model" and "/" in value:
-        remedy = "type model=hf model.path=FOLDER with the folder that has its config.json; nothing is downloaded"
     return f"{group}={value} is not known: {remedy}"
 
 

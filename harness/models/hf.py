@@ -6,6 +6,7 @@ with the values of its buffers (rotary frequencies, masks).
 """
 
 import dataclasses
+import itertools
 import json
 import re
 import sys
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.from_dict import GroupValues, require
 from harness.config.model import HFModelInfo, ModelConfig
+from harness.config.model_files import config_file, refuse_experts
 from harness.cost_model.flops import BACKWARD
 from harness.models.activation_checkpoint import checkpoint_block
 from harness.models.decoder import loss_function
@@ -41,6 +43,9 @@ STYLES = {
 MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range")
 
 
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
 def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     """Return the values of conf/model/hf.yaml, filled with those of the model at `path`.
 
@@ -48,19 +53,21 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     """
     path = model.get("path")
     if not path:
-        raise UserError("model.path is missing: name a folder with a config.json, or such a file")
-    values = read_config_json(Path(str(path)).expanduser())
-    for key in ("tie_word_embeddings", "vocab_size", "num_hidden_layers"):
-        if model.get(key) is not None:
-            values[key] = model[key]
+        raise UserError("model.path is missing: name a config.json, a folder that has one, or a model in the hub")
+    values = read_config_json(str(path))
     config = load_hf_config(values, path)
+    changes = {key: model[key] for key in ("tie_word_embeddings", "vocab_size", "num_hidden_layers") if model.get(key)}
+    if changes:
+        config = load_hf_config(changed_values(config.to_dict(), changes), path)
+    refuse_experts(config.to_dict(), path)
     if model.get("dropout") is not None:
         set_dropout(config, float(model["dropout"]), path)
     defaults = {entry.name: entry.default for entry in dataclasses.fields(ModelConfig)}
     for key in MODEL_KEYS:
         value, rule = model.get(key, defaults[key]), "cannot be set for model=hf: set it in the file at model.path"
         require(value == defaults[key], f"model.{key}", value, f"{rule}={path}")
-    sizes = {key: getattr(config, key, None) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+    of_model = config.to_dict()
+    sizes = {key: of_model.get(config.attribute_map.get(key, key)) for key in SIZES}
     for key, value in sizes.items():
         if not isinstance(value, int):
             raise UserError(f"model.path={path}: its configuration has no {key}; choose a decoder that has it")
@@ -83,18 +90,16 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         "family": "hf",
         "attention": attention,
         "path": str(path),
-        "name": model.get("name") or default_model_name(Path(str(path)).expanduser(), values, count),
+        "name": model.get("name") or default_model_name(str(path), values, count),
         "dropout": max(dropout_fields(config).values(), default=0.0),
         "hf_info": vars(hf_info),
     }
 
 
-def read_config_json(path: Path) -> dict[str, Any]:
-    """Return the values of the config.json at `path` or in that folder; raise UserError if it cannot be read."""
-    require(path.exists(), "model.path", path, "does not exist: name a folder with a config.json, or such a file")
-    file = path / "config.json" if path.is_dir() else path
+def read_config_json(path: str) -> dict[str, Any]:
+    """Return the values of a model's configuration file; raise UserError if it cannot be read."""
     try:
-        values = json.loads(file.read_text())
+        values = json.loads(config_file(path).read_text())
     except (OSError, ValueError) as error:
         raise UserError(
             f"model.path={path} has no readable config.json ({one_line(error)}): name a folder that has one"
@@ -124,9 +129,22 @@ def set_dropout(config: Any, probability: float, path: object) -> None:
         setattr(config, key, probability)
 
 
-def default_model_name(path: Path, values: dict[str, Any], parameters: int) -> str:
-    """Return the folder's name, or the configuration's own name, or its type and size."""
-    name = path.name if path.is_dir() else str(values.get("_name_or_path") or "").rstrip("/").rsplit("/")[-1]
+def changed_values(values: dict[str, Any], changes: GroupValues) -> dict[str, Any]:
+    """Return the values of a configuration with changes; its lists with an entry for each layer have as many then."""
+    before, layers = values["num_hidden_layers"], changes.get("num_hidden_layers")
+    lists = {
+        key: list(itertools.islice(itertools.cycle(entries), layers))
+        for key, entries in values.items()
+        if layers and "layer" in key and isinstance(entries, list) and len(entries) == before
+    }
+    return values | lists | changes
+
+
+def default_model_name(path: str, values: dict[str, Any], parameters: int) -> str:
+    """Return the name in the hub, or the folder's, or the configuration's own name, or its type and size."""
+    local = Path(path).expanduser()
+    of_config = str(values.get("_name_or_path") or "").rstrip("/").rsplit("/")[-1]
+    name = of_config if local.is_file() else local.resolve().name
     size = next(
         f"{parameters / unit:.3g}{suffix}"
         for unit, suffix in ((1e9, "b"), (1e6, "m"), (1e3, "k"), (1, ""))

@@ -4,9 +4,11 @@ import functools
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError as HubError
 from torch import Tensor, nn
 
 from harness.config.model import HFModelInfo, ModelConfig
+from harness.config.model_files import require_library
 from harness.models.decoder import repeats_grouped_heads
 from harness.util.text import UserError, one_line
 
@@ -15,10 +17,9 @@ ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}  # model.attenti
 
 def import_transformers() -> Any:
     """Return the transformers library; raise UserError if it is not installed."""
-    try:
-        import transformers
-    except ImportError:
-        raise UserError("model=hf needs the transformers library: pip install 'training-harness[hf]'") from None
+    require_library()
+    import transformers
+
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return transformers
 
@@ -109,16 +110,25 @@ def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
 
 
 def load_hf_config(values: dict[str, Any], path: object) -> Any:
-    """Return the library's own configuration object; raise UserError if it is not a causal language model's."""
+    """Return the library's own configuration object, that of the text part of a model of several kinds of input.
+
+    Raise UserError if it is not a causal language model's.
+    """
     transformers = import_transformers()
     try:
-        config = transformers.AutoConfig.for_model(**values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        # Its files have infinity as an object, which it decodes on reading.
+        config = transformers.AutoConfig.for_model(**transformers.PretrainedConfig._decode_special_floats(values))
+    except (ValueError, TypeError, KeyError, AttributeError, HubError) as error:
         version = f"transformers {transformers.__version__}"
         raise UserError(f"model.path={path} is not a configuration that {version} accepts: {one_line(error)}") from None
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping or getattr(
-        config, "is_encoder_decoder", False
-    ):
+    text = getattr(config, "text_config", None)
+    if text is not None:
+        of_text = getattr(text, "tie_word_embeddings", False)
+        text.tie_word_embeddings = values.get("tie_word_embeddings", of_text)
+        config = text
+    causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
+    is_encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", True)
+    if type(config) not in causal._model_mapping or is_encoder or getattr(config, "is_encoder_decoder", False):
         raise UserError(
             f"model.path={path} with model_type={config.model_type} is not a causal language model: choose one"
         )

@@ -1,24 +1,21 @@
 """A Hugging Face model for a plan: as the project's own decoder where it is one, otherwise traced in a process.
 
-This process imports no torch. Nothing is downloaded.
+This process imports no torch.
 """
 
 import contextlib
 import hashlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import GroupValues
+from harness.config.model_files import config_file, refuse_experts, require_library
 from harness.records.provenance import versions
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, one_line
-
-# The keys by which configurations of the transformers library count the experts of a layer.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 TRACE_SECONDS = 600  # the limit of a trace
 
@@ -53,10 +50,12 @@ def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValu
     Traces are file in the folder `cache`, by the hash of what they depend on. Raises UserError for a model that
     is not there, is no dense causal language model, or cannot be traced.
     """
-    path = config_path(model)
+    if not model.get("path"):
+        raise UserError("model.path=null: name a config.json, a folder that has one, or a model in the hub")
+    path = config_file(str(model["path"]))
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        experts = next((key for key in EXPERTS if (config.get(key) or 0) > 1), None)
+        refuse_experts(config, model["path"])
         # Of a model of the hub it is the last part of its name there.
         of_path = str(model["path"]).rpartition("/")[2] if "snapshots" in path.parts else path.resolve().parent.name
         name = str(model.get("name") or of_path)
@@ -65,37 +64,7 @@ def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValu
         raise UserError(
             f"model.path={model['path']} is no readable config.json of a causal language model: {one_line(error)}"
         ) from None
-    if experts:
-        raise UserError(
-            f"model.path={model['path']} has {experts}={config[experts]}: mixtures of experts have no formulas here;"
-            " choose a dense model"
-        )
     return decoder or traced_values(config, model | {"path": str(path), "name": name}, seq_len, cache)
-
-
-def config_path(model: GroupValues) -> Path:
-    """Return the config.json of model.path: that file, one in that folder, or one of the local hub cache.
-
-    Raises UserError if there is none.
-    """
-    if not model.get("path"):
-        raise UserError("model.path=null: name the config.json of model=hf, the folder that has it, or a cached model")
-    text = str(model["path"])
-    path = Path(text).expanduser()
-    home = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
-    hub = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()  # of the library huggingface_hub
-    cached = hub / f"models--{text.replace('/', '--')}"
-    main = cached / "refs" / "main"
-    names = [main.read_text().strip()] if main.is_file() else []
-    snapshots = [cached / "snapshots" / name for name in names] + sorted((cached / "snapshots").glob("*"))
-    candidates = (path, path / "config.json", *(snapshot / "config.json" for snapshot in snapshots))
-    file = next(filter(Path.is_file, candidates), None)
-    if file is None:
-        raise UserError(
-            f"model.path={text} is no config.json, no folder with one, and no model in the hub's local cache: nothing"
-            " is downloaded; name one of these"
-        )
-    return file
 
 
 def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
@@ -128,6 +97,7 @@ def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> Gro
 
 def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | None, cache: Path) -> GroupValues:
     """Return the values of a model that another process traces, or that one has traced before."""
+    require_library()
     settings = {key: value for key, value in model.items() if key != "path"}
     of_packages = {package: versions()[package] for package in ("harness", "transformers", "torch")}
     depends_on = json.dumps([config, settings, seq_len, of_packages], sort_keys=True)

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from harness.config.model_files import names_model
 from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
@@ -122,7 +123,8 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
 
 def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     """Yield the commands that run a layout and export it, if these engines train it."""
-    if "model=hf" in planned and not first.is_of_nearest_decoder:
+    is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
+    if is_of_library and not first.is_of_nearest_decoder:
         yield say("run_of_library")
     elif first.is_runnable:
         yield from say.of({"run": True, "exported": True}, settings=run_settings(planned, first.config))

@@ -17,6 +17,7 @@ from harness.config.command import read_run_config
 from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.locations import files_in
 from harness.config.model import ModelConfig
+from harness.config.model_files import require_library
 from harness.config.schema import ClusterConfig, Device, PrecisionConfig, RunConfig
 from harness.config.strategy import StrategyConfig
 from harness.hardware.cuda_devices import CudaDevice, find_cuda_devices, wait_for_release
@@ -99,6 +100,7 @@ _HF_KEYS = (
 
 def _fill_hf_model(model: GroupValues, seq_len: int | None) -> GroupValues:
     """Return all values of a Hugging Face model; what fills them loads torch, so it is imported by name."""
+    require_library()
     filled: GroupValues = importlib.import_module("harness.models.hf").fill_model_config(model, seq_len)
     return filled
 

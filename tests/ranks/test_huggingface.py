@@ -294,10 +294,12 @@ BLOOM = json.dumps({"model_type": "bloom", "hidden_size": 64, "n_layer": 2, "n_h
     ("content", "values", "reason"),
     [
         (LLAMA, {"path": None}, "model.path is missing"),
-        (LLAMA, {"path": "nowhere"}, "does not exist"),
+        (LLAMA, {"path": "nowhere"}, "is no config.json and no folder with one"),
         ("{", {}, "no readable config.json"),
         ('{"model_type": "unheard-of"}', {}, "is not a configuration that transformers"),
         ('{"model_type": "t5"}', {}, "not a causal language model"),
+        ('{"model_type": "bert"}', {}, "not a causal language model"),
+        ('{"model_type": "mixtral"}', {}, "num_local_experts=8: mixtures of experts are not trained here"),
         (LLAMA, {"dropout": 0.1}, "has no dropout of its own"),
         (LLAMA, {"rope_theta": 7.0}, "model.rope_theta=7.0 cannot be set"),
         (BLOOM, {}, "choose model.attention=eager"),  # whose scores have slopes
@@ -307,6 +309,55 @@ def test_an_invalid_model_is_a_one_line_error(tmp_path: Path, content: str, valu
     assert reason in complaint(tmp_path, content, **values)
 
 
+# Each type has its own defaults but for these sizes, where it has them; 0 is a token of every vocabulary.
+SHRUNKEN = COMMON | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+
+MOST_PARAMETERS = 10_000_000  # of a model that is trained for a step
+
+LEAST_TYPES = 60  # of some two hundred, of which many are mixtures of experts, encoders or have other names of sizes
+
+
+@pytest.mark.long
+def test_every_causal_model_of_the_library_trains_or_is_refused_in_one_line(tmp_path: Path) -> None:
+    trained = []
+    for config_class in transformers.AutoModelForCausalLM._model_mapping:
+        known = {entry.name for entry in dataclasses.fields(config_class)} | {*config_class.attribute_map}
+        sizes = {key: value for key, value in SHRUNKEN.items() if key in known}
+        path = tmp_path / f"{config_class.model_type}.json"
+        path.write_text(json.dumps({"model_type": config_class.model_type} | sizes))
+        try:
+            config = config_of(path)
+        except UserError as error:
+            assert "\n" not in str(error) and str(error).startswith("model.path="), error
+            continue
+        model = build_model(config.model)
+        if config.model.parameters > MOST_PARAMETERS:  # its sizes have other names
+            continue
+        materialize(model, config.model, 0, torch.device("cpu"), torch.float32)
+        tokens = torch.zeros((1, 32), dtype=torch.int64)
+        model(tokens).float().mean().backward()
+        assert sum(map(torch.numel, model.parameters())) == config.model.parameters, config_class
+        trained.append(config_class.model_type)
+    assert len(trained) >= LEAST_TYPES and {"qwen3", "phi3", "gemma3_text", "olmo2", "smollm3"} <= {*trained}, trained
+
+
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "mistral3"])
+def test_the_text_part_of_a_model_of_several_kinds_of_input_is_a_model(tmp_path: Path, kind: str) -> None:
+    types = {"llava": "llama", "gemma3": "gemma3_text", "mistral3": "mistral"}
+    text = {"model_type": types[kind]} | SHRUNKEN
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+    config = config_of(tmp_path)
+    assert config.model.vocab_size == 320 and config.model.num_hidden_layers == 2
+
+
+def test_lists_with_an_entry_for_each_layer_have_as_many(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    path = folder(tmp_path, "qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True)
+    for layers in (1, 2, 5):
+        info = config_of(path, f"model.num_hidden_layers={layers}").model.hf_info
+        assert info is not None and info.config["layer_types"] == (kinds * 3)[:layers]
+
+
 def test_a_model_without_its_library_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install 'training-harness[hf]'" in complaint(tmp_path, LLAMA)
@@ -314,7 +365,7 @@ def test_a_model_without_its_library_is_a_one_line_error(tmp_path: Path, monkeyp
 
 def test_an_invalid_path_leaves_no_files(tmp_path: Path, harness: Harness) -> None:
     done = harness("model=hf", f"model.path={tmp_path / 'nowhere'}")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "does not exist" in done.stderr
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "is no config.json" in done.stderr
     assert not (tmp_path / "results").exists()
 
 
