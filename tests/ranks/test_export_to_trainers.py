@@ -1,4 +1,4 @@
-"""Exported files for torchtitan, transformers' Trainer and axolotl: known keys, the layout's values, the run's losses."""
+"""Files that are exported to torchtitan, the Trainer and axolotl: known keys, the layout, and the losses of the run."""
 
 import ast
 import collections
