@@ -93,6 +93,8 @@ def test_so_many_recommended_layouts_are_said_by_each_format() -> None:
 def check_file(run: RecordedRun, kind: str) -> None:
     """Check that a file's keys are known, and that its degrees and batches are the run's."""
     layout, train = run.layout, run.config.train
+    if layout.uses_deepspeed_zero:
+        assert not refusals(run, "deepspeed")  # the file that both others name
     if kind == "trainer":
         arguments = arguments_of(run)
         assert arguments.max_steps == train.total_steps
@@ -225,6 +227,14 @@ def test_the_trainer_reduces_in_16_bit_as_the_refusal_says() -> None:
         "reduces gradients in bfloat16"
         in refusals(small("strategy=fsdp_full_shard precision=bf16_mixed"), "trainer")[0]
     )
+
+
+def test_a_model_of_the_user_needs_no_decoder_of_this_project() -> None:
+    """The Trainer takes dropout and other layers, with DeepSpeed's file beside its own."""
+    run = small("strategy=zero2 model=gpt_tiny model.dropout=0.1")
+    assert refusals(run, "train") and not refusals(run, "trainer")
+    check_file(run, "trainer")
+    assert "MODEL" not in file_text(run, "trainer_arguments.py")
 
 
 @pytest.mark.parametrize(
