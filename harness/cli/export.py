@@ -15,6 +15,9 @@ FILES = {
     "deepspeed.json": "deepspeed",
     "train.py": "train",
     "torchrun.sh": "train",
+    "torchtitan.toml": "torchtitan",
+    "trainer_arguments.py": "trainer",
+    "axolotl.yaml": "axolotl",
 }
 
 

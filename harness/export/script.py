@@ -23,6 +23,7 @@ from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import split_into_stages
 from harness.models.activation_checkpoint import PROJECTION_OPS, SAVED_OPS
 from harness.util.text import sanitize
 
@@ -113,6 +114,7 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "sequence_sizes": (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp),
         "tensor_names": tensor_names(layout, own_clip and config.train.gradient_clipping > 0),
         "ddp_options": "".join(f", {key}={value!r}" for key, value in options),
+        "trainer_ddp": {"find_unused_parameters": False, **dict(options)},
         "storage_device": on_host,
         **pipeline_facts(run),
     }
@@ -165,11 +167,12 @@ def tensor_names(layout: Layout, clips: bool) -> list[str]:
 
 
 def pipeline_facts(run: RecordedRun) -> dict[str, Any]:
-    """Return a pipeline's schedule, the stages that it takes, and this rank's tokens; nothing without a pipeline."""
+    """Return a pipeline's schedule, what it takes, this rank's tokens and the stages; nothing without a pipeline."""
     layout = run.layout
     if not layout.pp_enabled:
         return {}
     schedule = SCHEDULES[layout.schedule]
     scheduled = "stages" if issubclass(schedule, PipelineScheduleMulti) else "stages[0]"
     local_seq_len = stage_io_shape(run.config, layout)[1]
-    return {"schedule": schedule.__name__, "scheduled": scheduled, "local_seq_len": local_seq_len}
+    stages = split_into_stages(run.config.model, layout)
+    return {"schedule": schedule.__name__, "scheduled": scheduled, "local_seq_len": local_seq_len, "stages": stages}

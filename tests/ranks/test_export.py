@@ -4,13 +4,12 @@ import ast
 import itertools
 import json
 import math
-import os
 import re
-import subprocess
-import sysconfig
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate import DistributedType
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -21,28 +20,14 @@ from harness.models.build import build_model
 from harness.planner.plan import plans
 from harness.records.run_folder import read_run_spec
 from harness.runner import resolve
-from harness.runner.launch_run import build_run_spec, write_row
+from harness.runner.launch_run import write_row
 from harness.runner.plan import make_plan
-from tests.support.commands import ROOT, SMALL_BATCH, compose, compose_config, long, run_folder, run_with
-from tests.support.published_plans import read_rows
+from tests.support.commands import SMALL_BATCH, compose, compose_config, long
+from tests.support.exports import RECOMMENDED, exported, of_the_run, output, recorded, settings_of, written
 
 TORCHRUN = ("sh", "torchrun.sh")
 
 ACCELERATE = ("accelerate", "launch", "--config_file", "accelerate.yaml", "train_accelerate.py")
-
-
-def recorded(results: Path, overrides: str) -> Path:
-    """Return the folder of a run."""
-    record = run_with(results, *overrides.split())
-    assert (record.status, record.row["reason"]) == ("ok", "")
-    return run_folder(results, record).path
-
-
-def exported(results: Path, overrides: str) -> Path:
-    """Return the folder of a run that was exported."""
-    directory = recorded(results, overrides)
-    assert main(["export", str(directory)]) == 0
-    return directory
 
 
 def losses(folder: Path, launch: tuple[str, ...]) -> list[float]:
@@ -50,29 +35,6 @@ def losses(folder: Path, launch: tuple[str, ...]) -> list[float]:
     steps = [line.split() for line in output(folder, launch).splitlines() if line.startswith("step ")]
     assert [int(words[1]) for words in steps] == list(range(len(steps)))
     return [float(words[3]) for words in steps]
-
-
-def output(folder: Path, launch: tuple[str, ...]) -> str:
-    """Return what a command prints in the folder of an export; it builds no operator of DeepSpeed."""
-    path = os.pathsep.join((sysconfig.get_path("scripts"), os.environ["PATH"]))
-    built = folder / "built"
-    variables = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_EXTENSIONS_DIR": str(built)}
-    done = subprocess.run(
-        launch,
-        cwd=folder,
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-4000:]
-    assert not built.exists()
-    return done.stdout
-
-
-def of_the_run(directory: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (directory / "steps.jsonl").read_text().splitlines()]
 
 
 BY_TORCHRUN = (
@@ -205,14 +167,6 @@ def operator_counts(folder: Path) -> list[int]:
     return [int(word) for word in text.partition("counted ")[2].split()]
 
 
-RECOMMENDED = read_rows()  # of docs/which-layout.md
-
-
-def settings_of(row: dict[str, str]) -> list[str]:
-    """Return the settings of a plan of a recommended layout."""
-    return [*row["search"].removeprefix("harness plan ").split(), *row["overrides"].split(), "data=synthetic"]
-
-
 def test_every_recommended_layout_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is exported from its plan, with a script that compiles."""
     assert len(RECOMMENDED) > 30
@@ -275,7 +229,7 @@ def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys
     assert notes["accelerate.yaml"].startswith("not written, Accelerate has no pipeline parallelism for training: ")
     assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
     assert notes["train.py"] == str(directory.resolve() / "export" / "train.py")
-    assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh"}
+    assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh", "torchtitan.toml"}
 
 
 @pytest.mark.parametrize(
@@ -332,26 +286,19 @@ def test_no_name_adds_code_to_a_script(results: Path) -> None:
             name.name for node in ast.walk(code) if isinstance(node, ast.Import) for name in node.names
         ]
     assert "planted" not in (folder / "torchrun.sh").read_text()
-
-
-def written(results: Path, overrides: str, *others: str, status: int = 0) -> Path:
-    """Export a run whose files were left without training it, which ends with this exit status."""
-    folder = (f"results_dir={results}", "name=untrained", "proof.reference=false", "world_size=2", *SMALL_BATCH)
-    config, command_config = compose(*folder, *overrides.split(), *others)
-    planned = make_plan(config, resolve.detect_machine(config.cluster), command_config)
-    planned.folder.path.mkdir(parents=True, exist_ok=True)
-    spec, _ = build_run_spec(planned)
-    spec.write(planned.folder.path)
-    write_row(planned, {"status": "ok", "reason": ""})
-    assert main(["export", str(planned.folder.path)]) == status
-    return planned.folder.path / "export"
+    for settings in (
+        tomllib.loads((folder / "torchtitan.toml").read_text()),
+        yaml.safe_load((folder / "axolotl.yaml").read_text()),
+    ):
+        assert "planted" not in str(settings | {"model": None})
+    assert "planted" in (folder / "torchtitan.toml").read_text() and "planted" in (folder / "axolotl.yaml").read_text()
 
 
 @pytest.mark.parametrize(
     ("overrides", "change"),
     [
         ("strategy=ddp precision=fp16_mixed", "precision=bf16_mixed"),
-        ("strategy=ddp model=gpt_tiny model.dropout=0.1", "model.dropout=0"),
+        ("strategy=tp model=gpt_tiny model.dropout=0.1", "model.dropout=0"),
         ("strategy=zero1_tp strategy.tp=2", "strategy=fsdp_tp"),
     ],
 )
