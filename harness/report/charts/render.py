@@ -95,7 +95,8 @@ def fit(spec: VegaLite, width: int) -> VegaLite:
     """Return a spec without title for another width in pixels; if it is small, plots and legends have one column."""
     is_narrow = width < _NARROW
     fitted: VegaLite = {key: value for key, value in spec.items() if key != "title"}
-    fitted |= {"config": {"legend": {"columns": 1}, "axis": {"labelOverlap": "parity", "labelSeparation": 4}}} if is_narrow else {}
+    narrow = {"legend": {"columns": 1}, "axis": {"labelOverlap": "parity", "labelSeparation": 4}}
+    fitted |= {"config": narrow} if is_narrow else {}
     if "columns" not in spec:
         return fitted | {"width": width}
     columns = 1 if is_narrow else spec["columns"]
