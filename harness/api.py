@@ -14,9 +14,8 @@ from harness.engines.base import load_engine
 from harness.hardware.machine import CPU_RANKS
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
-from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import column_type
-from harness.records.store import columns_of, read_all, read_runs_csv, rows_of
+from harness.records.store import columns_of, read_runs, rows_of
 from harness.runner.resolve import resolve_auto, resolve_run_config
 from harness.util.text import UserError
 
@@ -32,11 +31,9 @@ def load(folder: str | Path) -> pd.DataFrame:
     are left out; their problems are in `.attrs["problems"]`. A folder without records, as a published one, is read from
     its runs.csv. Raises UserError if there is no such folder.
     """
-    loaded = read_all(Path(folder))
-    table_file = ComparisonFolder(Path(folder)).runs_csv
-    is_published = not (loaded.records or loaded.problems) and table_file.exists()
-    rows = rows_of(read_runs_csv(table_file) if is_published else loaded.records)
-    table = pd.DataFrame({name: _typed_column(name, values) for name, values in columns_of(rows).items()})
+    loaded = read_runs(Path(folder))
+    columns = columns_of(rows_of(loaded.records))
+    table = pd.DataFrame({name: _typed_column(name, values) for name, values in columns.items()})
     table.attrs["problems"] = loaded.problems
     return table
 

@@ -1,6 +1,7 @@
 """The first half of the command that makes runs: its combinations, composed and checked before anything slow loads."""
 
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -69,12 +70,17 @@ def compose(arguments: Sequence[str], notice: Notice) -> Combinations | None:
             hydra.main(version_base="1.3", config_path=str(PACKAGED_CONF), config_name="config")(on_composed)()
     finally:
         sys.argv = previous
-    return combinations_of(composed) if composed else None
+    return combinations_of(composed, arguments) if composed else None
 
 
-def combinations_of(composed: Sequence[tuple[Any, Any]]) -> Combinations:
-    """Return composed combinations as plain values. Raises UserError for a value that cannot be resolved."""
-    requested = [to_container(combination) for combination, _ in composed]
+def combinations_of(composed: Sequence[tuple[Any, Any]], arguments: Sequence[str]) -> Combinations:
+    """Return composed combinations as plain values, with the command line that they are of, wherever its results go.
+
+    Raises UserError for a value that cannot be resolved.
+    """
+    words = [word for word in arguments if not word.startswith("results_dir=")]
+    command = {"command_line": shlex.join(["harness", *words])}
+    requested = [to_container(combination) | command for combination, _ in composed]
     hydra_config, values = composed[-1][1], requested[-1]
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
     if not is_sweep and isinstance(values["sweep"], dict):  # a single configuration is always tried

@@ -3,25 +3,29 @@
 import gc
 import sys
 from argparse import Namespace
+from contextlib import suppress
 from pathlib import Path
 
 from rich.text import Text
 
-from harness.records.store import LoadedRecords, read_all
+from harness.records.run_folder import ComparisonFolder
+from harness.records.schema import Record
+from harness.records.store import LoadedRecords, read_runs, read_runs_csv
 from harness.report.document import charts
 from harness.report.files import FOLDER, export, parse_formats, parse_width, write_files
 from harness.report.sections import sections
 from harness.report.tables import print_answers, print_table, terminal
-from harness.report.view import view_of
-from harness.util.text import UserError, parse_bytes, sanitize
+from harness.report.text import sentence
+from harness.report.view import View, view_of
+from harness.util.text import UserError, count_text, parse_bytes, sanitize
 
 
 def main(options: Namespace) -> None:
     """Print the table of all folders' runs and write their report.
 
     The report goes to the folder `to`, or by default into the only folder, or for several folders into one beside the
-    first whose name joins theirs. Raises UserError for a folder without a single readable run, and for a pivot that is
-    no column.
+    first whose name joins theirs. A single folder with a table alone gets none. Raises UserError for a folder without a
+    single readable run, for a pivot that is no column, and for a folder `to` whose table has other runs.
     """
     prepare_output()
     folders = options.folders
@@ -38,8 +42,15 @@ def main(options: Namespace) -> None:
     console = terminal()
     print_table(view, console)
     print_answers(view, console, options.pivot, limit)
+    if alone := [record for record in view.records if record.is_row_alone]:
+        console.print(Text(sentence("of_table", of=alone, total=len(view.lines))))
+    if len(alone) == len(view.records) and len(folders) == 1 and options.to is None:
+        console.print(Text(f"nothing is written into {folders[0]}, which has a table alone: add --to FOLDER"))
+        return
     joined = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
     target = options.to or (folders[0] if len(folders) == 1 else joined)
+    if options.to is not None:
+        refuse_loss(options.to, view)
     target.mkdir(parents=True, exist_ok=True)
     report = sections(view, options.pivot, limit)
     paths = write_files(target, view, report)
@@ -49,9 +60,26 @@ def main(options: Namespace) -> None:
         console.print(Text(str(path)), soft_wrap=True)
 
 
+def refuse_loss(target: Path, view: View) -> None:
+    """Raise UserError if a folder has a runs.csv of runs that ended ok and that the report lacks."""
+    table, known = ComparisonFolder(target).runs_csv, {*view.running, *(record.run_id for record in view.records)}
+    rows: list[Record] = []
+    with suppress(UserError):  # a table that cannot be read, or is not there, has nothing to lose
+        rows = read_runs_csv(table)
+    lost = [row.run_id for row in rows if row.status == "ok" and row.run_id not in known]
+    if lost:
+        raise UserError(
+            f"--to={target}: its runs.csv has {count_text(len(lost), 'run')} that this report lacks, such as {lost[0]}:"
+            " choose another folder"
+        )
+
+
 def read_comparison(results_dir: Path) -> LoadedRecords:
-    """Return the records of a comparison, and print which could not be read. Raises UserError if there is none."""
-    loaded = read_all(results_dir)
+    """Return the runs of a comparison, or of its table alone, and print which records could not be read.
+
+    Raises UserError if there are none.
+    """
+    loaded = read_runs(results_dir)
     if not loaded.records:
         hint = f"; {loaded.problems[0]}" if loaded.problems else ": name the folder of one comparison, results/NAME"
         raise UserError(f"{results_dir} holds no readable record of a run{hint}")

@@ -16,7 +16,7 @@ from harness.config.hydra import expand_repeats
 from harness.launcher.signals import ignore_all_but_sigint, restored_handlers, set_handlers
 from harness.records.run_folder import comparison_folder
 from harness.records.schema import Record
-from harness.records.store import read_all, rows_of, write_runs_csv
+from harness.records.store import read_runs, rows_of, write_runs_csv
 from harness.report.tables import print_answers, print_table, terminal
 from harness.report.view import view_of
 from harness.runner.record import write_rejected
@@ -132,7 +132,7 @@ class RunCommand:
         if self.planned_order is not None:
             self.planned_order.validate(comparison, records, self.display.print_line)
         if records:
-            shown = view_of((comparison.path, read_all(comparison.path)))
+            shown = view_of((comparison.path, read_runs(comparison.path)))
             try:  # the files come first, as the terminal may be closed, and the table also where the disk is full
                 if is_sweep:
                     from harness.report.files import write_files  # its figures take seconds to draw

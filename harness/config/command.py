@@ -113,6 +113,8 @@ class CommandConfig:
     retry: tuple[RetryableStatus, ...] = ()
     # The limits after which no further run starts, such as 8h, 20runs or 3failures.
     stop_after: tuple[str | int | float, ...] = ()
+    # The command line that makes the runs, which the harness records itself; results_dir is left out.
+    command_line: str = ""
     force: bool = False  # Whether runs that are already recorded are run again.
 
 
@@ -122,7 +124,7 @@ COMMAND_KEYS = tuple(entry.name for entry in dataclasses.fields(CommandConfig))
 
 # Command keys that may change from one attempt at a combination to the next. The row of a combination that is no valid
 # configuration is named by the hash of all other values, because any of them may be the invalid one.
-BETWEEN_ATTEMPTS = ("sweep", "plan", "retries", "retry_pause_seconds", "retry", "stop_after", "force")
+BETWEEN_ATTEMPTS = ("sweep", "plan", "retries", "retry_pause_seconds", "retry", "stop_after", "force", "command_line")
 
 
 def split_values(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

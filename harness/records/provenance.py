@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import os
+import re
 import subprocess
 from contextlib import suppress
 from importlib import metadata
@@ -10,7 +11,8 @@ from pathlib import Path
 from platform import python_version
 
 import harness
-from harness.records.schema import Commit, Record
+from harness.records.schema import Commit, Record, Row
+from harness.util.files import JsonObject
 
 SOURCES = Path(harness.__file__).parent
 
@@ -84,11 +86,43 @@ def machine_text(record: Record) -> str | None:
     return ", ".join(str(part) for part in parts if part) or None
 
 
+def commit_text(record: Record) -> str | None:
+    """Return the commit that made a record, such as "9f40f9e7… with changes"; None if it is not known."""
+    commit = record.commit
+    return f"{commit['commit']}{' with changes' * commit['dirty']}" if commit else None
+
+
+def command_text(record: Record) -> str | None:
+    """Return the command line that made a record; None if it is not known. A row of runs.csv has it in a column."""
+    return record.row.get("command") or record.config.get("command_line") or None
+
+
+_LIBRARIES = ("cuda", "cudnn", "nccl", "driver")  # of the environment, whose versions are among a row's
+
+_MACHINE = re.compile(
+    r"(?:(?P<devices>\d+) × (?P<device_name>[^,]+)(?:, |$))?(?P<processor>.*?)(?:(?:, |^)(?P<cores>\d+) cores)?"
+)
+
+
+def origin_of_row(row: Row) -> JsonObject:
+    """Return the parts of a record that its row in runs.csv has as text: machine, versions and commit."""
+    entries = dict(entry.split(" ", 1) for entry in (row.get("versions") or "").split(", ") if " " in entry)
+    machine = _MACHINE.fullmatch(row.get("machine") or "")
+    known = {key: text for key, text in (machine.groupdict() if machine else {}).items() if text}
+    known |= {key: int(known[key]) for key in ("devices", "cores") if key in known}
+    commit, _, changes = (row.get("commit") or "").partition(" ")
+    return {
+        "versions": {name: version for name, version in entries.items() if name not in _LIBRARIES},
+        "environment": known | {name: entries[name] for name in _LIBRARIES if name in entries},
+        "commit": {"commit": commit, "dirty": bool(changes)} if commit else None,
+    }
+
+
 def versions_text(record: Record) -> str | None:
     """Return the versions that made a record, such as "python 3.11.7, torch 2.13.0"; None if they are not known.
 
     A row of runs.csv has them in a column.
     """
-    libraries = {key: record.environment.get(key) for key in ("cuda", "cudnn", "nccl", "driver")}
+    libraries = {key: record.environment.get(key) for key in _LIBRARIES}
     entries = [f"{key} {version}" for key, version in {**record.versions, **libraries}.items() if version]
     return record.row.get("versions") or ", ".join(entries) or None

@@ -114,6 +114,11 @@ class Record:
         status: RunStatus = self.row["status"]
         return status
 
+    @property
+    def is_row_alone(self) -> bool:
+        """Whether the record is a row of runs.csv, of which nothing else is known but what its columns say."""
+        return "config" not in self.parts
+
     def with_row(self, **columns: Cell) -> "Record":
         """Return the record with other values in some columns of its row."""
         return dataclasses.replace(self, row=self.row | columns)

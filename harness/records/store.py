@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
@@ -15,7 +15,14 @@ import orjson
 from harness.config.schema import RunConfig
 from harness.records.derivation import Derivation
 from harness.records.json_types import group_check, list_check, type_check
-from harness.records.provenance import machine_text, version_differences, versions_text
+from harness.records.provenance import (
+    command_text,
+    commit_text,
+    machine_text,
+    origin_of_row,
+    version_differences,
+    versions_text,
+)
 from harness.records.rank_report import STATUSES, RankReport
 from harness.records.run_folder import ComparisonFolder, RunFolder, is_run_id
 from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, column_type, with_current_names
@@ -191,6 +198,23 @@ def read_all(results_dir: Path) -> LoadedRecords:
     return loaded
 
 
+def read_runs(path: Path) -> LoadedRecords:
+    """Return the records of a comparison, and the rows of its runs.csv whose records are gone or cannot be read.
+
+    Where there are records, rows that are not ok count as replaced. A path to a table gives its rows alone. Raises
+    UserError if there is no such folder, and for a table that cannot be read and is all there is.
+    """
+    is_table = path.suffix == ".csv"
+    table = path if is_table else ComparisonFolder(path).runs_csv
+    loaded = LoadedRecords([], [], []) if is_table else read_all(path)
+    known = {record.run_id for record in (*loaded.records, *loaded.running)}
+    is_alone = is_table or (table.exists() and not (known or loaded.problems))
+    with nullcontext() if is_alone else suppress(UserError):
+        rows = read_runs_csv(table)
+        loaded.records.extend(row for row in rows if row.run_id not in known and (is_alone or row.status == "ok"))
+    return loaded
+
+
 def readable_records(comparison: ComparisonFolder, pattern: str) -> Iterator[Record]:
     """Yield the records of the runs of this pattern that can be read."""
     for folder in comparison.recorded_runs(pattern):
@@ -199,11 +223,12 @@ def readable_records(comparison: ComparisonFolder, pattern: str) -> Iterator[Rec
 
 
 def rows_of(records: Iterable[Record]) -> list[Row]:
-    """Return one row per record, with the columns on its origin: `machine`, `versions` and `stale_reason`."""
+    """Return one row per record, with columns on its origin: machine, versions, stale_reason, command and commit."""
     return [
         record.row
         | {"stale_reason": "; ".join(version_differences(record)) or None}
         | {"machine": machine_text(record), "versions": versions_text(record)}
+        | {"command": command_text(record), "commit": commit_text(record)}
         for record in records
     ]
 
@@ -240,14 +265,17 @@ def _text_cell(text: str) -> str:
 
 
 def read_runs_csv(path: Path) -> list[Record]:
-    """Return the rows of a runs.csv as records that have nothing else; rows of schema version 1 have current names.
+    """Return the rows of a runs.csv as records that have nothing else than what columns say of their origin.
+
+    Rows of schema version 1 have current names.
 
     Raises UserError for a file that cannot be read or is no table of runs.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:
             rows = [with_current_names(row) for row in csv.DictReader(file, restval="")]
-        records = [Record.from_json({"row": {name: _value(name, cell) for name, cell in row.items()}}) for row in rows]
+        values = [{name: _value(name, cell) for name, cell in row.items()} for row in rows]
+        records = [Record.from_json({"row": row} | origin_of_row(row)) for row in values]
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, AttributeError, csv.Error) as error:

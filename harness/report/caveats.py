@@ -24,7 +24,13 @@ Facts = dict[str, Any]  # what each kind of caveat concerns; there is none where
 def caveats(view: View) -> list[Section]:
     """Return the section with a sentence for each caveat, and what would remove it where something can."""
     ok = [record for record in view.records if record.status == "ok"]
-    facts = _of_figures(view.lines, ok) | _of_comparisons(view, ok) | _of_what_is_missing(view.lines, ok)
+    alone = [record for record in view.records if record.is_row_alone]
+    facts: Facts = (
+        {"of_table": alone}
+        | _of_figures(view.lines, ok)
+        | _of_comparisons(view, ok)
+        | _of_what_is_missing(view.lines, ok)
+    )
     return section(
         "What the data cannot say",
         bullets(sentence(kind, of=of, total=len(view.lines)) for kind, of in facts.items() if of),
@@ -73,7 +79,9 @@ def _is_deepspeed_zero(line: Line) -> bool:
 
 
 def _setting(line: Line) -> str:
-    """Return which settings a run by DeepSpeed has: the papers', the library's own, or others."""
+    """Return which settings a run by DeepSpeed has: the papers', the library's own, or others; '' where not known."""
+    if line.record.is_row_alone:
+        return ""
     strategy = line.record.config.get("strategy") or {}
     if strategy.get("literature", True):
         return "literature"

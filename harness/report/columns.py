@@ -37,6 +37,7 @@ _UNITS: dict[str, Sequence[Unit]] = {
     "flops": FLOPS,
     "flop rate": FLOPS,
     "ms": [MILLISECONDS],
+    "speed": (Unit("Mtok/s", 1e6), Unit("ktok/s", 1e3), Unit("tok/s", 1)),
     "share": [Unit("%", 0.01)],
     "number": [ONE],
     "ratio": [RATIO],
@@ -195,7 +196,7 @@ def comparison_columns(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
         for name, (header, is_timed, facts) in _DECLARED.items()
         if name not in hidden
     ]
-    return write([*_names(lines, short), *(column for column in columns if column.is_known)])
+    return write([*name_columns(lines, short), *(column for column in columns if column.is_known)])
 
 
 def abbreviations(columns: Sequence[ShownColumn]) -> str:
@@ -208,7 +209,7 @@ def abbreviations(columns: Sequence[ShownColumn]) -> str:
     return "; ".join(f"{', '.join(words)}: {meaning}" for meaning, words in meanings.items())
 
 
-def _names(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
+def name_columns(lines: Sequence[Line], short: bool) -> list[ShownColumn]:
     """Return the columns that distinguish the rows; the number of ranks is shown even where all have the same."""
     columns = [ShownColumn("strategy", sanitized_texts(column_values(lines, "strategy")), number=False)]
     if len(distinct_values(lines, "checkpointing")) > 1:

@@ -1,36 +1,27 @@
-"""The files of a comparison that are derived from its records: tables, pages, and what a paper needs.
-
-That is a LaTeX table with booktabs, the same cells as CSV, and pictures.
-"""
+"""The files of a comparison that are derived from its records: tables, pages, and what a paper needs."""
 
 import re
 import shutil
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
-from markupsafe import Markup
 
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Row, column_type
-from harness.records.store import columns_of, csv_cell, rows_of, write_runs_csv
+from harness.records.store import columns_of, rows_of, write_runs_csv
 from harness.report import html, markdown
 from harness.report.charts import render
-from harness.report.columns import ShownColumn, from_lines, write
 from harness.report.derivations import derive_line, pack
-from harness.report.document import Chart, Section, Table, template
-from harness.report.lines import baseline_name
+from harness.report.document import Chart, Section, Table
 from harness.report.overview import build_explorer
-from harness.report.text import ONE, format_numbers, sentence
-from harness.report.view import MOST, View, setting, truncate
+from harness.report.paper import Statistic, latex_figures, latex_table, paper_csv
+from harness.report.view import MOST, View, truncate
 from harness.util.files import atomic_write_bytes, atomic_write_text
 from harness.util.text import UserError, sanitize
-
-Statistic = Literal["median", "mean"]  # median [min, max], or mean ± sd
 
 
 def write_files(results_dir: Path, view: View, report: Sequence[Section]) -> list[Path]:
@@ -126,14 +117,15 @@ def export(
         view: The runs to compare.
         shown: The charts.
         formats: What to write, of FORMATS.
-        width: The width of pictures in millimetres; by default they are as wide as in the report.
+        width: The width of pictures and of the LaTeX table in millimetres. Pictures then have no title: a caption has
+            it. By default they are as wide as in the report, and the table has all columns.
         statistic: How speeds are summarized.
     """
     contents: dict[str, Any] = {}
     if "csv" in formats:
-        contents["table.csv"] = paper_table(view, statistic).map(csv_cell).to_csv(index=False, lineterminator="\n")
+        contents["table.csv"] = paper_csv(view, statistic)
     if "latex" in formats:
-        contents["table.tex"] = latex_table(view, statistic)
+        contents["table.tex"] = latex_table(view, statistic, width)
     for form in (form for form in PICTURES if form in formats):
         try:
             pictures = render.pictures({chart.name: chart.spec for chart in shown}, form, width)
@@ -141,99 +133,9 @@ def export(
             raise UserError(f"--export={form}: {error}") from None
         contents |= {f"{name}.{form}": content for name, content in pictures.items()}
     if {"latex", "pdf"} <= {*formats}:
-        contents["figures.tex"] = latex_figures(view, shown)
+        contents["figures.tex"] = latex_figures(view, shown, width)
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in contents.items():
         is_text = isinstance(content, str)
         atomic_write_bytes(folder / name, content.encode("utf-8", "backslashreplace") if is_text else content)
     return [folder / name for name in contents]
-
-
-_SPECIAL: dict[int, str] = str.maketrans(
-    {
-        **{character: f"\\{character}" for character in "&%$#_{}"},
-        "~": "\\textasciitilde{}",
-        "^": "\\textasciicircum{}",
-        "\\": "\\textbackslash{}",
-        "×": "$\\times$",
-        "±": "$\\pm$",
-        "·": "$\\cdot$",
-        "–": "--",
-        "<": "$<$",
-        ">": "$>$",
-    }
-)
-
-
-def latex_table(view: View, statistic: Statistic = "median") -> str:
-    """Return the comparison as a LaTeX table in the style of booktabs, whose caption has the setting."""
-    table = paper_table(view, statistic).map(escape).rename(columns=escape)
-    written = table.style.hide(axis="index").to_latex(
-        column_format=f"l{'r' * (len(table.columns) - 1)}",
-        position_float="centering",
-        hrules=True,
-        label=f"tab:{''.join(c if c.isalnum() else '-' for c in view.name)}",
-        caption=escape(sentence("paper_caption", statistic=statistic, setting=setting(view))),
-    )
-    return f"% Needs \\usepackage{{booktabs}}.\n{written}"
-
-
-def latex_figures(view: View, shown: Sequence[Chart]) -> str:
-    """Return the charts as LaTeX figures, whose captions have the setting."""
-    figures = template("figures.tex.j2", lambda text: Markup(escape(text)))
-    return figures.render(charts=shown, setting=setting(view))
-
-
-def paper_table(view: View, statistic: Statistic) -> pd.DataFrame:
-    """Return each configuration with its ranks, speed, number of runs, memory and communication.
-
-    A disturbed speed is left out, and one of fewer than three runs has no spread.
-    """
-    lines = view.lines
-    counts = [line.speed.runs or None if not line.speed.is_disturbed else None for line in lines]
-    has_failures = any(line.status != "ok" for line in view.lines)
-    columns = [
-        from_lines(lines, "label", "configuration", "text"),
-        from_lines(lines, "world_size", "ranks"),
-        ShownColumn("tokens/s", _speeds(view, statistic)),
-        ShownColumn("n", counts),
-        from_lines(lines, "tokens_per_second_ratio", "× tokens/s", "ratio"),
-        from_lines(lines, "peak_allocated_bytes", "peak ({unit})"),
-        from_lines(lines, "peak_allocated_bytes_ratio", "× peak", "ratio"),
-        from_lines(lines, "communication_bytes", "sent per step ({unit})", "sent"),
-        ShownColumn("status", [line.status if has_failures else None for line in view.lines]),
-    ]
-    has_ratios = bool(baseline_name(lines))
-    shown = [column for column in columns if column.is_known and (has_ratios or not column.header.startswith("×"))]
-    return pd.DataFrame({column.header: column.cells for column in write(shown)})
-
-
-def escape(text: str) -> str:
-    """Return text that LaTeX typesets as it is."""
-    return text.translate(_SPECIAL)
-
-
-def _speeds(view: View, statistic: Statistic) -> list[str]:
-    """Return the speeds of all lines, in one form."""
-    figures: list[tuple[float | None, Sequence[float]]] = []
-    for line in view.lines:
-        speed = line.speed
-        if not speed.runs or speed.is_disturbed:
-            figures.append((None, ()))
-        elif statistic == "mean":
-            runs = [run.row["tokens_per_second"] for run in line.timed if run.row.get("tokens_per_second")]
-            figures.append((statistics.mean(runs), (statistics.stdev(runs),) if speed.is_ranked else ()))
-        else:
-            figures.append((speed.median, (speed.low, speed.high) if speed.is_ranked else ()))
-    middles = format_numbers([value for value, _ in figures], ONE)
-    return [
-        middle + _spread(format_numbers([*spread, value], ONE)[: len(spread)])
-        for middle, (value, spread) in zip(middles, figures, strict=True)
-    ]
-
-
-def _spread(texts: Sequence[str]) -> str:
-    """Return the ends of a range in brackets, or one deviation behind its sign."""
-    if len(texts) == 2:
-        return f" [{texts[0]}, {texts[1]}]"
-    return f" ± {texts[0]}" if texts else ""

@@ -21,6 +21,7 @@ from harness.report.findings import findings
 from harness.report.first_screen import banner, compared_text, first_answers, fits_table, warning
 from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
+from harness.report.repeating import repeating
 from harness.report.resources import communication, formula, operations, pipeline_section, time
 from harness.report.sources import sources
 from harness.report.text import sentence
@@ -48,6 +49,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *disturbed(part),
         *words(view),
         *stale(part),
+        *repeating(part),
         *versions(view),
         *unreadable(view),
     ]

@@ -186,7 +186,7 @@ def test_reports_show_names_as_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for table in (folder / "runs.csv", *folder.rglob("table.csv")):
         cells = [cell for row in csv.reader(io.StringIO(table.read_text())) for cell in row]
         assert not [cell for cell in cells if cell.startswith(("=", "@", "+")) or re.match(r"-\D", cell)], table
-    (latex,) = (path.read_text() for path in folder.rglob("table.tex"))
+    (latex,) = (path.read_text().replace("\\allowbreak{}", "") for path in folder.rglob("table.tex"))
     assert "textbackslash{}input\\{" in latex and "\\input{" not in latex and "\\$x\\$\\%\\&\\_\\#" in latex
     for path in folder.rglob("*"):
         if path.suffix in (".html", ".md", ".csv", ".tex"):

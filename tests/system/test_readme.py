@@ -138,11 +138,12 @@ def test_every_sweep_of_the_repository_is_documented_and_exists() -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return results/ with a sweep of one run under each name that the commands have."""
+    """Return results/ with a sweep of one run under each name that the commands have, and with what is published."""
     folder = tmp_path_factory.mktemp("readme") / "results"
     assert run_harness(folder, "-m", "name=quickstart", *SMALL).returncode == 0
     for name in ("a", "b", "runs", "NAME"):
         (folder / name).symlink_to(folder / "quickstart")
+    (folder / "published").symlink_to(ROOT / "results" / "published")
     return folder
 
 

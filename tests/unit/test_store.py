@@ -93,7 +93,7 @@ def written(results: Path) -> Path:
 
 
 # The columns that every record has, and those that a table alone has.
-_NOT_IN_RECORDS = {"run_id", "status", "stale_reason", "machine", "versions"}
+_NOT_IN_RECORDS = {"run_id", "status", "stale_reason", "machine", "versions", "command", "commit"}
 
 _ROWS = st.fixed_dictionaries(
     {},

@@ -7,7 +7,6 @@ import pickle
 import re
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -25,8 +24,6 @@ _SECONDS = 120.0  # for all charts of a report
 _PAPER_FONT = 8.0  # points of a label in a paper
 
 _NARROW = 500  # pixels of a picture that is too narrow for plots beside each other
-
-_BOLD, _LETTER = 7.5, 6.2  # pixels of a character of a title, and of the setting under it
 
 _CACHE = Path("~/.cache/harness")
 
@@ -70,7 +67,8 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
     Args:
         specs: The charts by their names.
         form: svg, png or pdf.
-        width: The width in millimetres; by default that of the report, at 96 pixels per inch.
+        width: The width in millimetres of pictures without titles; by default that of the report, at 96 pixels per
+            inch, with titles.
     """
     scale, unit, dots = 1.0, "px", 2.0
     if width is not None:
@@ -94,13 +92,11 @@ def _sized(svg: str, scale: float, unit: str) -> str:
 
 
 def fit(spec: VegaLite, width: int) -> VegaLite:
-    """Return a spec for another width in pixels; if that is small, plots and legends have one column."""
-    title = {
-        "text": textwrap.wrap(spec["title"]["text"], round(width / _BOLD)),
-        "subtitle": textwrap.wrap(" ".join(spec["title"]["subtitle"]), round(width / _LETTER)),
-    }
+    """Return a spec without title for another width in pixels; if it is small, plots and legends have one column."""
     is_narrow = width < _NARROW
-    fitted: VegaLite = spec | {"title": title} | ({"config": {"legend": {"columns": 1}}} if is_narrow else {})
+    fitted: VegaLite = {key: value for key, value in spec.items() if key != "title"}
+    narrow = {"legend": {"columns": 1}, "axis": {"labelOverlap": "parity", "labelSeparation": 4}}
+    fitted |= {"config": narrow} if is_narrow else {}
     if "columns" not in spec:
         return fitted | {"width": width}
     columns = 1 if is_narrow else spec["columns"]
