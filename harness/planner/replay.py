@@ -41,12 +41,13 @@ def command_of(plan: LayoutPlan) -> CommandConfig:
 
 
 def with_best(plan: LayoutPlan, simulated: Sequence[Prediction]) -> LayoutPlan:
-    """Return a search's plan with these as the best; those that a simulation refuted are on their own list alone."""
+    """Return a search's plan with these as the best and on the front, but for those that a simulation refuted."""
     assert plan.result is not None
     best = [prediction for prediction in simulated if prediction.verdict.fits != "no"]
     refuted = [prediction for prediction in simulated if prediction not in best]
-    away = [prediction.label() for prediction in refuted]
-    front = [entry for entry in plan.result.front if entry.label() not in away]
+    known = {prediction.label(): prediction for prediction in simulated}
+    front = [known.get(entry.label(), entry) for entry in plan.result.front]
+    front = [entry for entry in front if entry not in refuted]
     result = dataclasses.replace(plan.result, best=best, refuted=refuted, front=front)
     return dataclasses.replace(plan, predictions=result.choices, result=result)
 

@@ -64,7 +64,7 @@ def _data(result: SearchResult) -> dict[str, Any]:
 def _rows(result: SearchResult) -> list[Row]:
     """Return a row for each of the choices and of the layouts on the front, each once, with its places."""
     lists = (result.choices, result.front)
-    entries = {entry.label(): entry for shown in reversed(lists) for entry in shown}
+    entries = {entry.label(): entry for shown in lists for entry in shown}
     choices, front = ({entry.label(): place for place, entry in enumerate(shown, 1)} for shown in lists)
     return [
         {"place_among_choices": choices.get(key), "place_on_front": front.get(key)} | planned_row(entry)

@@ -3,7 +3,8 @@
 `python -m tests.support.published_plans` searches all of them again, simulates what their plans leave open, and
 writes the reports of some, layouts.csv with one or two layouts of each, and both pages. Where a plan alone calls the
 fastest layout likely, it is simulated too, as a check that changes no row. All that takes an hour; simulations in the
-folder `--results` are used again. `--pages` writes the pages alone from layouts.csv.
+folder `--results` are used again. `--recorded` simulates nothing and takes what is on file of the simulations, which is
+enough where only sentences or columns changed. `--pages` writes the pages alone from layouts.csv.
 """
 
 import dataclasses
@@ -97,24 +98,31 @@ def rows_of(search: str, plan: LayoutPlan) -> list[Row]:
     ]
 
 
-def publish(results: Path) -> None:
-    """Search everything, simulating in a folder of results what the plans leave open, and write reports and rows."""
+def publish(results: Path | None) -> None:
+    """Search everything, simulating in a folder of results what the plans leave open, and write reports and rows.
+
+    Without a folder, what is on file of the simulations is taken.
+    """
     rows: list[Row] = []
     simulated: list[Line] = []
     likely: list[Line] = []
     for search, report in SEARCHES.items():
-        plan = replay_best(planned(*search.split(), f"results_dir={results}"), print)
+        if results is None:
+            plan = with_recorded_simulations(search, planned(*search.split()))
+        else:
+            plan = replay_best(planned(*search.split(), f"results_dir={results}"), print)
+            simulated += simulated_lines(search, plan)
+            likely += simulated_lines(search, with_fastest_simulated(plan))
         rows += rows_of(search, plan)
-        simulated += simulated_lines(search, plan)
-        likely += simulated_lines(search, with_fastest_simulated(plan))
         if report and plan.result is not None:
             shutil.rmtree(PUBLISHED / report, ignore_errors=True)
             shown_plan = dataclasses.replace(plan, overrides=search.split())  # without this machine's folder
             write_page(PUBLISHED / report / "report.md", shown_plan, plan.result, search.split())
         print(f"planned {search}", flush=True)
     LAYOUTS.write_text(csv_text(rows), encoding="utf-8")
-    write_table(LAYOUTS_SIMULATED, SIMULATED_COLUMNS, simulated)
-    write_table(LIKELY_SIMULATED, SIMULATED_COLUMNS, likely)
+    if results is not None:
+        write_table(LAYOUTS_SIMULATED, SIMULATED_COLUMNS, simulated)
+        write_table(LIKELY_SIMULATED, SIMULATED_COLUMNS, likely)
 
 
 def with_fastest_simulated(plan: LayoutPlan) -> LayoutPlan:
@@ -292,9 +300,12 @@ def least_line(row: dict[str, str], fastest: dict[str, str]) -> str:
 
 def main() -> None:
     """Publish the plans, or write the pages of those that are published."""
-    options = parse_options(__doc__, pages=FLAG | {"help": "write the pages alone"}, results={"type": Path})
+    recorded = FLAG | {"help": "simulate nothing"}
+    options = parse_options(
+        __doc__, pages=FLAG | {"help": "write the pages alone"}, recorded=recorded, results={"type": Path}
+    )
     if not options.pages:
-        publish(options.results or Path(tempfile.mkdtemp()))
+        publish(None if options.recorded else options.results or Path(tempfile.mkdtemp()))
     for path, text in pages(read_rows()).items():
         path.write_text(text, encoding="utf-8")
 
