@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,7 +81,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     return {
         **sizes,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        "intermediate_size": max(np.atleast_1d(of_model.get("intermediate_size") or 4 * config.hidden_size).tolist()),
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "context_length": context,

@@ -25,7 +25,7 @@ SIMULATED_SPEEDS = 4  # that are named where none is measured
 
 def answers(group: Group) -> dict[str, str]:
     """Return the answers on one group of comparable configurations by their kinds; the last is how sure they are."""
-    is_ranked, is_simulated = len(group.ranked) > 1, all(member.speed.is_simulated for member in group.members)
+    is_ranked, is_simulated = len(group.ranked) > 1, group.is_simulated
     unranked = _simulated_speeds if is_simulated else _unranked
     texts = {
         "fits": _fits(group) if is_simulated else "",
@@ -83,11 +83,17 @@ def _smallest(group: Group) -> str:
 
 
 def _reasons(group: Group) -> str:
-    """Return why the winner is faster than the next and than the smallest, and why the smallest is smaller."""
-    winner, smallest, reference = group.winner, group.least, group.reference
-    rivals = group.rivals if winner else []
-    slower = rivals[:1] + [line for line in rivals[1:] if line is smallest and line.program != rivals[0].program]
-    texts = [step_reason(winner, rival) for rival in slower if winner]
+    """Return why the fastest is faster than another and than the smallest, and why that is smaller.
+
+    A winner is compared with the next, and the highest of speeds that tie or are of a model with the slowest.
+    """
+    smallest, reference = group.least, group.reference
+    is_tie = group.is_tied or group.is_simulated
+    fast = group.fastest or (group.contenders or group.chosen if is_tie else [])
+    rivals = [line for line in group.slower if fast]
+    other = rivals[-1 if is_tie else 0 :][:1]
+    slower = other + [line for line in rivals if line is smallest and line.program != other[0].program]
+    texts = [step_reason(fast, rival) for rival in slower]
     texts += [memory_reason(smallest, reference)] if smallest and reference else []
     return " ".join(filter(None, texts))
 
@@ -166,16 +172,19 @@ _MOST_PARTS = 2
 _MORE_OPERATIONS = 1.02  # times as many, that a sentence names
 
 
-def step_reason(fast: Line, slow: Line) -> str:
-    """Return the sentence on why a step of `slow` is longer; empty where no part of the step explains it.
+def step_reason(fast: Sequence[Line], slow: Line) -> str:
+    """Return the sentence on why a step of `slow` is longer than one of `fast[0]`; empty where no part explains it.
 
     A part explains it if it is longer in the median runs, and in every run of `slow` longer than in any run of `fast`.
     """
+    first = fast[0]
     longer = {
-        title: name for name, title in STEP_TITLES.items() if min(_seconds(slow, name)) > max(_seconds(fast, name))
+        title: name
+        for name, title in STEP_TITLES.items()
+        if min(_seconds(slow, name)) > max(second for line in fast for second in _seconds(line, name))
     }
-    differences = _differences(slow.median_run, fast.median_run, {"step": "step_seconds", **longer})
-    parts, operations = _largest(differences, "step"), slow.ratio("executed_flops", fast) or 1.0
+    differences = _differences(slow.median_run, first.median_run, {"step": "step_seconds", **longer})
+    parts, operations = _largest(differences, "step"), slow.ratio("executed_flops", first) or 1.0
     recomputed = operations if operations > _MORE_OPERATIONS else None
     facts = {"fast": fast, "slow": slow, "difference": differences["step"], "recomputed": recomputed}
     return sentence("step_reason", parts=parts, **facts) if parts else ""

@@ -32,6 +32,14 @@ class Paragraph:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """The sentence that decides, before all others, and what it leaves open."""
+
+    text: str
+    rest: str = ""
+
+
+@dataclass(frozen=True)
 class Banner:
     """A paragraph in a frame, which readers have to see before they read on."""
 
@@ -88,7 +96,7 @@ class MemorySlider:
         return math.ceil(max([self.device_gib, *(gib for gib, *_ in self.entries)])) + 1
 
 
-Part = Paragraph | Banner | BulletList | Table | Chart | MemorySlider
+Part = Decision | Paragraph | Banner | BulletList | Table | Chart | MemorySlider
 
 
 @dataclass(frozen=True)
@@ -98,12 +106,13 @@ class Section:
     title: str
     parts: Sequence[Part]
     inner: Sequence["Section"] = field(default_factory=tuple)
+    heading: str = ""  # of the whole page, if it is not the page's name
     is_first: bool = False  # whether a page shows its chart beside its text, on one screen
     is_folded: bool = False  # whether a page and its print show the heading alone, until the reader opens it
 
 
-def section(title: str, *parts: Part | None, inner: Sequence[Section] = (), **looks: bool) -> list[Section]:
-    """Return the section in a list, which is empty if the section would be; it may be `is_first` or `is_folded`."""
+def section(title: str, *parts: Part | None, inner: Sequence[Section] = (), **looks: Any) -> list[Section]:
+    """Return the section in a list, which is empty if the section would be; `looks` are its other fields."""
     known = [part for part in parts if part is not None]
     return [Section(title, known, inner, **looks)] if known or inner else []
 
@@ -112,6 +121,11 @@ def bullets(sentences: Iterable[str]) -> BulletList | None:
     """Return sentences as a list, None if there are none."""
     items = [("", sentence) for sentence in sentences]
     return BulletList(items) if items else None
+
+
+def heading(sections: Iterable[Section], name: str) -> str:
+    """Return the heading of a page with these sections, by default its name."""
+    return next((section.heading for section in sections if section.heading), name)
 
 
 def walk(sections: Iterable[Section]) -> Iterator[Section]:
@@ -128,7 +142,7 @@ def charts(sections: Iterable[Section]) -> Iterator[Chart]:
 
 FOLDER = Path(__file__).parent / "page"
 
-_KINDS = (Banner, Paragraph, BulletList, Table, Chart, MemorySlider, Best, Disturbed)
+_KINDS = (Decision, Banner, Paragraph, BulletList, Table, Chart, MemorySlider, Best, Disturbed)
 
 
 def template(name: str, escape: Callable[[Any], str], **filters: Callable[..., Any]) -> jinja2.Template:

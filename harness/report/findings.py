@@ -83,19 +83,30 @@ def beside(line: Line, base: Line, own_claims: Sequence[Claim]) -> str:
     return sentence("beside", line=line, base=base, volume=by_subject.get("bytes sent"), **figures) if is_known else ""
 
 
-def memory_wall(view: View) -> str:
-    """Return the largest model that each strategy trained within the memory limit; empty if none ran out of memory."""
+def largest_models(view: View) -> dict[str, Any]:
+    """Return the memory limit, and by their sizes the largest models that strategies trained in it, with their labels.
+
+    The largest size comes first; 0 is of strategies that trained none. It is empty if none ran out of memory.
+    """
     curves = by_parameters(view.lines)
     points = [line for series in curves for line in series.points]
     limit, world = (shared_value(points, name) for name in ("memory_limit_bytes", "world_size"))
     if None in (limit, world) or all(line.ok for line in points):
-        return ""
+        return {}
     largest = {
         series.label: max((line.row["parameters"] for line in series.points if line.ok), default=0) for series in curves
     }
-    sizes = sorted(group_by(largest, largest.get).items(), reverse=True)
+    return {"limit": limit, "sizes": sorted(group_by(largest, largest.get).items(), reverse=True)}
+
+
+def memory_wall(view: View) -> str:
+    """Return the largest model that each strategy trained within the memory limit; empty if none ran out of memory."""
+    models = largest_models(view)
+    if not models:
+        return ""
+    sizes = models["sizes"]
     shown = sizes if len(sizes) <= _MOST_SIZES else [*sizes[: _MOST_SIZES - 1], sizes[-1]]
-    return sentence("memory_wall", limit=limit, sizes=shown, is_cut=shown is not sizes)
+    return sentence("memory_wall", limit=models["limit"], sizes=shown, is_cut=shown is not sizes)
 
 
 def scaling_sentences(view: View) -> Iterator[str]:

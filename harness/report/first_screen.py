@@ -2,11 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from harness.records.schema import Record
 from harness.report.answers import Answer, answers, fastest, lead, remedy
 from harness.report.comparability import group_by, shared_settings, varying_columns
+from harness.report.decision import days
 from harness.report.document import Table
 from harness.report.findings import checkpointing_answer, memory_wall, scaling_sentences
 from harness.report.labels import column_title
@@ -17,22 +18,6 @@ from harness.report.text import byte_unit, rounded_up, sentence
 from harness.report.view import View
 
 MOST_ANSWERS = 6
-
-
-def warning(view: View) -> str:
-    """Return the line that says that all speeds are to be ignored; empty unless most of them are."""
-    timed = [line for line in view.lines if line.speed.runs]
-    ignored = sum(line.speed.is_disturbed for line in timed)
-    busy = sum(bool(line.get("noise_warning")) for line in view.lines if line.ok)
-    if 2 * ignored <= len(timed):
-        return ""
-    return sentence(
-        "busy_machine" if 2 * busy > ignored else "few_steps",
-        ignored=ignored,
-        total=len(timed),
-        is_all_busy=busy >= ignored,
-        remedy=remedy([line for line in timed if not line.speed.is_ranked]),
-    )
 
 
 def compared_text(view: View) -> str:
@@ -46,9 +31,8 @@ def compared_text(view: View) -> str:
         statuses=statuses,
         shared=shared_settings(rows_of(lines)),
         varied=varied + [column_title(name) for name in varying_columns(rows_of(lines))],
-        is_without_speeds=statuses["ok"] > 1 and not view.draws_speeds,
         parts=[
-            (is_simulated, list(dict.fromkeys(filter(None, map(_machine, records)))), _days(records))
+            (is_simulated, list(dict.fromkeys(filter(None, map(_machine, records)))), days(records))
             for is_simulated, records in sorted(by_launch.items())
         ],
     )
@@ -60,11 +44,6 @@ def _machine(record: Record) -> str:
     device = row.get("measured_on") if row.get("measured_on") != "cpu" else None
     cluster = record.config.get("cluster") or {} if row.get("launch") == "simulated" else environment
     return sentence("machine", device=device, environment=environment, nodes=cluster.get("nodes") or 1)
-
-
-def _days(records: Sequence[Record]) -> list[str]:
-    """Return the days on which the runs started."""
-    return sorted({str(record.row["started_at"])[:10] for record in records if record.row.get("started_at")})
 
 
 def banner(view: View) -> str:
@@ -88,21 +67,20 @@ def launch_bound(view: View) -> str:
 
 
 def first_answers(view: View, fits_in: int | None = None) -> Iterator[Answer]:
-    """Yield at most MOST_ANSWERS answers: those on the largest group, and what is particular to these runs.
+    """Yield at most MOST_ANSWERS answers: what the decision does not say of the largest group, and what is particular.
 
     Args:
         view: All runs of the report.
         fits_in: The memory in bytes of the device that a recommendation is for; by default every size of device.
     """
     if not view.largest_groups:
-        yield from _without_groups(view)
         return
     group = view.largest_groups[0]
     first = {"largest_model": memory_wall(view)} if fits_in is None else {"fits_in": _fitting(group, fits_in)}
     last = {"checkpointing": checkpointing_answer(group), "scaling": next(scaling_sentences(view), "")}
     texts = first | answers(group) | last
-    apart = {"certainty", "speed"} if warning(view) else {"certainty"}  # a warning says what would rank speeds
-    kinds = [kind for kind, text in texts.items() if text and kind not in apart]
+    decided = () if any(first.values()) else ("smallest", "least_communication" if not group.is_simulated else "")
+    kinds = [kind for kind, text in texts.items() if text and kind not in (*decided, "certainty")]
     yield from ((lead(kind, group.title, fits_in), texts[kind]) for kind in (*kinds[: MOST_ANSWERS - 1], "certainty"))
 
 
@@ -119,16 +97,6 @@ def _fitting(group: Group, fits_in: int) -> str:
         fastest=fastest(chosen) if len(chosen.ranked) > 1 else "",
         remedy=remedy(chosen.unranked),
     )
-
-
-def _without_groups(view: View) -> Iterator[Answer]:
-    """Yield the figures where no two configurations are comparable."""
-    for group in view.groups[: MOST_ANSWERS - 1]:
-        (line,) = group.relabelled().members
-        kind = "simulated" if line.get("launch") == "simulated" else "measured"
-        yield lead(kind), sentence("alone", line=line)
-    if len(view.groups) > 1:
-        yield lead("not_compared"), sentence("none_comparable")
 
 
 _MOST_ROWS = 12  # of the table of what fits

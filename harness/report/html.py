@@ -13,8 +13,9 @@ from typing import Any
 
 from markupsafe import Markup
 
+from harness.records.schema import COLUMNS
 from harness.report.charts import style
-from harness.report.document import FOLDER, Chart, Section, Table, template, walk
+from harness.report.document import FOLDER, Chart, Section, Table, heading, template, walk
 from harness.report.document import charts as all_charts
 from harness.report.overview import ExplorerData
 from harness.util.text import sanitize
@@ -33,7 +34,7 @@ def page(
     """Return the whole page.
 
     Args:
-        title: The heading of the page.
+        title: The name of the page, which is its heading if no section has one.
         sections: The report.
         explorer: The data of the chart whose axes the reader chooses, if there is one.
         library: A script that sets `vegaEmbed`.
@@ -60,6 +61,8 @@ def page(
     library = _script(library)
     html = template("page.html.j2", sanitize, identity=id).render(
         title=title,
+        heading=heading(sections, title),
+        helps={name: column.help for name, column in COLUMNS.items()},
         sections=sections,
         anchors=_anchors(sections),
         explorer=explorer,

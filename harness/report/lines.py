@@ -41,9 +41,15 @@ class Item:
         """The tokens per second, None where they are not known or not to be drawn."""
         return None
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its figures were simulated."""
+        return False
+
     def datum(self, **values: Any) -> Datum:
         """Return the data of one of the item's marks."""
-        return {"strategy": self.strategy, "label": self.label, "position": self.position} | values
+        own = {"strategy": self.strategy, "label": self.label, "position": self.position}
+        return own | ({"simulated": True} if self.is_simulated else {}) | values
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,6 +139,11 @@ class Line(Item):
     def ok(self) -> bool:
         """Whether the line has figures."""
         return self.status == "ok"
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the code of its ranks ran on simulated devices."""
+        return bool(self.row.get("launch") == "simulated")
 
     @property
     def untimed(self) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from harness.report.charts import render
-from harness.report.document import Section, charts, template
+from harness.report.document import Section, charts, heading, template
 from harness.util.files import atomic_write_text
 from harness.util.text import sanitize
 
@@ -37,7 +37,10 @@ def write(path: Path, title: str, sections: Sequence[Section], without_charts: s
 def page(title: str, sections: Sequence[Section], drawn: Collection[str] = ()) -> str:
     """Return the whole page. A chart is a link to FIGURES/NAME.svg, left out if its name is not among those drawn."""
     filled = template("page.md.j2", lambda text: Markup(escape(text)), line=_line)
-    return filled.render(title=title, sections=sections, drawn=drawn, figures=FIGURES).strip("\n") + "\n"
+    return (
+        filled.render(title=heading(sections, title), sections=sections, drawn=drawn, figures=FIGURES).strip("\n")
+        + "\n"
+    )
 
 
 def _line(text: str) -> Markup:

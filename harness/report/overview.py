@@ -18,13 +18,14 @@ from harness.report.view import View
 from harness.util.text import sanitize
 
 # The columns that the legend explains, where they have a value.
-_EXPLAINED = (
-    *("speed_low", "is_crowded", "unsettled", "loss_deviation", "mfu", "pipeline_bubble", "is_ignored", "stale_reason"),
-)
+_EXPLAINED = ("speed_low", "unsettled", "is_ignored", "stale_reason")
 
 
 def comparison(view: View) -> list[Section]:
-    """Return the comparison with one row per line; the best of a column is marked if it is certain."""
+    """Return the comparison with one row per line; the best of a column is marked if it is certain.
+
+    Speeds are shown on demand only where the report is not on speeds.
+    """
     lines, winners = view.lines, best(view)
     columns = comparison_columns(lines, short=False)
     columns = [
@@ -34,6 +35,7 @@ def comparison(view: View) -> list[Section]:
                 Best(cell) if line in winners.get(column.key, ()) else cell
                 for line, cell in zip(lines, column.cells, strict=True)
             ],
+            is_extra=column.is_extra or ("tokens/s" in column.title and not view.draws_speeds),
         )
         for column in columns
     ]
@@ -52,7 +54,6 @@ def comparison(view: View) -> list[Section]:
                 baseline=baseline_name(lines),
                 known=[name for name in _EXPLAINED if {*distinct_values(lines, name)} - {False}],
                 are_few=any("(n = " in text for text in speed_texts(lines)),
-                is_simulated="simulated" in column_values(lines, "launch"),
                 has_best=bool(winners),
                 has_repeats=any(count and count > 1 for count in column_values(lines, "runs")),
             )
@@ -64,27 +65,29 @@ def comparison(view: View) -> list[Section]:
 
 def pivots(view: View, column: str | None = None) -> list[Section]:
     """Return strategy × checkpointing, if both vary and identify every line, and strategy by the requested column."""
-    lines, parts = view.lines, _pivot(view.lines, column) if column is not None else []
+    lines, parts = view.lines, _pivot(view, column) if column is not None else []
     kinds = {(line.get("strategy"), line.get("checkpointing")) for line in lines}
     vary = all(len(distinct_values(lines, name)) > 1 for name in ("strategy", "checkpointing"))
     if column != "checkpointing" and vary and len(kinds) == len(lines):
-        parts += section("Strategy × checkpointing", *_grids(lines, column_values(lines, "strategy"), "checkpointing"))
+        parts += section("Strategy × checkpointing", *_grids(view, column_values(lines, "strategy"), "checkpointing"))
     return parts
 
 
-def _pivot(lines: Sequence[Line], column: str) -> list[Section]:
+def _pivot(view: View, column: str) -> list[Section]:
     """Return a row for each combination of the other columns that vary, and a column for each value of this one."""
+    lines = view.lines
     names = [
         name for name in (*varying_columns(rows_of(lines)), "checkpointing") if len(distinct_values(lines, name)) > 1
     ]
     others = [name for name in ("strategy", *names) if name != column]
     rows = [[value_text(name, value) for name in others if (value := line.get(name)) is not None] for line in lines]
-    grids = _grids(lines, [" ".join(texts) or "all" for texts in rows], column)
+    grids = _grids(view, [" ".join(texts) or "all" for texts in rows], column)
     return section(f"Results by {column_title(column)}", *grids)
 
 
-def _grids(lines: Sequence[Line], names: Sequence[str], column: str) -> Iterator[Table]:
+def _grids(view: View, names: Sequence[str], column: str) -> Iterator[Table]:
     """Yield a table for each figure. A line that is not ok shows its status; several lines of one cell are listed."""
+    lines = view.lines
     values = column_values(lines, column)
     heads = list(dict.fromkeys(values))
     heads.sort(key=lambda value: (value is None, value if isinstance(value, (int, float)) else 0))
@@ -92,7 +95,7 @@ def _grids(lines: Sequence[Line], names: Sequence[str], column: str) -> Iterator
     peak, rate = (COLUMNS[name].title.capitalize() for name in ("peak_allocated_bytes", "tokens_per_second"))
     peaks = from_lines(lines, "peak_allocated_bytes", f"{peak} ({{unit}})")
     speeds = ShownColumn(rate, speed_texts(lines), ignored=column_values(lines, "is_ignored"))
-    for figures in write([peaks, speeds]):
+    for figures in write([peaks, speeds][: 1 + view.draws_speeds]):
         texts = [cell if line.ok else line.status for line, cell in zip(lines, figures.cells, strict=True)]
         if any(figures.cells):
             cells = [
@@ -197,7 +200,7 @@ def build_explorer(view: View) -> ExplorerData | None:
     texts = {name: _title(name) for name in _TEXTS if name == "strategy" or len(distinct_values(lines, name)) > 1}
     cells = {name: [sanitize(value or "") for value in column_values(lines, name)] for name in texts}
     labels = column_values(lines, "label")
-    named = {"label": labels, **cells, **axes}
+    named = {"label": labels, **cells, **axes, "simulated": [float(line.is_simulated) for line in lines]}
     rows = [dict(zip(named, row, strict=True)) for row in zip(*named.values(), strict=True)]
     others = [ShownColumn(texts[name], cells[name], number=False) for name in texts if name != "strategy"]
     value_table = table_of(

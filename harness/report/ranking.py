@@ -70,9 +70,33 @@ class Group:
         return [*self.fastest, *self.contenders, *self.ranked][0]
 
     @property
-    def rivals(self) -> list[Line]:
-        """The ranked lines that run another program than the first."""
-        return [line for line in self.ranked if line.program != self.first.program]
+    def is_simulated(self) -> bool:
+        """Whether all speeds are those of a model of the device."""
+        return {line.speed.is_simulated for line in self.members} == {True}
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether several programs may be the fastest."""
+        return len({line.program for line in self.contenders}) > 1
+
+    @cached_property
+    def chosen(self) -> list[Line]:
+        """What to take for speed: the fastest, else of those that may be the fastest the ones with the least memory.
+
+        Of simulations it is the one with the highest speed.
+        """
+        if self.is_simulated:
+            return [max(self.members, key=lambda line: line.speed.median)]
+        return self.fastest or Group(self.contenders).smallest or self.contenders
+
+    @property
+    def slower(self) -> list[Line]:
+        """The lines that are slower than all that may be the fastest, by the model where speeds are simulated."""
+        if self.is_simulated:
+            return sorted(
+                (line for line in self.members if line not in self.chosen), key=lambda line: -line.speed.median
+            )
+        return [line for line in self.ranked if line not in (self.fastest or self.contenders)]
 
     @property
     def unranked(self) -> list[Line]:
@@ -97,8 +121,8 @@ class Group:
 
     @property
     def reference(self) -> Line | None:
-        """What the smallest is compared with: the winner or the baseline, if that is another with a known peak."""
-        reference = self.winner or self.baseline
+        """What the smallest is compared with: what to take for speed or the baseline, if another with a known peak."""
+        reference = next(iter(self.chosen), self.baseline)
         return reference if reference and reference.peak and reference is not self.least else None
 
     @cached_property

@@ -16,9 +16,11 @@ from harness.report.caveats import (
 )
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed, tradeoffs
-from harness.report.document import Banner, BulletList, Paragraph, Section, section
+from harness.report.decision import decision, title
+from harness.report.document import Banner, BulletList, Decision, Paragraph, Section, section
 from harness.report.findings import findings
-from harness.report.first_screen import banner, compared_text, first_answers, fits_table, warning
+from harness.report.first_screen import banner, compared_text, first_answers, fits_table
+from harness.report.lines import distinct_values
 from harness.report.memory_sections import batches, memory, peak
 from harness.report.overview import comparison, pivots
 from harness.report.repeating import repeating
@@ -38,7 +40,9 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     """
     part = truncate(view, MOST)
     truncation = sentence("truncation", shown=len(part.records), total=len(view.records))
+    times = time(part)
     details = [
+        *([] if view.draws_speeds else times),
         *operations(part),
         *communication(part),
         *formula(part),
@@ -67,34 +71,37 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
         *section("Peak memory by model size", memory_charts.largest_model(view), memory_charts.memory_wall(part)),
         *section("Memory savings and cost of activation checkpointing", tradeoffs.checkpointing(part)),
         *batches(part),
-        *time(part),
+        *(times if view.draws_speeds else []),
         *section("Scaling with the number of ranks", speed.scaling(part)),
         *(replace(entry, is_folded=True) for entry in details),
     ]
 
 
 def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
-    """Return the first screen: what was compared, the answers, one picture, and what fits in a device's memory."""
+    """Return the first screen: the decision, its limits, the answers, one picture, what fits, and what was compared."""
     if not view.lines:
         return section("", Paragraph(sentence("no_runs")))
-    frames = [Banner(text) if text else None for text in (warning(view), banner(view))]
-    answers = [*first_answers(view, fits_in)]
+    limits, answers = banner(view), [*first_answers(view, fits_in)]
     return section(
         "Summary",
-        frames[0],
-        Paragraph(compared_text(view)),
-        frames[1],
+        Decision(*decision(view, fits_in)),
+        Banner(limits) if limits else None,
         BulletList(answers) if answers else None,
         tradeoffs.first_picture(part),
+        Paragraph(compared_text(view)),
         fits_table(view),
+        heading=title(view),
         is_first=True,
     )
 
 
 _TERMS = (
-    *("rank", "micro-batch", "activations", "checkpointing", "model state", "peak memory", "exposed communication"),
-    "bf16_mixed",
+    *("rank", "micro-batch", "activations", "checkpointing", "model state", "peak memory", "communication"),
+    *("exposed communication", "bf16_mixed", "repeats", "ranked", "certainly faster", "disturbed", "deviation", "MFU"),
+    "bubble",
 )
+
+_OF_COLUMNS = {"deviation": "loss_deviation", "MFU": "mfu", "bubble": "pipeline_bubble"}  # terms that only these need
 
 
 def words(view: View) -> list[Section]:
@@ -103,8 +110,9 @@ def words(view: View) -> list[Section]:
     names = dict.fromkeys(str(line.row.get("strategy")) for line in view.lines)
     about = {name: first_sentence(files[name].read_text(encoding="utf-8")) for name in names if name in files}
     known = [(name, text) for name, text in about.items() if text]
+    terms = [term for term in _TERMS if term not in _OF_COLUMNS or distinct_values(view.lines, _OF_COLUMNS[term])]
     return (
-        section("Words", BulletList([*known, *((term, sentence("term", name=term)) for term in _TERMS)]))
+        section("Words", BulletList([*known, *((term, sentence("term", name=term)) for term in terms)]))
         if view.lines
         else []
     )

@@ -23,8 +23,9 @@ from harness.report.columns import (
     sanitized_texts,
 )
 from harness.report.comparability import group_by, shared_settings
+from harness.report.decision import decision
 from harness.report.document import Disturbed, Table
-from harness.report.first_screen import first_answers, fits_table, warning
+from harness.report.first_screen import first_answers, fits_table
 from harness.report.lines import Line, baseline_name, labels_by, labels_by_kernel, rows_of
 from harness.report.overview import pivots
 from harness.report.text import MOST_LABELS, labels_text, sentence
@@ -54,8 +55,6 @@ def print_table(view: View, console: Console, only: Collection[str] | None = Non
     if not lines:
         console.print(Text(sentence("no_runs")))
         return
-    if text := warning(whole):
-        console.print(Text(text, style="bold red"))
     baseline = baseline_name(lines)
     caption = (shared_settings(rows_of(lines)), sentence("ratio_to", baseline=baseline) if baseline else "")
     console.print(Text(sanitize("; ".join(filter(None, caption)))))
@@ -201,6 +200,8 @@ def print_answers(view: View, console: Console, pivot: str | None = None, fits_i
     for table in (*(part for section in sections for part in section.parts), fits_table(view)):
         if isinstance(table, Table):
             _print_document(table, console)
+    text, rest = map(sanitize, decision(view, fits_in))
+    console.print(Text.assemble((text, "bold"), f" {rest}"))
     for lead, text in first_answers(view, fits_in):
         console.print(Text.assemble((f"{sanitize(lead)}: ", "bold"), sanitize(text)))
 

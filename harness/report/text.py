@@ -1,7 +1,9 @@
 """Numbers, sizes, lists and facts as text; `sentences.j2` has a macro for each kind of fact, which gets its values."""
 
+import datetime
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,19 @@ def span_text(ordered: Sequence[Any]) -> str:
     return " to ".join(dict.fromkeys((str(ordered[0]), str(ordered[-1]))))
 
 
+def rounded_count(count: int) -> str:
+    """Return a number of parameters with one decimal, such as 0.5 M."""
+    return f"{count / 1e9:,.1f} B" if count >= 10**9 else f"{count / 1e6:.1f} M" if count >= 10**5 else str(count)
+
+
+def day_text(day: str) -> str:
+    """Return a day such as 2026-11-24 as 24 November 2026, and anything else as it is."""
+    with suppress(ValueError):
+        date = datetime.date.fromisoformat(day)
+        return f"{date.day} {date:%B %Y}"
+    return day
+
+
 MOST_LABELS = 6  # that a note lists
 
 
@@ -129,6 +144,7 @@ _MACROS = Sentences(
         "byte_unit": byte_unit,
         "bytes": bytes_text,
         "capitalized": lambda text: text[:1].upper() + text[1:],
+        "day": day_text,
         "duration": duration_text,
         "flops": lambda count: bytes_text(count, FLOPS),
         "grouped": "{:,.0f}".format,
@@ -136,6 +152,7 @@ _MACROS = Sentences(
         "percent": percent_text,
         "plural": count_text,
         "ratio": lambda number: format_numbers([number], RATIO)[0],
+        "rounded_count": rounded_count,
         "rounded_up": lambda size: rounded_up(size, byte_unit([size])),
         "span": span_text,
         "words": join_words,

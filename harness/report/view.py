@@ -68,8 +68,10 @@ class View:
 
     @cached_property
     def draws_speeds(self) -> bool:
-        """Whether charts have speeds and times: only if some speeds are ranked, or all are those of a model."""
-        return any(line.speed.is_ranked or line.speed.is_simulated for line in self.lines)
+        """Whether the report is on speeds: two of them are ranked, or the only one, or some are of a model."""
+        ok = [line.speed for line in self.lines if line.ok]
+        ranked = sum(speed.is_ranked for speed in ok)
+        return ranked > 1 or 0 < ranked == len(ok) or any(speed.is_simulated for speed in ok)
 
     def part(self, lines: Sequence[Line]) -> "View":
         """Return a view of these lines alone, whose ratios and places stay what they are in the whole view."""
@@ -194,7 +196,9 @@ def setting(view: View) -> str:
     rows = [record.row for record in view.lines]
     ranks = sorted({row["world_size"] for row in rows if row.get("world_size")})
     days = sorted({str(run.row["started_at"])[:10] for run in view.records if run.row.get("started_at")})
+    simulated = [line.is_simulated for line in view.lines]
     parts = [
+        "Simulated, not measured" if simulated and all(simulated) else "Dashed: simulated" if any(simulated) else "",
         _some((model_name(line.record) for line in view.lines), "models"),
         _some((row.get("precision") for row in rows), "precisions"),
         f"{join_words([str(count) for count in ranks])} rank{'s' * (ranks != [1])}" if ranks else "",

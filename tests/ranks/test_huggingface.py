@@ -328,7 +328,7 @@ def test_every_causal_model_of_the_library_trains_or_is_refused_in_one_line(tmp_
         try:
             config = config_of(path)
         except UserError as error:
-            assert "\n" not in str(error) and str(error).startswith("model.path="), error
+            assert "\n" not in str(error) and str(error).startswith("model."), error
             continue
         model = build_model(config.model)
         if config.model.parameters > MOST_PARAMETERS:  # its sizes have other names

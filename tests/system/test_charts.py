@@ -1,5 +1,6 @@
 """The report's charts draw what was measured, as read back from the SVG independently of the code that drew it."""
 
+import colorsys
 import dataclasses
 import itertools
 import json
@@ -17,13 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.cost_model.parts import PEAK_TITLES
 from harness.records.schema import Record
 from harness.report.charts import expected, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
 from harness.report.charts.curves import Points, by_world, select
 from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
-from harness.report.document import Chart
+from harness.report.document import FOLDER, Chart
+from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item
 from harness.report.view import View, truncate
 from tests.support.example_records import GIB, MIB, PARTS, TIMES, record, thrice
@@ -659,10 +662,25 @@ def nearest(colors: Sequence[str], deficiency: str) -> float:
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_colors_are_distinct_under_color_vision_deficiencies(deficiency: str) -> None:
     assert nearest(style.PALETTE[:7], deficiency) > 12 and nearest(style.PALETTE, deficiency) > 8
+    assert nearest(style.PARTS, deficiency) > 12
     assert nearest(("#3f90da", "#3f95da"), deficiency) < 5  # the measure knows what is near
     names = ["single", "ddp", *(f"other{n}" for n in range(8))]
     assert len(set(style.strategy_colors(names).values())) == len(names)
     assert style.strategy_colors(names[1:])["ddp"] == style.strategy_colors(names)["ddp"], "reports agree on colors"
+
+
+def hue(color: str) -> float:
+    return 360 * colorsys.rgb_to_hsv(*(int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)))[0]
+
+
+def test_a_hue_has_one_meaning() -> None:
+    """Parts of a step and of a peak have none of the hues of strategies, and the frame of the page has no hue."""
+    assert len(style.PARTS) >= max(len(STEP_TITLES), len(PEAK_TITLES)) + 1, "and what is overlapped or undivided"
+    assert min(abs(hue(part) - hue(own)) for part in style.PARTS for own in style.PALETTE) > 30
+    css = (FOLDER / "page.css").read_text(encoding="utf-8")
+    frame = set(re.findall(r"#[0-9a-f]{6}", css))
+    channels = [[int(color[at : at + 2], 16) for at in (1, 3, 5)] for color in frame]
+    assert len(frame) > 10 and max(max(levels) - min(levels) for levels in channels) < 24, "greys"
 
 
 def test_the_library_that_draws_is_imported_by_its_own_process() -> None:

@@ -395,6 +395,15 @@ def test_the_first_screen_has_the_answers_and_the_picture(
     page.add_style_tag(content=own_font())
     assert page.evaluate("document.fonts.load('16px Lato').then((faces) => faces.length)") == 1
     see(page, "0")
+    heading = page.get_by_role("heading", level=1).inner_text()
+    assert heading == "Nine strategies for tiny (1.0 M parameters) on 1 and 2 CPU ranks, 2 January 2026"
+    assert page.title() == f"{heading} · compared"
+    assert (
+        page.locator("main p:visible")
+        .first.inner_text()
+        .startswith("For tiny (1.0 M parameters) on 2 CPU ranks, take ddp")
+    )
+    expect(page.locator("#comparison thead").first.get_by_title("The bytes that one rank must send")).to_have_count(1)
     text = page.locator(".first").inner_text()
     assert all(lead in text for lead in ("Fastest", "Cost", "Why", "How sure")), text
     assert page.evaluate(BOTTOM) <= screens * height and page.evaluate(WIDTH) <= width
@@ -552,8 +561,13 @@ def test_numbers_of_two_rows_or_more_can_be_drawn() -> None:
     failed = record("tp", status="oom")
     undrawn = ([slow, fast, failed], [slow], [])  # speeds of one run are not drawn
     assert [build_explorer(View("undrawn", records)) for records in undrawn] == [None] * 3
-    repeats = [Record(fast.row | {"run_id": f"{n}", "repeat": n}, config={"repeat": n}) for n in range(3)]
-    explorer = build_explorer(View("some", [slow, *repeats, failed]))
+    calm = {"step_seconds_iqr_ratio": 0.1}
+    repeats = [
+        Record(one.row | calm | {"run_id": f"{one.row['strategy']}{n}", "repeat": n}, config={"repeat": n})
+        for one in (slow, fast)
+        for n in range(3)
+    ]
+    explorer = build_explorer(View("some", [*repeats, failed]))
     assert explorer.numbers == {"tokens_per_second": "tokens per second", "peak_allocated_bytes": "peak memory, MiB"}
     assert explorer.texts == {"strategy": "strategy", "status": "status"}
     assert [row["peak_allocated_bytes"] for row in explorer.rows] == [3, 1, None]

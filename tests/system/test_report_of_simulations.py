@@ -2,13 +2,14 @@
 
 import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from harness.records.schema import Record
 from harness.report.claims import claims
-from harness.report.document import Chart, Disturbed, Section, Table
+from harness.report.document import Chart, Disturbed, Section, Table, charts
 from harness.report.sections import sections
 from harness.report.view import View
 from tests.support.example_records import MIB, record_of, row
@@ -36,6 +37,34 @@ def on_h100(number: int, launch: str = "simulated", config: dict[str, Any] | Non
     cells = {"measured_on": "NVIDIA H100 80GB HBM3", "predicted_step_seconds": 0.1, "predicted_peak_bytes": 19 * MIB}
     record = record_of(row(number, "ddp", "torch", 0, launch=launch, **cells | changes))
     return dataclasses.replace(record, predicted_step=STEP, config=config or {})
+
+
+def layers(spec: Any) -> Iterator[dict[str, Any]]:
+    """Yield all layers with a mark of a chart."""
+    if isinstance(spec, dict):
+        yield from [spec] if "mark" in spec else []
+        for inner in spec.values():
+            yield from layers(inner)
+    for inner in spec if isinstance(spec, list) else ():
+        yield from layers(inner)
+
+
+@pytest.mark.parametrize("measured", [0, 1, 2])
+def test_charts_and_their_tables_say_what_was_simulated(measured: int) -> None:
+    """Of two runs none, one or both are measured; charts of measured runs alone and of claims have no simulations."""
+    figures = {**PARTS, "step_seconds": 0.09, "communication_bytes": 10**6, "memory_limit_bytes": 80 * MIB}
+    entries = [on_h100(n, "processes" if n <= measured else "simulated", micro_batch=n, **figures) for n in (1, 2)]
+    shown = [chart for chart in charts(sections(View("demo", entries))) if chart.name not in ("predicted", "papers")]
+    assert len(shown) > 1 and shown[0].name == "first"
+    notes = {0: "Simulated, not measured", 1: "Dashed: simulated", 2: "NVIDIA"}
+    for chart in shown:
+        subtitle, caption = " ".join(chart.spec["title"]["subtitle"]), chart.table.caption
+        assert subtitle.startswith(notes[measured]) or (measured == 2 and "simulated" not in subtitle.lower())
+        is_simulated = [bool(datum.get("simulated")) for datum in chart.spec["datasets"]["rows"]]
+        assert any(is_simulated) == ("Marks with dashed outlines" in chart.alt_text) == bool(caption)
+        assert caption == ("Simulated, not measured" if all(is_simulated) else caption)
+        marks = [layer for layer in layers(chart.spec) if layer["mark"]["type"] in ("bar", "point")]
+        assert all(("strokeDash" in layer["encoding"]) == any(is_simulated) for layer in marks)
 
 
 def section_of(title: str, *records: Record) -> Section:
@@ -127,6 +156,16 @@ CPUS = [on_cpu(number, "processes", micro_batch=number) for number in (1, 2)]
         # Simulations on a CPU have no speed and are in no group, but stand in the same tables.
         ([*CPUS, on_cpu(3, "simulated")], "**Speed launched as processes**", ""),
         (CPUS, "**Speed**", "**Speed launched"),
+        (
+            [
+                on_h100(1, **PARTS, step_seconds=0.09, tokens_per_second=2e4),
+                on_h100(
+                    2, **PARTS | {"backward_seconds": 0.11}, step_seconds=0.17, tokens_per_second=1e4, micro_batch=1
+                ),
+            ],
+            "A step of ddp micro-batch 1 takes 80 ms longer than one of ddp micro-batch 4 by the model, mainly by",
+            "in median runs",
+        ),
         ([on_h100(1), on_h100(2, communication_bytes=1000, micro_batch=1)], "<0.01 × its bytes sent", ""),
     ],
 )

@@ -60,7 +60,7 @@ class Bars(Plot):
         """
         colors = {
             name: color
-            for name, color in zip(names, style.PALETTE, strict=False)
+            for name, color in zip(names, style.PARTS, strict=False)
             if name in self.rows.fields and self.rows.known(name)
         }
         stacked = self.mark(

@@ -31,6 +31,11 @@ class Series(Item):
     points: Sequence[Line]
 
     @property
+    def is_simulated(self) -> bool:
+        """Whether its points were simulated, which they all were or were not."""
+        return self.points[0].is_simulated
+
+    @property
     def drawn_speed(self) -> float | None:
         """The speed of the fastest point, None where none is known."""
         return max((line.drawn_speed for line in self.points if line.drawn_speed is not None), default=None)

@@ -107,7 +107,13 @@ class Rows:
         fields = [field for field in self.shown.values() if field.is_text or any(field.cells)]
         cells = [list(row) for row in zip(*(field.cells for field in fields), strict=True)]
         header, texts = [field.title for field in fields], sum(field.is_text for field in fields)
-        return Table(header, cells, texts, strategies=[item.strategy for item in self.items])
+        caption = sentence("simulated_rows", labels=self.simulated, total=len(self.items)) if self.simulated else ""
+        return Table(header, cells, texts, caption, [item.strategy for item in self.items])
+
+    @property
+    def simulated(self) -> list[str]:
+        """The labels of the rows that were simulated."""
+        return [item.label for item in self.items if item.is_simulated]
 
     @property
     def tooltip(self) -> list[VegaLite]:
@@ -186,6 +192,16 @@ def palette(field: str, looks: Mapping[Any, Any], legend: VegaLite | None = None
     }
 
 
+def _looks_simulated(color: VegaLite, is_filled: bool) -> VegaLite:
+    """Return the channels by which marks of simulations have translucent areas and dashed outlines."""
+
+    def where(simulated: Any, otherwise: Any) -> VegaLite:
+        return {"condition": {"test": "datum.simulated", **simulated}, "value": otherwise}
+
+    fill = {"fillOpacity": where({"value": 0.5}, 1), "stroke": where(color | {"legend": None}, None)}
+    return (fill if is_filled else {}) | {"strokeDash": where({"value": [3, 2]}, [1, 0]), "strokeWidth": {"value": 1.5}}
+
+
 @dataclass(frozen=True)
 class Plot:
     """Rows on two axes, of which the marks of a chart are made."""
@@ -221,6 +237,8 @@ class Plot:
             of["color"] = palette("strategy", style.strategy_colors(line.strategy for line in self.view.lines))
         if kind != "line" and not data:
             of["tooltip"] = self.rows.tooltip
+        if kind in ("bar", "point") and look in ("", "hollow") and self.rows.simulated:
+            of |= _looks_simulated(channels.get("color") or of["color"], is_filled=not look)
         axes = {"x": self.x, "y": self.y}
         return {
             **({"data": {"name": data}} if data else {}),
@@ -282,6 +300,7 @@ def draw(
     noun = "configuration" if rows.noun == "run" else rows.noun
     omitted = sentence("chart_omitted", drawn=min(most, len(among)), total=total or len(among), rule=rule, noun=noun)
     text = sentence(f"{name.partition('-')[0]}_chart", rows=rows, **facts) + omitted
+    text += sentence("simulated_marks") if rows.simulated else ""
     values = {"hidden": [], "last": most - 1, **params}
     order = {"order": table.strategies, "most": most} if len(rows.items) > most else {}
     spec = {

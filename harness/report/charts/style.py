@@ -30,6 +30,12 @@ PALETTE = (
     *("#a96b59", "#e76300", "#b9ac70", "#717581", "#92dadd"),
 )
 
+# The parts of a step and of a peak, in greens and pinks, which no strategy has, dark beside light.
+PARTS = (
+    *("#22601a", "#7cbb45", "#4a9127", "#aedb7c", "#8e0a58"),
+    *("#df6dac", "#c4267f", "#efa6cf", "#d9f0b8", "#f9d8ea"),
+)
+
 # The strategies that most reports compare, which have their places in the palette, so that reports agree on colors.
 _PLACED = (
     *("ddp", "zero1", "zero3", "single", "fsdp_full_shard", "tp", "zero2", "fsdp_shard_grad_op"),

@@ -476,6 +476,11 @@
       const range = color === "strategy" && domain.every((name) => DATA.colors[name]) && domain.map((name) => DATA.colors[name]);
       const legend = { orient: "bottom", columns: Math.max(1, Math.floor(box.clientWidth / 170)), symbolLimit: 0 };
       const colors = { field: color, type: "nominal", title: texts[color], scale: { domain, ...(range && { range }) }, legend };
+      const outline = { test: "datum.simulated", ...colors, legend: null };
+      const simulated = rows.some((row) => row.simulated) && {
+        stroke: { condition: outline, value: null }, strokeDash: { value: [3, 2] },
+        fillOpacity: { condition: { test: "datum.simulated", value: 0.5 }, value: 1 },
+      };
       // Labels beside the points, towards the middle of the chart, if there are few points.
       const ends = [Math.min, Math.max].map((end) => end(...known.map((row) => row[x])));
       const middle = logX ? Math.sqrt(ends[0] * ends[1]) : (ends[0] + ends[1]) / 2;
@@ -491,7 +496,7 @@
         transform: [{ filter: "indexof(hidden, datum.strategy) < 0" }],
         encoding: { x: axis(x, logX), y: axis(y, logY) },
         layer: [
-          { mark: { type: "point", filled: true, size: 90, opacity: 0.9 }, encoding: { color: colors, tooltip } },
+          { mark: { type: "point", filled: true, size: 90, opacity: 0.9 }, encoding: { color: colors, ...simulated, tooltip } },
           ...(known.length ? labels : []),
         ],
       };
