@@ -15,7 +15,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -76,12 +75,13 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     if not isinstance(context, int):
         raise UserError(f"model.path={path} has no max_position_embeddings: set model.context_length")
     attention = model.get("attention") or "flash"
+    width = of_model.get("intermediate_size") or 4 * config.hidden_size  # of each layer in some
     hf_info = trace_model(config, ATTENTION_IMPLEMENTATIONS.get(attention, attention), seq_len or context, path)
     count = sum(torch.Size(shape).numel() for shape in hf_info.shapes.values())
     return {
         **sizes,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "intermediate_size": max(np.atleast_1d(of_model.get("intermediate_size") or 4 * config.hidden_size).tolist()),
+        "intermediate_size": max(width) if isinstance(width, list) else width,
         "vocab_size": config.vocab_size,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "context_length": context,
