@@ -22,6 +22,7 @@ from harness.cost_model.pipeline import max_in_flight_micro_batches
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import RankStep, rank_steps
 from harness.cost_model.stack_memory import stack_steps, workspace_bytes
+from harness.cost_model.timing.interval import TIE
 from harness.layout.layout import Layout
 from harness.planner.space import SearchedSpace, candidates, plan_problems, predict
 from harness.util.text import UserError
@@ -29,8 +30,6 @@ from harness.util.text import UserError
 BEST = 5  # candidates that fit, and choices that are shown
 
 MOST_DEVICES = 2  # devices' memory up to which the front is drawn
-
-TIE = 0.03  # a difference of step time that is below the error of plans for devices that were measured
 
 ALIKE = 0.01  # a difference of peaks for which nobody divides a model along one more axis
 

@@ -12,9 +12,10 @@ from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
+from harness.cost_model.timing.interval import TIE
 from harness.layout.state_widths import STATE_KINDS
 from harness.planner.row import run_settings
-from harness.planner.search import TIE, SearchResult
+from harness.planner.search import SearchResult
 from harness.planner.space import offers
 from harness.util.sentences import Sentences
 from harness.util.text import format_bytes, format_duration

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from harness.cost_model.timing.interval import TIE
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
 from harness.report.lines import Line, compared_lines, labels_of
@@ -79,23 +80,28 @@ class Group:
         """Whether several programs may be the fastest."""
         return len({line.program for line in self.contenders}) > 1
 
+    @property
+    def fastest_by_model(self) -> list[Line]:
+        """The simulated lines with the highest speed, and those within the error of models, from the fastest on."""
+        lines = sorted(self.members, key=lambda line: -line.speed.median)
+        return [line for line in lines if (1 + TIE) * line.speed.median >= lines[0].speed.median]
+
     @cached_property
     def chosen(self) -> list[Line]:
         """What to take for speed: the fastest, else of those that may be the fastest the ones with the least memory.
 
-        Of simulations it is the one with the highest speed.
+        Of simulations a model of the device may be the fastest where it cannot tell the speed from the highest one.
         """
         if self.is_simulated:
-            return [max(self.members, key=lambda line: line.speed.median)]
+            return Group(self.fastest_by_model).smallest or self.fastest_by_model[:1]
         return self.fastest or Group(self.contenders).smallest or self.contenders
 
     @property
     def slower(self) -> list[Line]:
         """The lines that are slower than all that may be the fastest, by the model where speeds are simulated."""
         if self.is_simulated:
-            return sorted(
-                (line for line in self.members if line not in self.chosen), key=lambda line: -line.speed.median
-            )
+            slower = [line for line in self.members if line not in self.fastest_by_model]
+            return sorted(slower, key=lambda line: -line.speed.median)
         return [line for line in self.ranked if line not in (self.fastest or self.contenders)]
 
     @property

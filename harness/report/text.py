@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.cost_model.timing.interval import TIE
 from harness.report.speeds import CROWDED, MINIMUM_RUNS
 from harness.util.sentences import Sentences
 from harness.util.text import BINARY, count_text, join_words
@@ -157,5 +158,5 @@ _MACROS = Sentences(
         "span": span_text,
         "words": join_words,
     },
-    {"crowded": CROWDED, "minimum_runs": MINIMUM_RUNS},
+    {"crowded": CROWDED, "minimum_runs": MINIMUM_RUNS, "tie": TIE},
 )

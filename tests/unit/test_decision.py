@@ -148,6 +148,14 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         " of ddp's, at 0.25 × the speed.",
         "",
     ),
+    "simulations that a model cannot tell apart": (
+        changed([*DDP[:1], *ZERO1[:1], *TP[:1]], **SIMULATED),
+        "Three strategies for tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, 2 January 2026",
+        "For tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, ddp and zero1 tie for speed within 3 %, which"
+        f" a model of the device cannot tell apart: take zero1, with the least memory of these, in 18.00 {AT}; take tp"
+        f" for memory: 12.00 {AT}, 67 % of zero1's, at 0.25 × the speed.",
+        "",
+    ),
     "no step was timed": (
         changed([*DDP[:1], *TP[:1]], tokens_per_second=None, launch="virtual"),
         f"Memory and communication of two strategies {ON.replace('2 CPU', '2 virtual CPU')}",

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 
+TIE = 0.03  # a difference of step time that is below the error of predictions for devices that were measured
+
 
 class Factors(NamedTuple):
     """By how much longer everything of a kind takes: a device's kernels, the host's launches, messages over links."""
