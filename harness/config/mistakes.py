@@ -87,6 +87,8 @@ def unknown_choice(group: str, value: str) -> str:
     instead = similar_choices(group, value)
     if instead:
         remedy = f"did you mean {join_words(instead, 'or')}?"
+    if group == "model" and (Path(value) / "config.json").is_file():
+        remedy = f"type model=./{value} for the folder of that name"
     return f"{group}={value} is not known: {remedy}"
 
 

@@ -31,4 +31,6 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
     corpus = prepare_corpus(config.data, config.train.seq_len)
     spec = RunSpec("plan", config, best.layout, corpus, best.cluster.device, threads=1)
     log(best.label() if best.fits else misfit_sentence(best))
+    if "without" in config.model.source:
+        log(f"model={config.model.name} is exported by {config.model.source}: set that in your own model")
     return RecordedRun(target.resolve(), target.resolve(), spec)

@@ -81,6 +81,12 @@ def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> Gro
     is_other_head = (config.get("head_dim") or width // heads) * heads != width
     if not is_gpt and (has_biases or is_other_head or config.get("hidden_act", "silu") != "silu"):
         return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    rates = {"rope_theta": config.get("rope_theta") or rope.get("rope_theta")} | {
+        key: config.get(key) for key in ("rms_norm_eps", "layer_norm_epsilon", "initializer_range")
+    }
+    values |= {key: rate for key, rate in rates.items() if rate is not None}
     values |= {
         "intermediate_size": values.get("intermediate_size") or config.get("n_inner") or 4 * width,
         "num_key_value_heads": config.get("num_key_value_heads") or heads,
@@ -89,7 +95,7 @@ def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> Gro
         "parameters": 0,
         "name": name,
         "family": family,
-        "source": "its config.json",
+        "source": "its config.json" if kind == "default" else f"its config.json without rope_scaling={kind}",
         "attention": model.get("attention") or "flash",
     }
     return values | {key: model[key] for key in _CHANGED if model.get(key) is not None}

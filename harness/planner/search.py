@@ -52,13 +52,24 @@ class SearchResult:
     problems: Counter[str] = field(default_factory=Counter)  # rules that candidates break, with their number
 
     @property
+    def device_front(self) -> list[Prediction]:
+        """The layouts of the front without those beside which a faster one needs no more of a device."""
+        least = itertools.accumulate([entry.device_bytes for entry in self.front], min, initial=math.inf)
+        return [entry for entry, before in zip(self.front, least, strict=False) if entry.device_bytes < before]
+
+    @property
     def choices(self) -> list[Prediction]:
-        """The fastest that fits, and of the slower ones those that need clearly less memory than all before them."""
-        chosen: list[Prediction] = []
-        for entry in sorted(self.best + self.front * bool(self.best), key=lambda entry: entry.step_seconds):
-            is_behind = entry.step_seconds >= self.best[0].step_seconds and entry.verdict.fits != "no"
-            smallest = chosen[-1].memory.peak_bytes if chosen else math.inf
-            if is_behind and entry.memory.peak_bytes < (1 - ALIKE) * smallest and len(chosen) < BEST:
+        """The fastest that is likely to fit, and slower ones that need clearly less memory than all before them.
+
+        Where none is likely to fit they begin with the fastest that may fit.
+        """
+        possible = [entry for entry in self.best + self.front * bool(self.best) if entry.verdict.fits != "no"]
+        possible.sort(key=lambda entry: entry.step_seconds)
+        likely = [entry for entry in possible if entry.verdict.fits == "likely"]
+        chosen = (likely or possible)[:1]
+        for entry in possible:
+            is_behind = entry.step_seconds >= chosen[0].step_seconds and len(chosen) < BEST
+            if is_behind and entry.memory.peak_bytes < (1 - ALIKE) * chosen[-1].memory.peak_bytes:
                 chosen.append(entry)
         return chosen
 

@@ -22,8 +22,6 @@ from harness.util.text import format_bytes, format_duration
 
 BILLION = 1e9  # the tokens of a training, where they are not known
 
-VERDICTS = {"likely": "likely to fit", "tight": "tight", "no": "not enough"}
-
 MOST_OFFERS = 4  # for a layout that does not fit
 
 SAME = 0.001  # a difference of step time that no sentence makes anything of
@@ -55,14 +53,17 @@ say = Sentences(
         "seconds_per_hour": SECONDS_PER_HOUR,
         "unmeasured_range": UNMEASURED_RANGE,
         "terms": TERMS,
-        "verdicts": VERDICTS,
     },
 )
 
 
 def decision_sentences(first: Prediction, tokens: float | None, is_choice: bool) -> Iterator[str]:
     """Yield what a layout takes of a device and how long a training takes, and how sure that is and by what."""
-    facts = {"decision": [{"tokens": tokens or BILLION, "is_choice": is_choice}], "certainty": True}
+    seconds = (tokens or BILLION) / first.tokens_per_second
+    facts = {
+        "decision": [{"tokens": tokens or BILLION, "seconds": seconds, "is_choice": is_choice}],
+        "certainty": [{"seconds": seconds}],
+    }
     return say.of(facts, entry=first)
 
 
@@ -73,6 +74,8 @@ def choice_sentences(result: SearchResult, planned: Sequence[str], tokens: float
         return
     first, *others = result.choices
     yield from decision_sentences(first, tokens, is_choice=True)
+    risky = [entry for entry in result.best if entry.verdict.fits == "tight" and not is_tie(first, entry)]
+    yield from (say("risky", entry=entry, first=first) for entry in risky[:1])
     alike = [entry for entry in others if is_tie(entry, first)]
     yield from say.of({"ties": bool(alike)}, first=first, entries=alike, percent=100 * TIE)
     yield from run_sentences(planned, first)
@@ -125,17 +128,18 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
 def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     """Yield the commands that run a layout and export it, if these engines train it."""
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
-    if is_of_library and not first.is_of_nearest_decoder:
-        yield say("run_of_library")
-    elif first.is_runnable:
-        yield from say.of({"run": True, "exported": True}, settings=run_settings(planned, first.config))
+    is_own = not first.is_of_nearest_decoder  # a layer that scripts are written for
+    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_own}
+    yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 
 def misfit_sentences(result: SearchResult) -> Iterator[str]:
-    """Yield what would make the fastest layout fit if that is worth it; where nothing fits, the smallest as well."""
-    ends = result.front[:1] + result.front[1:][-1:]
-    worth = [entry for entry in ends if not any(is_tie(first, entry) for first in result.choices)]
-    return (misfit_sentence(prediction) for prediction in worth if not prediction.fits)
+    """Yield what devices with more memory would bring, or where nothing fits, what would make the front's ends fit."""
+    if not result.choices:
+        yield from map(misfit_sentence, result.front[:1] + result.front[1:][-1:])
+    for entry in result.front[: bool(result.choices)]:
+        if not entry.fits and not is_tie(result.choices[0], entry):
+            yield say("more_memory", entry=entry, first=result.choices[0])
 
 
 def search_sentences(result: SearchResult) -> Iterator[str]:

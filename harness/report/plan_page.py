@@ -42,7 +42,7 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
 
     Beside a page of Markdown stand its chart, in a folder `figures`, and the rows that it shows, in `plans.csv`.
     """
-    name = sentence("plan_title", entry=next(iter(result.best or result.front), None))
+    name = sentence("plan_title", entry=next(iter(result.best or result.device_front), None))
     sections = [*_sections(plan, result, overrides)]
     page.parent.mkdir(parents=True, exist_ok=True)
     if page.suffix == ".html":
@@ -58,12 +58,15 @@ def write_page(page: Path, plan: LayoutPlan, result: SearchResult, overrides: Se
 def _data(result: SearchResult) -> dict[str, Any]:
     """Return the rows of the choices and of the front, and how many layouts the search saw."""
     counts = {name: getattr(result, name) for name in ("considered", "beyond", "valid", "memory_estimates")}
-    return {"choices": list(map(planned_row, result.choices)), "front": list(map(planned_row, result.front))} | counts
+    return {
+        "choices": list(map(planned_row, result.choices)),
+        "front": list(map(planned_row, result.device_front)),
+    } | counts
 
 
 def _rows(result: SearchResult) -> list[Row]:
     """Return a row for each of the choices and of the layouts on the front, each once, with its places."""
-    lists = (result.choices, result.front)
+    lists = (result.choices, result.device_front)
     entries = {entry.label(): entry for shown in lists for entry in shown}
     choices, front = ({entry.label(): place for place, entry in enumerate(shown, 1)} for shown in lists)
     return [
@@ -74,7 +77,7 @@ def _rows(result: SearchResult) -> list[Row]:
 
 def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) -> Iterator[Section]:
     """Yield the sections of the page; only those that have something to say."""
-    choices, front = result.choices, result.front
+    choices, front = result.choices, result.device_front
     answer = map(Paragraph, _answer(plan, result))
     yield from section("Answer", *answer, front_chart(front), is_first=True)
     yield from section("Choices", *(_choices(choices) if choices else ()))
@@ -92,12 +95,12 @@ def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) 
 def _answer(plan: LayoutPlan, result: SearchResult) -> Iterator[str]:
     """Yield what the search decides, what was planned, the front, and what the predictions rest on."""
     yield from choice_sentences(result, plan.overrides, plan.tokens)
-    for entry in (result.choices or result.front)[:1]:
+    for entry in (result.choices or result.device_front)[:1]:
         yield sentence("planned_settings", entry=entry)
         yield from basis_sentences(entry)
         if entry.is_runnable and entry.cluster.device == "cuda":
             yield sentence("unmeasured_plan")
-    yield sentence("front_chart", front=result.front)
+    yield sentence("front_chart", front=result.device_front)
 
 
 def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]:

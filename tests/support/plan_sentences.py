@@ -100,18 +100,18 @@ def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
     price = row["cost_per_billion_tokens"]
     hour = price and price / row["world_size"] / (seconds * 1e9 / tokens / 3600)
     low, high = (row[f"predicted_step_{end}_seconds"] / row["predicted_step_seconds"] for end in ("low", "high"))
-    name, *ends = range_of(row)
-    unmeasured = "those of the least predictable stack, as no peak of such models was measured"
-    by = f"measured peaks of {name}" if name.startswith("stack") else unmeasured
-    fits = {"likely": "likely to fit", "tight": "tight"}[row["fits"]]
+    name = range_of(row)[0].removesuffix(" on file")
+    limits = size_text(row["predicted_peak_low_bytes"]), size_text(row["predicted_peak_high_bytes"])
+    fits = {"likely": "is likely to fit", "tight": "may run out of memory"}[row["fits"]]
     fit, needs = ("fits", "needs") if row["fits"] == "likely" else ("may fit", "may need")
     return [
         f"{f'The fastest that {fit} is ' if is_choice else ''}{label(row)}: it {needs} {size_text(needed_bytes)} of a"
         f" device's {size_text(row['memory_limit_bytes'])} ({size_text(peak)} allocated{reserve}), and trains"
         f" {tokens / 1e9:,.10g} billion tokens in {duration(seconds)}"
         + (f" for {price * tokens / 1e9:,.0f} at {hour:.4g} a device-hour." if price else "."),
-        f"How sure: its memory is {fits}, by {by}: {ends[0]} to {ends[1]} of predicted ones; nine of ten such steps are"
-        f" to take {low:.2f} to {high:.2f} of the predicted time: ",
+        f"How sure: it {fits}: tensors need {limits[0]} to {limits[1]} of"
+        f" {size_text(row['memory_limit_bytes'] - row['process_bytes'])}, by the measured peaks of {name}. Nine of ten"
+        f" such trainings should take {duration(low * seconds)} to {duration(high * seconds)}: ",
     ]
 
 
@@ -123,11 +123,11 @@ def separations(choices: Sequence[Row]) -> list[str]:
         part = max(own, key=lambda name: own[name] - other[name])
         less = f"{size_text(choices[0]['predicted_peak_bytes'] - row['predicted_peak_bytes'])} less"
         if row["predicted_step_seconds"] <= 1.03 * choices[0]["predicted_step_seconds"]:
-            ties.append(f"{label(row)}, in {less}")
+            ties.append(f"{label(row)}, which allocates {less}")
             continue
         verb = "take" if part.startswith("copies") else "takes"
         cause = f"its {part} {verb} {own[part]:.4g} s a step, and {other[part]:.4g} s in the first"
-        lines.append(f"{label(row)} needs {less} and {longer(row, choices[0])}: {cause}.")
+        lines.append(f"{label(row)} allocates {less} and {longer(row, choices[0])}: {cause}.")
     return [f"As fast within 3 %, which plans cannot tell apart: {'; '.join(ties)}."] * bool(ties) + lines
 
 
@@ -136,6 +136,10 @@ def is_chosen_well(choices: Sequence[Row], front: Sequence[Row]) -> bool:
     if not choices:
         return not any(needed(row) <= row["memory_limit_bytes"] and row["fits"] != "no" for row in front)
     peaks, seconds = ([row[f"predicted_{name}"] for row in choices] for name in ("peak_bytes", "step_seconds"))
+    faster = [row["fits"] for row in front if row["predicted_step_seconds"] < seconds[0]]
+    starts = (choices[0]["fits"] == "likely" and "likely" not in faster) or {"likely"}.isdisjoint(
+        row["fits"] for row in front
+    )
     falls = all(later < 0.99 * earlier for earlier, later in itertools.pairwise(peaks))
     last = seconds[-1] if len(choices) == 5 else math.inf
     passed = [row for row in front if seconds[0] <= row["predicted_step_seconds"] <= last and row["fits"] != "no"]
@@ -144,7 +148,13 @@ def is_chosen_well(choices: Sequence[Row], front: Sequence[Row]) -> bool:
         < 0.99 * min(peak for peak, time in zip(peaks, seconds, strict=True) if time <= row["predicted_step_seconds"])
         for row in passed
     )
-    return falls and seconds == sorted(seconds) and not any(saves) and all(row["fits"] != "no" for row in choices)
+    return (
+        starts
+        and falls
+        and seconds == sorted(seconds)
+        and not any(saves)
+        and all(row["fits"] != "no" for row in choices)
+    )
 
 
 def needed(row: Row) -> int:
@@ -213,7 +223,7 @@ def counts(page: Mapping[str, Any]) -> str:
 def misfit(row: Row) -> str:
     """Return how a sentence on a layout that does not fit begins."""
     return (
-        f"{label(row)} would take {row['predicted_step_seconds']:.4g} s but needs {size_text(needed(row))} of the"
+        f"{label(row)} would take {row['predicted_step_seconds']:.4g} s but allocates {size_text(needed(row))} of the"
         f" {size_text(row['memory_limit_bytes'])} of a device: "
     )
 
@@ -245,12 +255,12 @@ def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
         return []
     chosen = r"(strategy|checkpointing|train\.micro_batch|stack|plan\.tokens|plan\.simulate)\b"
     kept = " ".join([*(word for word in settings if not re.match(chosen, word)), best[0]["overrides"]])
-    return [f"Run it: harness {kept}", f"Export it: harness export --plan {kept} --to FOLDER"]
+    return [f"Measure it: harness {kept}", f"Export it: harness export --plan {kept} --to FOLDER"]
 
 
 BASES = (
     "steps of this stack were measured on this device",
-    "no steps of this stack were measured on this device, but each of both with others",
+    "steps of this stack and steps on this device were measured, but not both at once",
     "no steps were measured on this device",
 )
 
@@ -284,12 +294,19 @@ def unexplained(
     misfits = tuple(misfit(row) for row in shown if needed(row) > row["memory_limit_bytes"])
     wrong = [f"missing: {line}" for line in expected if line not in lines]
     wrong += [f"missing: {start}" for start in decided if not any(line.startswith(start) for line in lines)]
-    first = [row["predicted_step_seconds"] for row in rows[:1] if page]
+    first = rows[0]["predicted_step_seconds"] if page and rows else math.inf
     for row in front[:1]:
-        is_faster = all(seconds > 1.03 * row["predicted_step_seconds"] for seconds in first)
-        is_worth = needed(row) > row["memory_limit_bytes"] and is_faster
-        if any(line.startswith(misfit(row)) for line in lines) != is_worth:
-            wrong.append(f"{'missing' if is_worth else 'needless'}: {misfit(row)}")
+        saved = 100 * (1 - row["predicted_step_seconds"] / first)
+        more = f"{label(row)} would take {saved:.1f} % less time, on devices with {size_text(row['device_bytes'])}."
+        is_worth = needed(row) > row["memory_limit_bytes"] and first > 1.03 * row["predicted_step_seconds"]
+        line = misfit(row) if first == math.inf else more
+        known.append(more)
+        if any(text.startswith(line) for text in lines) != is_worth:
+            wrong.append(f"{'missing' if is_worth else 'needless'}: {line}")
+    risky = [row for row in front if row["fits"] == "tight" and 1.03 * row["predicted_step_seconds"] < first < math.inf]
+    for row in risky[:1]:
+        saved = f"takes {100 * (1 - row['predicted_step_seconds'] / first):.1f} % less time, but may run out of memory:"
+        wrong += [] if any(f" {saved} " in line for line in lines) else [f"missing: {saved}"]
     wrong += [] if not page or is_chosen_well(rows, front) else ["the choices are not those of the front"]
     for line in lines:
         number, _, text = line.partition(": ")
@@ -299,7 +316,8 @@ def unexplained(
             is_right = sent or text in detail(row) or derived(text, row)
         else:
             ends = tuple(f"{decided[1]}{basis}." for basis in BASES) if decided else ()
-            is_right = line in known or line.startswith(misfits) or line in (*decided[:1], *ends)
+            is_risk = " less time, but may run out of memory: its tensors need " in line
+            is_right = line in known or is_risk or line.startswith(misfits) or line in (*decided[:1], *ends)
         wrong += [] if is_right else [line]
     return wrong
 

@@ -81,11 +81,11 @@ SEARCHES = {
 def shown(plan: LayoutPlan) -> Iterator[tuple[str, Prediction]]:
     """Yield the fastest layout that fits, and the one with least memory that is at most a tenth slower, if it saves."""
     assert plan.result is not None
-    fastest = plan.result.best[0]
+    fastest = plan.result.choices[0]
     yield "fastest", fastest
     near = [entry for entry in plan.result.front if entry.step_seconds <= SLOWER * fastest.step_seconds]
     least = min(near, key=lambda entry: entry.memory.peak_bytes, default=fastest)
-    if least.needed_bytes <= (1 - SAVING) * fastest.needed_bytes:
+    if least.device_bytes <= (1 - SAVING) * fastest.device_bytes:
         yield "least memory", least
 
 
@@ -247,8 +247,8 @@ def host_gib(row: dict[str, str]) -> float:
 
 
 def needed(row: dict[str, str]) -> str:
-    """Return the GiB that a device needs."""
-    device = f"{(float(row['predicted_peak_bytes']) + float(row['process_bytes'])) / GIB:.1f}"
+    """Return the GiB that a device must have."""
+    device = f"{float(row['device_bytes']) / GIB:.1f}"
     return f"{device} + {host_gib(row):.0f}" if host_gib(row) else device
 
 

@@ -17,6 +17,7 @@ from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import WORKSPACE_BYTES
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
+from harness.planner.plan import plans
 from harness.planner.row import PLAN_COLUMNS
 from harness.planner.space import predict
 from harness.records.schema import COLUMNS
@@ -272,10 +273,21 @@ def test_planned_rows_are_no_measurements(tmp_path: Path, capsys: Capture) -> No
 def test_a_config_json_of_llama_is_planned_as_the_same_model(capsys: Capture) -> None:
     own = ("model=hf", "model.path=own_7b", "cluster=eight")
     text = " ".join(printed(capsys, *own).split())
-    assert "plans of this project's own layers" in text and "Run the fastest with" not in text
+    assert "plans of this project's own layers" in text and "Measure it" not in text and "Export it" in text
     rows = planned(capsys, *own, "strategy=zero3") + planned(capsys, "model=7b", "cluster=eight", "strategy=zero3")
     names = ("parameters", "predicted_peak_bytes", "predicted_step_seconds", "communication_bytes")
     assert len({tuple(row[name] for name in names) for row in rows}) == 1
+
+
+def test_a_config_json_keeps_its_rates(tmp_path: Path) -> None:
+    """A script that is exported builds the model with them; how positions are scaled is said to be left out."""
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0}
+    rates = {"rms_norm_eps": 1e-6, "initializer_range": 0.01, "rope_parameters": rope}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | SMALL | {"max_position_embeddings": 2048} | rates))
+    (plan,) = plans([f"model={tmp_path}/", "cluster=eight", "strategy=zero3"])
+    model = plan.predictions[0].config.model
+    assert (model.rope_theta, model.rms_norm_eps, model.initializer_range) == (500000.0, 1e-6, 0.01)
+    assert model.source == "its config.json without rope_scaling=llama3"
 
 
 def test_every_stack_is_planned(capsys: Capture) -> None:
