@@ -122,6 +122,7 @@ def latex_table(view: View, statistic: Statistic = "median", width: float | None
             statistic=statistic,
             baseline=baseline_name(lines),
             lines=lines,
+            unsettled=[line.label for line in lines if line.get("unsettled")],
             left_out=[column.title for column in left_out],
         ),
     )
