@@ -58,7 +58,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     config = load_hf_config(values, path)
     changes = {key: model[key] for key in ("tie_word_embeddings", "vocab_size", "num_hidden_layers") if model.get(key)}
     if changes:
-        config = load_hf_config(changed_values(config.to_dict(), changes), path)
+        config = load_hf_config(changed_values(config, changes), path)
     refuse_experts(config.to_dict(), path)
     if model.get("dropout") is not None:
         set_dropout(config, float(model["dropout"]), path)
@@ -130,9 +130,9 @@ def set_dropout(config: Any, probability: float, path: object) -> None:
         setattr(config, key, probability)
 
 
-def changed_values(values: dict[str, Any], changes: GroupValues) -> dict[str, Any]:
+def changed_values(config: Any, changes: GroupValues) -> dict[str, Any]:
     """Return the values of a configuration with changes; its lists with an entry for each layer have as many then."""
-    before, layers = values["num_hidden_layers"], changes.get("num_hidden_layers")
+    values, before, layers = config.to_dict(), config.num_hidden_layers, changes.get("num_hidden_layers")
     lists = {
         key: list(itertools.islice(itertools.cycle(entries), layers))
         for key, entries in values.items()
