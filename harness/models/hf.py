@@ -132,7 +132,8 @@ def set_dropout(config: Any, probability: float, path: object) -> None:
 
 def changed_values(config: Any, changes: GroupValues) -> dict[str, Any]:
     """Return the values of a configuration with changes; its lists with an entry for each layer have as many then."""
-    values, before, layers = config.to_dict(), config.num_hidden_layers, changes.get("num_hidden_layers")
+    values: dict[str, Any] = config.to_dict()
+    before, layers = config.num_hidden_layers, changes.get("num_hidden_layers")
     lists = {
         key: list(itertools.islice(itertools.cycle(entries), layers))
         for key, entries in values.items()
