@@ -152,12 +152,12 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
 )
 def test_a_layout_with_less_memory_saves_a_twentieth(sizes: list[tuple[float, int]], least: int | None) -> None:
     layouts = [
-        SimpleNamespace(step_seconds=seconds, needed_bytes=size, memory=SimpleNamespace(peak_bytes=size))
+        SimpleNamespace(step_seconds=seconds, device_bytes=size, memory=SimpleNamespace(peak_bytes=size))
         for seconds, size in sizes
     ]
-    plan: Any = SimpleNamespace(result=SimpleNamespace(best=layouts, front=layouts))
+    plan: Any = SimpleNamespace(result=SimpleNamespace(choices=layouts, front=layouts))
     expected = {"fastest": 1000} | ({"least memory": least} if least else {})
-    assert {choice: entry.needed_bytes for choice, entry in shown(plan)} == expected
+    assert {choice: entry.device_bytes for choice, entry in shown(plan)} == expected
 
 
 def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
