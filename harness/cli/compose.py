@@ -28,6 +28,7 @@ from harness.runner.reuse import ensure_writable
 from harness.sweep.queued_run import parse_stop_after, wants_max_micro_batch
 from harness.sweep.slurm import plugin
 from harness.tracking.base import tracker_names
+from harness.util.redact import redacted
 from harness.util.text import UserError, count_text
 
 
@@ -79,7 +80,7 @@ def combinations_of(composed: Sequence[tuple[Any, Any]], arguments: Sequence[str
     Raises UserError for a value that cannot be resolved.
     """
     words = [word for word in arguments if not word.startswith("results_dir=")]
-    command = {"command_line": shlex.join(["harness", *words])}
+    command = {"command_line": redacted(shlex.join(["harness", *words]))}
     requested = [to_container(combination) | command for combination, _ in composed]
     hydra_config, values = composed[-1][1], requested[-1]
     is_sweep = hydra_config.mode == RunMode.MULTIRUN
