@@ -63,6 +63,7 @@ def test_a_closed_terminal_leaves_table_and_report(tmp_path: Path) -> None:
     """Its kernel sends SIGHUP, and every write to the terminal fails with EIO."""
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
         os.execv(sys.executable, [sys.executable, "-m", "harness", *SWEEP, *LONG, f"results_dir={tmp_path}"])
     reader = threading.Thread(target=read_until_closed, args=(terminal,), daemon=True)
     reader.start()

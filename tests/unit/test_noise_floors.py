@@ -236,8 +236,9 @@ def test_sums_over_tokens_are_accurate_in_16_bits(build: type[torch.nn.Module], 
 def test_divided_sums_differ_in_rounding_only(module: torch.nn.Module) -> None:
     generator = torch.Generator().manual_seed(0)
     is_embedding = isinstance(module, torch.nn.Embedding)
-    values = torch.randn(4, 101, 65, generator=generator, requires_grad=True)
-    inputs = torch.arange(404).view(4, 101) % 5 if is_embedding else values
+    # Intel's library divides a sum of up to some thousand products in the middle itself.
+    values = torch.randn(4, 997, 65, generator=generator, requires_grad=True)
+    inputs = torch.arange(3988).view(4, 997) % 5 if is_embedding else values
     gradient = torch.randn(module(inputs).shape, generator=generator)
 
     def results() -> list[torch.Tensor]:
@@ -250,5 +251,5 @@ def test_divided_sums_differ_in_rounding_only(module: torch.nn.Module) -> None:
     with DividedSums():
         divided = results()
     differences = [float((one - other).norm() / other.norm()) for one, other in zip(divided, expected, strict=True)]
-    assert differences[0] > 0 and max(differences) < 1e-6
+    assert differences[0] > 0 and max(differences) < 3e-6
     assert (differences[-1] > 0) == isinstance(module, torch.nn.Linear)
