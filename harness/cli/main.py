@@ -1,5 +1,6 @@
 """The entry of the command line: the first argument decides which command runs, and what is imported for it."""
 
+import io
 import os
 import re
 import sys
@@ -27,8 +28,22 @@ STARTERS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status; a mistake in it is one line of output."""
+    if arguments is None:
+        open_streams()
     words = list(sys.argv[1:] if arguments is None else arguments)
     return run_command(lambda: run_words(words))
+
+
+def open_streams() -> None:
+    """Open standard streams that are closed to nothing, lest files get their numbers, and let them take any text."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) < 3:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    # They stay open as long as the process.
+    sys.stdout, sys.stderr = (stream or open(os.devnull, "w") for stream in (sys.stdout, sys.stderr))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def run_words(words: Sequence[str]) -> int | None:
