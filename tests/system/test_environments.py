@@ -53,7 +53,6 @@ ENVIRONMENTS = {
     "EOPNOTSUPP of flock": no_flock(errno.EOPNOTSUPP),
     "no home": Environment("unset HOME"),
     "a home that does not exist": Environment(variables={"HOME": "/nonexistent"}),
-    "a home that is a file": Environment(variables={"HOME": "/dev/null"}, reason="/dev/null/.cache/harness cannot be"),
     "the C locale": Environment(variables={"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}),
     "a narrow, dumb terminal": Environment(variables={"COLUMNS": "1", "TERM": "dumb"}),
     "optimized Python": Environment(variables={"PYTHONOPTIMIZE": "2"}),
