@@ -7,7 +7,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Annotated, Any, TypeVar
 
@@ -100,6 +100,14 @@ def is_group(hint: Any) -> bool:
 GroupValues = dict[str, Any]  # the values of one group; harness.config.from_dict checks their keys and types
 # The values of a whole configuration, with the keys of RunConfig and CommandConfig; an old record may lack some.
 ConfigValues = dict[str, Any]
+
+
+def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return nested groups as one mapping under dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def require(holds: bool, key: str, value: object, rule: str) -> None:

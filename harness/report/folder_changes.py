@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any, Literal
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import flattened
 from harness.records.provenance import machine_text, versions_text
 from harness.records.schema import Record, Row
 from harness.report.comparability import group_by
-from harness.report.labels import flattened
 from harness.report.lines import labels_of
 from harness.report.speeds import Speed, are_alike, speed_of
 from harness.report.text import sentence

@@ -1,10 +1,11 @@
 """Labels and titles: the columns that may differ between rows, a unique label for each row, and the parts of a bar."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import flattened
 from harness.config.strategy import DEGREES
 from harness.cost_model.parts import STEP_PARTS
 from harness.records.schema import COLUMNS, Record, Row
@@ -57,14 +58,6 @@ def column_title(name: str, short: bool = False) -> str:
     if name not in COLUMNS:
         return name
     return COLUMNS[name].label if short else COLUMNS[name].title
-
-
-def flattened(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested groups as one mapping under dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= flattened(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def cell_text(value: Any) -> str:

@@ -6,10 +6,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import flattened
 from harness.records.provenance import command_text, commit_text
 from harness.records.schema import Record
 from harness.report.document import Paragraph, Section, Table, bullets, section
-from harness.report.labels import flattened
 from harness.report.text import sentence
 from harness.report.view import View
 

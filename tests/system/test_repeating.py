@@ -11,11 +11,11 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.fingerprint import result_affecting_keys
+from harness.config.from_dict import flattened
 from harness.records.provenance import machine_text, origin_of_row, versions_text
 from harness.records.schema import Record
 from harness.records.store import read_runs, read_runs_csv, rows_of, write_record, write_runs_csv
 from harness.report.document import Table
-from harness.report.labels import flattened
 from harness.report.repeating import repeating
 from harness.report.view import View
 from tests.support.commands import compose_config
