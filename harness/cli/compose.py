@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from harness.cli.notice import Notice, import_slowly, showing
 from harness.config.arguments import normalize_arguments
 from harness.config.command import read_command_config
-from harness.config.from_dict import ConfigValues, GroupValues, from_dict, one_of
+from harness.config.from_dict import ConfigValues, GroupValues, from_dict
 from harness.config.hydra import composing, register_resolvers, to_container
 from harness.config.locations import PACKAGED_CONF
 from harness.config.schema import ClusterConfig
@@ -27,7 +27,7 @@ from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_con
 from harness.runner.reuse import ensure_writable
 from harness.sweep.queued_run import parse_stop_after, wants_max_micro_batch
 from harness.sweep.slurm import plugin
-from harness.tracking.base import tracker_names
+from harness.tracking.base import check_tracker
 from harness.util.redact import redacted
 from harness.util.text import UserError, count_text
 
@@ -96,7 +96,7 @@ def check(combinations: Combinations) -> None:
     Impossible combinations of a sweep become rows.
     """
     for name in {values["tracking"]["name"]: None for values in combinations.requested}:
-        one_of("none", *tracker_names())(name, "tracking")
+        check_tracker(name)
     parse_stop_after(combinations.requested[0]["stop_after"])
     is_single = not combinations.is_sweep and not combinations.is_for_slurm
     if not is_single or check_run(combinations.requested[0]):  # an impossible single run leaves no files

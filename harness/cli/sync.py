@@ -13,6 +13,7 @@ from harness.records.run_folder import TRACKED, ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import read_all
 from harness.tracking import payload
+from harness.tracking.base import check_tracker, tracker_names
 from harness.tracking.client import TrackingClient
 from harness.util.text import UserError, count_text, sanitize
 
@@ -34,7 +35,8 @@ def main(options: Namespace) -> int:
     for path in comparison.damaged_files():
         if path.name == TRACKED:
             print_error(f"{path} is damaged: what it may have known to be sent is sent again")
-    tracking = requested_tracking(loaded.records, options.tracker, options.project, options.entity)
+    tracking = requested_tracking(loaded.records, options)
+    check_tracker(tracking.name)
 
     def is_sent(sent: Path, content_key: str) -> bool:
         state = payload.read_sync_state(sent, tracking.name)
@@ -66,17 +68,16 @@ def main(options: Namespace) -> int:
     return 1 if problem else 0
 
 
-def requested_tracking(
-    records: Sequence[Record], tracker: str, project: str | None, entity: str | None
-) -> TrackingConfig:
-    """Return where the comparison's last run was tracked, online, with the command line's project and entity."""
-    tracking = TrackingConfig(tracker)
+def requested_tracking(records: Sequence[Record], options: Namespace) -> TrackingConfig:
+    """Return where the comparison's last run was tracked, online, with what the command line says instead."""
+    wanted = [options.tracker] if options.tracker else tracker_names()
+    tracking = TrackingConfig(options.tracker or "wandb")
     for record in records:
         with suppress(UserError, KeyError, TypeError):  # of a row that was refused because of it
             recorded = from_dict(TrackingConfig, record.config["tracking"], "tracking")
-            tracking = recorded if recorded.name == tracker else tracking
-    project, entity = project or tracking.project, entity or tracking.entity
-    return dataclasses.replace(tracking, mode="online", project=project, entity=entity)
+            tracking = recorded if recorded.name in wanted else tracking
+    own = {key: getattr(options, key) or getattr(tracking, key) for key in ("project", "entity", "uri")}
+    return dataclasses.replace(tracking, mode="online", **own)
 
 
 def print_error(line: str) -> None:

@@ -87,6 +87,9 @@ class TrackingConfig:
     mode: TrackingMode = "offline"  # Whether runs are only written into their folders (offline) or also sent (online).
     project: str = "harness"  # The project of the tracker that has the runs.
     entity: str | None = None  # The user or team; null means the account's default.
+    # Where the tracker has its runs, if it can have them in several places: MLflow's tracking URI, or the folder of
+    # TensorBoard's files. Null means what the tracker's own variables say, or beside the runs.
+    uri: str | None = None
     # Tags of every run, besides strategy, model, checkpointing, precision and status.
     tags: tuple[str, ...] = ()
 

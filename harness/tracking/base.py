@@ -5,18 +5,22 @@ A tracker is one module in harness/tracking/trackers with one function,
     connect(config, timeout_seconds) -> Tracker
 
 which imports its library and raises TrackerUnavailableError if the tracker cannot be used, and one file in
-conf/tracking. It runs in a process of its own (harness.tracking.process), which the parent's TrackingClient starts. It
-may be slow, hang or die there: everything that it received can be sent again from the records (`harness sync`).
+conf/tracking. Where it names its library as LIBRARY, no run starts without that. It runs in a process of its own
+(harness.tracking.process), which the parent's TrackingClient starts. It may be slow, hang or die there: everything
+that it received can be sent again from the records (`harness sync`).
 """
 
 import hashlib
+import importlib
+import importlib.util
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
-from harness.config.from_dict import ConfigValues, GroupValues
+from harness.config.from_dict import ConfigValues, GroupValues, one_of
+from harness.util.text import UserError
 
 Scalar = str | int | float | bool
 
@@ -72,6 +76,21 @@ def tracker_names() -> list[str]:
     from harness.tracking import trackers
 
     return sorted(module.name for module in pkgutil.iter_modules(trackers.__path__))
+
+
+def check_tracker(name: str) -> None:
+    """Raise UserError if there is no such tracker, or its library is not installed."""
+    one_of("none", *tracker_names())(name, "tracking")
+    module = importlib.import_module(f"harness.tracking.trackers.{name}") if name != "none" else None
+    library = getattr(module, "LIBRARY", None)
+    if library and importlib.util.find_spec(library) is None:
+        raise UserError(f"tracking={name} needs the {library} library: pip install 'training-harness[{name}]'")
+
+
+def numbers(values: Values) -> dict[str, float]:
+    """Return the values that are numbers, as trackers draw them; true and false are none."""
+    kinds = (int, float)
+    return {key: value for key, value in values.items() if isinstance(value, kinds) and not isinstance(value, bool)}
 
 
 def tracked_id(run_id: str, moment: str) -> str:

@@ -108,7 +108,8 @@ class TrackingProcess:
                         line = f"tracking: {error}; runs are kept on disk; {message['hint']}"
                         self.send({"log": line, "has_hint": True})
             if config.mode == "online" and not message["upload"]:
-                self.track(config, message)
+                with suppress(TrackerUnavailableError):  # the reason is known
+                    self.track(config, message)
             return self.failures[config]
         except Exception as error:  # not the network's fault: log it and go on with the next run
             problem = one_line(f"{type(error).__name__}: {error}")

@@ -32,6 +32,7 @@ ELSEWHERE = {
     "wandb leet": "test_command.py",
     "model.path=FOLDER": "test_huggingface.py",
     "harness sync": "test_tracking.py",
+    "harness reproduce": "test_reproduce.py",
     "wide_pipeline": "test_extending.py",
     "engine=by_hand": "test_extending.py",
     "tracking=lines": "test_extending.py",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.command import TrackingConfig
-from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailableError, Values
+from harness.tracking.base import Scalar, TrackedRun, TrackerUnavailableError, Values, numbers
 from harness.util.text import one_line
 
 FLUSH_SECONDS = 2.0  # the most recent values that the file of a killed process may lack
@@ -69,8 +69,9 @@ class WandB:
             wandb_run.config.update(dict(run.config), allow_val_change=True)
             wandb_run.tags = _tags(run)
             for step in steps:
-                numbers = {key: value for key, value in step.items() if isinstance(value, (int, float))}
-                wandb_run.log({f"train/{STEP_VALUE_NAMES.get(key, key)}": value for key, value in numbers.items()})
+                wandb_run.log(
+                    {f"train/{STEP_VALUE_NAMES.get(key, key)}": value for key, value in numbers(step).items()}
+                )
             parts = {
                 key.replace("at_peak_", "memory/", 1): value
                 for key, value in row.items()
