@@ -14,6 +14,7 @@ from harness.engines.base import load_engine
 from harness.hardware.machine import CPU_RANKS
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout, resolve_layout
+from harness.records.bundle import unpacked
 from harness.records.schema import column_type
 from harness.records.store import columns_of, read_runs, rows_of
 from harness.runner.resolve import resolve_auto, resolve_run_config
@@ -29,9 +30,10 @@ def load(folder: str | Path) -> pd.DataFrame:
 
     The columns are those of runs.csv, in pandas' nullable types: an unknown value is NA. Records that cannot be read
     are left out; their problems are in `.attrs["problems"]`. A folder without records, as a published one, is read from
-    its runs.csv. Raises UserError if there is no such folder.
+    its runs.csv, and a bundle of `harness report --bundle` as it is. Raises UserError if there is no such folder.
     """
-    loaded = read_runs(Path(folder))
+    with unpacked(Path(folder)) as folders:
+        loaded = read_runs(*folders)
     columns = columns_of(rows_of(loaded.records))
     table = pd.DataFrame({name: _typed_column(name, values) for name, values in columns.items()})
     table.attrs["problems"] = loaded.problems

@@ -6,6 +6,7 @@ from argparse import Namespace
 import orjson
 
 from harness.cli.report import prepare_output, read_comparison
+from harness.records.bundle import unpacked
 from harness.report.diff import print_comparison, print_names, print_regressions
 from harness.report.folder_changes import compare
 from harness.report.tables import terminal
@@ -22,7 +23,9 @@ def main(options: Namespace) -> int:
     if options.fail_above is None and (options.across_versions or options.json):
         options.fail("--across-versions and --json are for a comparison with a baseline: add --fail-above 5%")
     prepare_output()
-    before, after, out = *(read_comparison(side).records for side in (options.A, options.B)), terminal()
+    with unpacked(options.A, options.B) as folders:
+        before, after = (read_comparison(folder).records for folder in folders)
+    out = terminal()
     sides = {f"A: {options.A}": before, f"B: {options.B}": after}
     if options.fail_above is None:
         print_names(sides, out)

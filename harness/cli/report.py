@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.text import Text
 
+from harness.records.bundle import SUFFIX, unpacked, write_bundle
 from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import LoadedRecords, read_runs, read_runs_csv
@@ -21,14 +22,27 @@ from harness.util.text import UserError, count_text, parse_bytes, sanitize
 
 
 def main(options: Namespace) -> None:
-    """Print the table of all folders' runs and write their report.
+    """Print the table of all folders' runs, which may be in bundles, and write their report and their own bundle.
 
-    The report goes to the folder `to`, or by default into the only folder, or for several folders into one beside the
-    first whose name joins theirs. A single folder with a table alone gets none. Raises UserError for a folder without a
-    single readable run, for a pivot that is no column, and for a folder `to` whose table has other runs.
+    Raises UserError for a bundle of several folders or another suffix, and for what write_report() does not take.
     """
     prepare_output()
-    folders = options.folders
+    bundle = options.bundle
+    if bundle is not None and (len(options.folders) > 1 or not bundle.name.endswith(SUFFIX)):
+        raise UserError(f"--bundle={bundle} is the archive of one comparison: name one folder, and a file *{SUFFIX}")
+    with unpacked(*options.folders) as folders:
+        target = write_report(options, folders)
+        if bundle is not None:
+            print(write_bundle(bundle, folders[0].resolve().name, folders[0], target))
+
+
+def write_report(options: Namespace, folders: list[Path]) -> Path:
+    """Print the table of the runs in folders, write their report, and return the folder that has it.
+
+    The report goes to the folder `to`, or by default into the only folder, or for several folders or a bundle into one
+    beside the first whose name joins theirs. A single folder with a table alone gets none. Raises UserError for one
+    without a single readable run, for a pivot that is no column, and for a folder whose table has other runs.
+    """
     formats = () if options.export is None else parse_formats(options.export)
     if options.width is not None and not formats:
         raise UserError("--width is the width of exported charts: add --export, such as --export=pdf,latex")
@@ -45,12 +59,13 @@ def main(options: Namespace) -> None:
     if alone := [record for record in view.records if record.is_row_alone]:
         console.print(Text(sentence("of_table", of=alone, total=len(view.lines))))
     if len(alone) == len(view.records) and len(folders) == 1 and options.to is None:
-        console.print(Text(f"nothing is written into {folders[0]}, which has a table alone: add --to FOLDER"))
-        return
-    joined = folders[0].parent / "+".join(folder.resolve().name for folder in folders)
-    target = options.to or (folders[0] if len(folders) == 1 else joined)
-    if options.to is not None:
-        refuse_loss(options.to, view)
+        console.print(Text(f"nothing is written into {options.folders[0]}, which has a table alone: add --to FOLDER"))
+        return folders[0]
+    joined = options.folders[0].parent / "+".join(folder.resolve().name for folder in folders)
+    is_unpacked = folders != options.folders
+    target = options.to or (joined if is_unpacked or len(folders) > 1 else folders[0])
+    if options.to is not None or is_unpacked:
+        refuse_loss(target, view)
     target.mkdir(parents=True, exist_ok=True)
     report = sections(view, options.pivot, limit)
     paths = write_files(target, view, report)
@@ -58,6 +73,7 @@ def main(options: Namespace) -> None:
         paths += export(target / FOLDER, view, list(charts(report)), formats, width, options.statistic)
     for path in paths:
         console.print(Text(str(path)), soft_wrap=True)
+    return target
 
 
 def refuse_loss(target: Path, view: View) -> None:

@@ -50,6 +50,12 @@ _REFERENCES = "references"
 
 TRACKED = "tracking.json"  # what each tracker has of a run or of a comparison, in its folder
 
+# The files of a comparison that a bundle has. Logs, and what single ranks report, stay behind.
+SHARED = (
+    *("*.csv", "*.parquet", "report.*", "figures/*", "plan_validation.json"),
+    *(f"*/{_RECORD}", "*/run.json", "*/steps.jsonl"),
+)
+
 
 @dataclass(frozen=True)
 class Entry:
