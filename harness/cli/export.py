@@ -41,7 +41,10 @@ def run_of(options: Namespace) -> RecordedRun:
     if (options.run is None) == (options.plan is None):
         raise UserError("harness export takes the folder of one run, or --plan KEY=VALUE… --to DIR")
     if options.run is not None:
-        return read_recorded_run(options.run, options.to)
+        from harness.export.row_run import row_alone, row_run  # it imports what plans need
+
+        row = row_alone(options.run)
+        return read_recorded_run(options.run, options.to) if row is None else row_run(row, options.to)
     if options.to is None:
         raise UserError("a plan has no folder for its export: add --to DIR")
     from harness.export.planned_run import plan_run  # it imports what plans need

@@ -172,12 +172,44 @@ def _other_figures(first: Row, second: Row) -> dict[str, tuple[Any, Any]]:
 
 def print_regressions(check: JsonObject, out: Console) -> None:
     """Print one line for each change, worst first, then what was compared, and whether the baseline is held."""
+    limit, regressed = _limit_text(check), {change.run for change in check["changes"] if change.verdict == "regressed"}
+    notes = {
+        sentence("regressed", runs=regressed, check=check, limit=limit): regressed,
+        sentence("holds", limit=limit): check["holds"],
+    }
+    _print_check(check, notes, out)
+
+
+def print_reproduction(check: JsonObject, other_ends: Sequence[Pair], out: Console) -> bool:
+    """Print what differs between a comparison and its repetition, and return whether nothing does beyond the limit.
+
+    Args:
+        check: What changed, by folder_changes.compare().
+        other_ends: The runs that did not end ok the first time, and end otherwise now.
+        out: Where to print.
+    """
+    beyond = [change.run for change in check["changes"] if abs(change.growth) > check["limit"]]
+    labels = [*dict.fromkeys([*beyond, *(pair.label for pair in other_ends)])]
+    notes = {
+        sentence("other_ends", pairs=other_ends): other_ends,
+        sentence("not_reproduced", labels=labels): labels,
+        sentence("reproduced", limit=_limit_text(check)): not labels,
+    }
+    _print_check(check, notes, out)
+    return not labels
+
+
+def _limit_text(check: JsonObject) -> str:
+    return f"{100 * check['limit']:g} %"
+
+
+def _print_check(check: JsonObject, conclusion: Mapping[str, object], out: Console) -> None:
+    """Print one line for each change, what was compared, and the conclusion."""
     settings = {sentence("other_setting", key=key, values=of): True for key, of in check["configuration"].items()}
     _print_notes(settings, out, soft_wrap=True)
-    limit = f"{100 * check['limit']:g} %"
     rows = [
         (
-            change.verdict.replace("limit", limit),
+            change.verdict.replace("limit", _limit_text(check)),
             sanitize(change.run),
             COLUMNS[change.column].title,
             _growth_text(change),
@@ -190,7 +222,6 @@ def print_regressions(check: JsonObject, out: Console) -> None:
         cells = zip(("verdict", "run", "figure", "change", "A", "B"), zip(*rows, strict=True), strict=True)
         columns = [ShownColumn(header, texts, number=header == "change") for header, texts in cells]
         out.print(rich_table(fit_width(columns, out.width)[0]))
-    regressed = {change.run for change in check["changes"] if change.verdict == "regressed"}
     notes = {
         sentence("judged", check=check): True,
         **{
@@ -198,8 +229,7 @@ def print_regressions(check: JsonObject, out: Console) -> None:
             for reason, labels in check["unjudged_speeds"].items()
         },
         sentence("unjudged_runs", labels=check["new"]): check["new"],
-        sentence("regressed", runs=regressed, check=check, limit=limit): regressed,
-        sentence("holds", limit=limit): check["holds"],
+        **conclusion,
     }
     _print_notes(notes, out, soft_wrap=True)
 

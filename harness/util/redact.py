@@ -60,7 +60,7 @@ _NAMED = re.compile(
 
 _LONG_WORD = re.compile(r"(?<![\w+/=.-])(?!sha\d+-)(?P<value>[A-Za-z0-9][\w+/=-]{31,})", re.ASCII)
 
-_REPLACEMENT = "[secret]"
+REPLACEMENT = "[secret]"
 
 
 def redacted(value: Any) -> Any:
@@ -70,8 +70,8 @@ def redacted(value: Any) -> Any:
     @functools.cache  # the lists of ranks repeat their texts
     def without_secrets(text: str) -> str:
         for secret in secrets:
-            text = secret.sub(_REPLACEMENT, text)
-        text = _KEY.sub(_REPLACEMENT, _QUERY_OF_URL.sub(rf"\1{_REPLACEMENT}", text))
+            text = secret.sub(REPLACEMENT, text)
+        text = _KEY.sub(REPLACEMENT, _QUERY_OF_URL.sub(rf"\1{REPLACEMENT}", text))
         for pattern, is_secret in ((_USER_IN_URL, _is_secret), (_NAMED, _is_secret), (_LONG_WORD, _is_random)):
             text = pattern.sub(functools.partial(_replaced, is_secret), text)
         return text
@@ -83,7 +83,7 @@ def redacted(value: Any) -> Any:
             return [copied(item, name) for item in entry]
         if not isinstance(entry, str):
             return entry
-        return _REPLACEMENT if _SECRET_NAME.search(name) and _is_secret(entry) else without_secrets(entry)
+        return REPLACEMENT if _SECRET_NAME.search(name) and _is_secret(entry) else without_secrets(entry)
 
     return copied(value, "")
 
@@ -101,7 +101,7 @@ def _replaced(is_secret: Callable[[str], bool], match: re.Match[str]) -> str:
     value = match["value"]
     if value is not None and not is_secret(value):
         return match[0]
-    return match[0].removesuffix(value or match[0]) + _REPLACEMENT
+    return match[0].removesuffix(value or match[0]) + REPLACEMENT
 
 
 def _is_secret(value: str) -> bool:
