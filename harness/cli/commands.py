@@ -60,5 +60,6 @@ CHOICES: dict[str, Sequence[str]] = {
     "processors": ("x86_64", "aarch64"),
     "shells": ("bash", "zsh", "fish"),
     "kinds": tuple(KINDS),
+    "fits": ("likely", "tight"),
     "trackers": tuple(tracker_names()),
 }

@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+from harness.cost_model.fits import Fits
 from harness.cost_model.prediction import Prediction
 from harness.planner.plan import LayoutPlan, against_words, plans
 from harness.planner.row import csv_text, planned_row, refused_row
@@ -95,8 +96,22 @@ def side_by_side(entries: Sequence[LayoutPlan]) -> list[LayoutPlan]:
     ]
 
 
-def main(options: Namespace) -> None:
-    """Print the plans of the settings, and write the page of the first search. Raises UserError for a mistake."""
+def shortfalls(entries: Sequence[LayoutPlan], least: Fits) -> Iterator[str]:
+    """Yield why plans do not fit as surely as they must, a line each; a search needs one layout that does."""
+    enough = {"likely", least}
+    for plan in entries:
+        if not enough & {entry.verdict.fits for entry in plan.predictions}:
+            first = next(
+                (f"{entry.label()} has fits={entry.verdict.fits}" for entry in plan.predictions), "no layout fits"
+            )
+            yield f"--require {least} is not met: {plan.swept + ': ' if plan.swept else ''}{plan.refusal or first}"
+
+
+def main(options: Namespace) -> int:
+    """Print the plans of the settings, and write the page of the first search.
+
+    Return 1 if --require is not met, and print why on standard error; else 0. Raises UserError for a mistake.
+    """
     formats = [word.partition("=")[2] for word in options.settings if word.startswith("format=")]
     arguments = [word for word in options.settings if not word.startswith("format=")]
     output, page = formats[-1] if formats else "table", options.report
@@ -118,18 +133,32 @@ def main(options: Namespace) -> None:
         from harness.report.plan_page import write_page  # it imports pandas, which a plan without a page does not need
 
         write_page(page, *searches[0], arguments)
+    lacking = [*shortfalls(entries, options.require)] if options.require else []
     entries = side_by_side(entries) if options.against else entries
     if output == "table":
-        shown = [(entry.swept, line) for entry in entries for line in entry.predictions]
-        if options.against:
-            print("\n".join(against_lines(*(line for _, line in shown))))
-        else:
-            print("\n".join(map(sanitize, decisions(entries))))
-            if shown:
-                print("", *table_lines([line for _, line in shown], [swept for swept, _ in shown]), sep="\n")
-        for text in text_lines(entries, options.explain):
-            print(sanitize(text))
-        return
+        print_table(entries, options)
+    else:
+        print_rows(entries, output)
+    for line in lacking:
+        print(sanitize(line), file=sys.stderr)
+    return int(bool(lacking))
+
+
+def print_table(entries: Sequence[LayoutPlan], options: Namespace) -> None:
+    """Print plans for a terminal: what they decide, or two of them side by side, their table, and sentences on them."""
+    shown = [(entry.swept, line) for entry in entries for line in entry.predictions]
+    if options.against:
+        print("\n".join(against_lines(*(line for _, line in shown))))
+    else:
+        print("\n".join(map(sanitize, decisions(entries))))
+        if shown:
+            print("", *table_lines([line for _, line in shown], [swept for swept, _ in shown]), sep="\n")
+    for text in text_lines(entries, options.explain):
+        print(sanitize(text))
+
+
+def print_rows(entries: Sequence[LayoutPlan], output: str) -> None:
+    """Print the rows of plans as JSON or CSV, and on standard error what was chosen for them."""
     for note in dict.fromkeys(note for entry in entries for note in entry.notes):
         print(sanitize(note), file=sys.stderr)
     rows = [row for entry in entries for row in rows_of(entry)]

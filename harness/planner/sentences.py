@@ -13,6 +13,7 @@ from harness.cost_model.fits import UNMEASURED_RANGE
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.cost_model.timing.interval import TIE
+from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import STATE_KINDS
 from harness.planner.row import run_settings
 from harness.planner.search import SearchResult
@@ -112,8 +113,10 @@ def misfit_sentence(prediction: Prediction) -> str:
 
 
 def basis_sentences(prediction: Prediction) -> Iterator[str]:
-    """Yield what the figures of a prediction rest on."""
+    """Yield what the figures of a prediction rest on, and what a training needs beside them."""
     hardware = prediction.cluster.hardware
+    processes = min(prediction.cluster.gpus_per_node, prediction.layout.world_size)
+    whole_bytes = parameter_count(prediction.config.model) * prediction.config.precision.compute_bytes
     offloads = prediction.layout.offload != "none" or prediction.config.checkpointing.offload_activations
     copies = offloads and prediction.cluster.device == "cuda"
     facts = {
@@ -121,6 +124,7 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
         "nearest_decoder": prediction.is_of_nearest_decoder,
         "free_copies": copies and hardware.host_bandwidth is None,
         "host_memory": copies,
+        "left_out": [{"whole_bytes": whole_bytes, "processes": processes}],
     }
     return say.of(facts, entry=prediction)
 

@@ -233,7 +233,7 @@ def notes(row: Row) -> list[str]:
     datasheet = "is datasheet-only: no published measurement stands behind its efficiencies."
     lines = [f"cluster={row['cluster']} {datasheet}"] if row["datasheet_only"] else []
     if row["offload"] != "none" or row["offload_activations"]:
-        cluster = yaml.safe_load((ROOT / "conf" / "cluster" / f"{row['cluster']}.yaml").read_text())
+        cluster = cluster_of(row)
         memory = cluster["hardware"].get("host_memory")
         share = (
             float(memory.removesuffix("GB")) * 1e9 / min(cluster["gpus_per_node"], row["world_size"]) if memory else 0
@@ -246,7 +246,26 @@ def notes(row: Row) -> list[str]:
         )
     batch, devices = row["global_batch"], row["world_size"]
     reason = "as in a run" if batch != devices else "one sequence for each device, where a run has 48 in all"
-    return [*lines, f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."]
+    chosen = f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."
+    return [*lines, left_out(row), chosen]
+
+
+def cluster_of(row: Row) -> dict[str, Any]:
+    """Return the file of a row's cluster, one of the current folder first."""
+    place = Path("conf", "cluster", f"{row['cluster']}.yaml")
+    cluster: dict[str, Any] = yaml.safe_load((place if place.exists() else ROOT / place).read_text())
+    return cluster
+
+
+def left_out(row: Row) -> str:
+    """Return what a training needs beside what is planned."""
+    dtype, width = {"fp32": ("float32", 4), "fp16_mixed": ("float16", 2)}.get(row["precision"], ("bfloat16", 2))
+    whole, processes = width * row["parameters"], min(cluster_of(row)["gpus_per_node"], row["world_size"])
+    return (
+        f"Not planned: host memory for a checkpoint, {size_text(processes * whole)} a node"
+        f" where each process loads the whole model in {dtype} and {size_text(whole)} where rank 0 gathers it; nor"
+        f" evaluation, nor sequences longer than train.seq_len={row['seq_len']}."
+    )
 
 
 def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
@@ -283,6 +302,7 @@ def unexplained(
     """
     front = page["front"] if page else []
     expected = [*separations(rows), counts(page), *to_run(settings, rows)] if page else []
+    expected += [left_out(row) for row in [*rows, *front[-1:]][:1]]
     expected += ["No layout of this model fits these devices."] * bool(page and not rows)
     fitting = [row for row in rows if decides and needed(row) <= row["memory_limit_bytes"]]
     decided = [line for row in fitting[:1] for line in decision(row, bool(page), tokens_of(settings))]

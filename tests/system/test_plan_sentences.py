@@ -214,3 +214,37 @@ def test_settings_against_replace_those_of_their_group() -> None:
     assert words == ["model=7b", "train.seq_len=4", "strategy=ddp"]
     assert against_words(["strategy.tp=2", "strategy.pp=2"], ["strategy.tp=4"]) == ["strategy.pp=2", "strategy.tp=4"]
     assert main(["plan", "-m", "model=tiny", "strategy=ddp,zero1", "cluster=8xh100", "--against", "strategy=tp"]) == 2
+
+
+REQUIRED = [
+    # Settings, the exit statuses with --require likely and tight, and what the line says.
+    (LAYOUTS[0], (0, 0), ""),
+    (LAYOUTS[1], (1, 1), "has fits=no"),
+    ("model=7b strategy=fsdp_full_shard cluster=8xa100_40 train.micro_batch=1", (1, 0), "has fits=tight"),
+    (SEARCHES[0], (0, 0), ""),
+    (SEARCHES[3], (1, 1), "no layout fits"),
+    ("-m model=7b strategy=fsdp_full_shard,ddp cluster=8xh100", (1, 1), "strategy=ddp: "),
+    ("-m model=7b strategy=fsdp_tp strategy.tp=2,3 cluster=8xh100", (1, 1), "strategy.tp=3: "),
+]
+
+
+@pytest.mark.parametrize(("settings", "statuses", "words"), REQUIRED)
+def test_what_is_required_is_the_exit_status(
+    settings: str, statuses: tuple[int, int], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is what the column fits of the same plan says; output stays what it is."""
+    arguments = ["plan", "format=json", *settings.split(), "plan.simulate=false"]
+    assert main(arguments) == 0
+    plain = capsys.readouterr()
+    verdicts = [row.get("fits", "no") for row in json.loads(plain.out)]
+    search = "strategy=" not in settings
+    for least, enough in (("likely", {"likely"}), ("tight", {"likely", "tight"})):
+        holds = [verdict in enough for verdict in verdicts]
+        expected = 0 if (any(holds) if search else all(holds)) else 1
+        assert main([*arguments, "--require", least]) == expected
+        out, error = capsys.readouterr()
+        assert out == plain.out
+        own = error.removeprefix(plain.err).splitlines()
+        assert all(line.startswith(f"--require {least} is not met: ") for line in own) and bool(own) == bool(expected)
+        assert words in "\n".join(own) or not expected
+        assert expected == statuses[least == "tight"]
