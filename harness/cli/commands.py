@@ -5,6 +5,7 @@ import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +19,27 @@ KINDS = {"strategies": "strategy", "models": "model", "clusters": "cluster", "sw
 def run_word(word: str, arguments: Sequence[str]) -> int | None:
     """Run `harness WORD` with these arguments and return its exit status, 0 for None.
 
-    The parsed options that its module's main() takes have `settings`, the words that are none, and `fail`, which ends
-    the program with a mistake in the arguments.
+    The parsed options that its module's main() takes have `settings`, the words that are none, `line`, those after --
+    where the command takes them, and `fail`, which ends the program with a mistake in the arguments.
     """
     if (word, *arguments[:1]) == ("completion", "query"):  # the question of the shell's script
         print("\n".join(import_module("harness.cli.completion").candidates(" ".join(arguments[1:]))))
         return None
-    command = COMMANDS[word]
+    command, words = COMMANDS[word], list(takewhile(lambda argument: argument != "--", arguments))
+    line = arguments[len(words) + 1 :]
     parser = ArgumentParser(prog=f"harness {word}", description=command["about"], epilog=command.get("epilog"))
     values: Mapping[str, Mapping[str, Any]] = {"type": TYPES, "choices": CHOICES}
     for name, options in command["arguments"].items():
         parser.add_argument(
             name, **{key: values[key][value] if key in values else value for key, value in options.items()}
         )
-    parsed, settings = parser.parse_known_args(arguments, Namespace(fail=parser.error))
-    if settings and not command.get("takes_settings"):
-        parser.error(f"unrecognized arguments: {' '.join(settings)}")
+    parsed, settings = parser.parse_known_args(words, Namespace(fail=parser.error, line=line))
+    if (settings and not command.get("takes_settings")) or (line and not command.get("takes_line")):
+        parser.error(f"unrecognized arguments: {' '.join([*settings, *line])}")
     parsed.settings = settings
-    status: int | None = import_slowly(f"harness.cli.{word}", f"harness {word}: loading").main(parsed)
+    status: int | None = import_slowly(f"harness.cli.{command.get('module', word)}", f"harness {word}: loading").main(
+        parsed
+    )
     return status
 
 

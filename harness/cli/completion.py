@@ -64,7 +64,7 @@ def _command_words(word: str, last: str) -> Iterator[str]:
         yield from ("--help", *(name for name in arguments if name.startswith("--")))
     elif word in ("ls", "completion"):
         yield from CHOICES["kinds" if word == "ls" else "shells"]
-    elif word != "selftest":
+    elif word not in ("selftest", "import"):
         depth = 2 if word in ("export", "explain") and last.count("/") > 1 else 1
         yield from (str(path) for path in Path("results").glob("/".join("*" * depth)) if path.is_dir())
 

@@ -12,6 +12,7 @@ from harness import __version__
 from harness.cli.commands import COMMANDS, KINDS, run_word
 from harness.cli.notice import import_slowly
 from harness.config.locations import files_in
+from harness.launcher.signals import end_unrecorded, restored_handlers
 from harness.util.text import UserError, run_command
 
 # Words that other programs have, which are no command because settings alone make runs.
@@ -64,7 +65,9 @@ def run_words(words: Sequence[str]) -> int | None:
     if is_run or COMMANDS[words[0]].get("starts_ranks"):
         refuse_copies(os.environ)
     if is_run:
-        status: int = import_slowly("harness.cli.compose", "harness: loading").main(words)
+        with restored_handlers():
+            end_unrecorded()
+            status: int = import_slowly("harness.cli.compose", "harness: loading").main(words)
         return status
     return run_word(words[0], words[1:])
 
@@ -84,10 +87,12 @@ def unknown_command_text(words: Sequence[str]) -> str:
     """Return why a first word cannot be run, with what to type instead."""
     import difflib
 
-    from harness.config.mistakes import choices_of, group_names, similar_choices
+    from harness.config.mistakes import PROGRAMS, choices_of, foreign_line, group_names, similar_choices
 
     word, rest = words[0], list(words[1:])
     problem = f"{word} is neither a command nor KEY=VALUE"
+    if word in PROGRAMS and rest:
+        return f"{problem}: {foreign_line(words, ())}"
     for group in (word, "strategy", "model", "sweeps"):
         name = rest[0] if word == group and rest else word
         if group in group_names() and name in choices_of(group):

@@ -119,6 +119,10 @@ def main(options: Namespace) -> int:
         raise UserError(f"format={output} is not known: choose {', '.join(FORMATS)}")
     if page is not None and page.suffix not in PAGES:
         raise UserError(f"--report={page} is no page's name: choose one that ends in {' or '.join(PAGES)}")
+    if options.foreign is not None:
+        from harness.foreign.overrides import import_configuration  # most plans import nothing
+
+        arguments = list(import_configuration(options.foreign, settings=arguments).words)
     entries = plans(arguments)
     if options.against:
         entries += plans(against_words(arguments, options.against))

@@ -4,6 +4,7 @@ The first half, harness.cli.compose, has composed their configurations.
 """
 
 import shlex
+import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -173,6 +174,8 @@ def main(combinations: Combinations) -> int:
         except KeyboardInterrupt:
             ignore_all_but_sigint()
             command.finish()
+            if not command.display.records:
+                print("harness: interrupted before a run was recorded", file=sys.stderr)
             return 130
         finally:
             for cache in Path(tempfile.gettempdir()).glob("torchinductor_*"):  # empty where torch has compiled nothing

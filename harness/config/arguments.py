@@ -16,6 +16,7 @@ from harness.config.mistakes import (
     NO_KEYS,
     canonical,
     choices_of,
+    foreign_line,
     group_names,
     known_keys,
     setting,
@@ -26,6 +27,9 @@ from harness.config.mistakes import (
 )
 from harness.config.model_files import names_model
 from harness.util.text import UserError, join_words
+
+# Options of a strategy, whose keys only an engine knows: they may be new ones.
+OPTIONS = re.compile(r"^strategy\.options(?=[.=])")
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
 LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
@@ -49,7 +53,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(f"{word} {_word_mistake(word, before)}")
     for word in parsed.overrides:
         words.remove(word)
-    settings = [re.sub(LISTS, r"\1=[\2]", word) for word in parsed.overrides]
+    settings = [re.sub(OPTIONS, "++strategy.options", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
     for text in settings:
         refuse_target(text, text)
     try:
@@ -123,6 +127,9 @@ def _check_options(words: Sequence[str], parser: argparse.ArgumentParser) -> Non
     """Raise UserError for an option that there is not, with the setting that it is instead."""
     known = {option for action in parser._actions for option in action.option_strings}
     by_spelling = {canonical(option).replace("_", ""): option for option in known}
+    strange = [word for word in words if word.startswith("-") and word.partition("=")[0] not in known]
+    if instead := foreign_line(words, strange):
+        raise UserError(f"{' '.join(words)} is of another program: {instead}")
     for word, following in itertools.pairwise([*words, ""]):
         name, _, value = word.partition("=")
         if name in ("--shell-completion", "-sc"):

@@ -42,10 +42,10 @@ def from_dict(cls: type[T], values: Any, key: str = "") -> T:
     for name, (entry, _) in entries.items():
         if name not in values and default_of(entry) is dataclasses.MISSING:
             raise UserError(f"{prefix}{name} is missing: give it a value")
-    return cls(**{name: _from_values(entries[name][1], value, f"{prefix}{name}") for name, value in values.items()})
+    return cls(**{name: typed_value(entries[name][1], value, f"{prefix}{name}") for name, value in values.items()})
 
 
-def _from_values(hint: Any, value: Any, key: str) -> Any:
+def typed_value(hint: Any, value: Any, key: str) -> Any:
     """Return a value as its type hint requires it: lists as tuples, whole numbers as floats. Raises UserError."""
     if is_group(hint):
         return from_dict(hint, value, key)
@@ -56,20 +56,20 @@ def _from_values(hint: Any, value: Any, key: str) -> Any:
         arguments = type(arguments[0]), one_of(*arguments)
     if origin in (typing.Annotated, typing.Literal):
         kind, check = arguments
-        checked = _from_values(kind, value, key)
+        checked = typed_value(kind, value, key)
         check(checked, key)
         return checked
     if origin in (types.UnionType, typing.Union):
         if type(value) in arguments:
             return value
-        return _from_values(next(a for a in arguments if a is not type(None)), value, key)
+        return typed_value(next(a for a in arguments if a is not type(None)), value, key)
     if origin is tuple and isinstance(value, (list, tuple)):
         kinds = arguments[:1] * len(value) if arguments[1:] == (...,) else arguments
         if len(value) == len(kinds):
-            return tuple(_from_values(kind, v, key) for kind, v in zip(kinds, value, strict=True))
+            return tuple(typed_value(kind, v, key) for kind, v in zip(kinds, value, strict=True))
     if origin is dict and isinstance(value, dict):
         require("_target_" not in str(value), key, value, "has a _target_, which names code to run: leave it out")
-        return {str(k): _from_values(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
+        return {str(k): typed_value(arguments[1], v, f"{key}.{k}") for k, v in value.items()}
     if hint is Any:
         return value
     if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):

@@ -6,6 +6,7 @@ the typed configuration, whose errors harness.config.hydra explains.
 
 import difflib
 import re
+import shlex
 import tomllib
 import typing
 from collections.abc import Iterator, Sequence
@@ -52,7 +53,18 @@ _OTHER_SETTINGS = {("world_size", "0"): "cluster.device=cpu"} | {
     ("strategy.zero_stage", stage): f"strategy=zero{stage}" for stage in "123"
 }
 
+# Programs that start others, whose lines are for `harness import`.
+PROGRAMS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "srun", "mpirun", "trl", "axolotl")
+
 FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a library knows
+
+
+def foreign_line(words: Sequence[str], options: Sequence[str]) -> str | None:
+    """Return what to type for words that are of another program, as options that are not known are; None if none is."""
+    files = [word for word in words if re.fullmatch(r"(?!.*=)[^-].*\.(json|ya?ml|toml)", word)]
+    if (words[:1] and words[0] in PROGRAMS) or len(options) > 1:
+        return f"type harness import -- {shlex.join(words)}"
+    return f"type harness import {shlex.quote(files[0])}" if files else None
 
 
 def group_names() -> list[str]:
@@ -170,6 +182,9 @@ def wrong_value(key: str, value: str) -> str | None:
     if other is not None and other != value:
         return f"{key}={value} is not known: did you mean {key}={other}?"
     duration = re.fullmatch(r"(\d+)\s*([smh])[a-z]*", value) if key.endswith("_seconds") else None
+    if typing.get_origin(hint) is dict and not value.startswith(("{", "$")):
+        instead = foreign_line([value], ()) or f"type {key}={{KEY: VALUE}}"
+        return f"{key}={value} is not a group like {{KEY: VALUE}}: {instead}"
     meant = {
         bool: _BOOLEANS.get(value.lower()),
         float: int(duration[1]) * _SECONDS[duration[2]] if duration else None,

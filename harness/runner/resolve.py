@@ -54,7 +54,21 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
         if train.get("seq_len") is None:
             train["seq_len"] = model["context_length"]
         values = values | {"model": model, "train": train}
-    return read_run_config(values)
+    config = read_run_config(values)
+    options = auto_options(config.strategy, config.model.hidden_size)
+    return replace(config, strategy=replace(config.strategy, options=options))
+
+
+def auto_options(strategy: StrategyConfig, hidden_size: int) -> dict[str, Any]:
+    """Return the options of a strategy, with sizes in the place of those that are `auto` as the Trainer has them.
+
+    They are elements (transformers/integrations/deepspeed.py: trainer_config_finalize), two of them of stage 3 alone.
+    """
+    sizes = {"reduce_bucket_size": hidden_size**2}
+    if strategy.zero_stage == 3:
+        sizes["stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
+        sizes["stage3_param_persistence_threshold"] = 10 * hidden_size
+    return {key: sizes.get(key, value) if value == AUTO else value for key, value in strategy.options.items()}
 
 
 def preset_values(group: str, name: str) -> GroupValues:

@@ -6,9 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.commands import read_rows
@@ -124,3 +126,15 @@ def test_a_low_limit_on_processes_is_refused(tmp_path: Path) -> None:
     lines = run_python(tmp_path, "-c", PROBLEM).stdout.splitlines()
     assert lines[-1].startswith("world_size: 4 ranks on this machine need 56 processes and threads, and 40 are allowed")
     assert lines[-1].endswith(": raise the limit, with ulimit -u"), lines
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_a_signal_before_anything_is_recorded_leaves_a_line(tmp_path: Path, number: signal.Signals) -> None:
+    """The command is still reading its configuration, for which it needs more time than this."""
+    command = start(tmp_path, ("strategy=ddp,zero1",))
+    while psutil.Process(command.process.pid).cpu_times().user < 0.3:
+        time.sleep(0.01)
+    command.process.send_signal(number)
+    assert command.wait() == -number, command.output()
+    assert f"harness: ended by {number.name} before a run was recorded" in command.output()
+    assert not (tmp_path / "sweep").exists()

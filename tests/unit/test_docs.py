@@ -37,7 +37,7 @@ def test_every_file_that_a_page_names_exists(page: Path) -> None:
     if page.name == "extending.md":  # its files are those to be added
         return
     names = re.findall(r"`((?:harness|conf|sweeps|tests|docs)/[\w./*-]+)`", page.read_text())
-    written = {"sweeps/NAME.yaml"}
+    written = {"conf/strategy/NAME.yaml", "sweeps/NAME.yaml"}
     assert [name for name in names if name not in written and not list(ROOT.glob(name.rstrip("/")))] == []
 
 

@@ -15,7 +15,7 @@ ROOT = Path(harness.__file__).parent
 LAYERS = (
     *("util", "config", "hardware", "layout", "cost_model", "data", "records", "tensors", "probe", "models", "engines"),
     *("measure", "launcher", "worker", "simulator", "metrics", "proof", "runner", "planner", "sweep"),
-    *(("export", "tracking", "report"), ("calibration", "selftest"), ("cli", "api")),
+    *(("foreign", "export", "tracking", "report"), ("calibration", "selftest"), ("cli", "api")),
 )
 
 POSITION = {

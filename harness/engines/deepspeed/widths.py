@@ -66,7 +66,8 @@ def uses_bf16_optimizer(config: "RunConfig", layout: "Layout") -> bool:
     Offload and the reduction of each gradient to the rank that owns it are the other stage-1 optimizer's.
     """
     is_plain = layout.offload == "none" and not reduces_to_owner_rank(config)
-    return layout.zero_stage == 1 and config.precision.is_mixed and is_plain
+    sums_wide = config.precision.is_mixed and config.precision.accumulate == "float32"
+    return layout.zero_stage == 1 and sums_wide and is_plain
 
 
 def gradient_width(config: "RunConfig", layout: "Layout") -> int:
