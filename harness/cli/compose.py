@@ -25,8 +25,8 @@ from harness.records.run_folder import ComparisonFolder, comparison_folder
 from harness.runner.plan import find_problems
 from harness.runner.resolve import machine_of_run, resolve_auto, resolve_run_config
 from harness.runner.reuse import ensure_writable
+from harness.sweep.jobs import plugin
 from harness.sweep.queued_run import parse_stop_after, wants_max_micro_batch
-from harness.sweep.slurm import plugin
 from harness.tracking.base import check_tracker
 from harness.util.redact import redacted
 from harness.util.text import UserError, count_text
@@ -42,8 +42,8 @@ class Combinations:
     is_sweep: bool
 
     @property
-    def is_for_slurm(self) -> bool:
-        """Whether the runs are jobs of Slurm, so that their machine is another one."""
+    def is_for_cluster(self) -> bool:
+        """Whether the runs are jobs of a cluster, so that their machine is another one."""
         return plugin.is_selected(self.launcher)
 
 
@@ -98,7 +98,7 @@ def check(combinations: Combinations) -> None:
     for name in {values["tracking"]["name"]: None for values in combinations.requested}:
         check_tracker(name)
     parse_stop_after(combinations.requested[0]["stop_after"])
-    is_single = not combinations.is_sweep and not combinations.is_for_slurm
+    is_single = not combinations.is_sweep and not combinations.is_for_cluster
     if not is_single or check_run(combinations.requested[0]):  # an impossible single run leaves no files
         ensure_writable(combinations.comparison)
 

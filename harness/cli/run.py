@@ -3,7 +3,6 @@
 The first half, harness.cli.compose, has composed their configurations.
 """
 
-import shlex
 import sys
 import tempfile
 from contextlib import ExitStack, suppress
@@ -25,10 +24,10 @@ from harness.runner.resolve import load_model_presets
 from harness.runner.reuse import ensure_writable
 from harness.sweep.command_file import PlannedRun, register_command
 from harness.sweep.display import ProgressDisplay
+from harness.sweep.jobs.executor import JobExecutor
 from harness.sweep.parallel import ParallelExecutor
 from harness.sweep.queued_run import PlannedOrder, QueuedRun, deduplicate_and_sort, order_by_plan, parse_stop_after
 from harness.sweep.scheduler import Executor, Scheduler, SequentialExecutor
-from harness.sweep.slurm.executor import SlurmExecutor, write_scripts
 from harness.tracking.client import TrackingClient
 from harness.util.text import UserError
 
@@ -73,18 +72,18 @@ class RunCommand:
     """One command that makes runs: execute() makes them, and finish() shows them."""
 
     combinations: Combinations
-    scripts: list[Path] = field(default_factory=list)  # to submit by hand
+    job_commands: list[str] = field(default_factory=list)  # which submit the files of jobs
     display: TrackedDisplay = field(default_factory=TrackedDisplay)
     planned_order: PlannedOrder | None = None
     is_disk_full: bool = False
 
     def execute(self) -> None:
-        """Make all runs, or write their batch scripts. Raises UserError for a mistake that does not become a row."""
+        """Make all runs, or write files of their jobs. Raises UserError for a mistake that does not become a row."""
         limits = parse_stop_after(self.combinations.requested[0]["stop_after"])
         executor = self.select_executor()
         runs = deduplicate_and_sort(self.plan_runs(executor))
-        if isinstance(executor, SlurmExecutor) and not executor.resources.submit:
-            self.scripts = write_scripts(executor.resources, runs)
+        if isinstance(executor, JobExecutor) and not executor.cluster.submits:
+            self.job_commands = executor.write_files(runs)
             return
         if self.combinations.is_sweep and runs and runs[0].command.plan.needs_predictions:
             self.planned_order = order_by_plan(runs, runs[0].command.plan)
@@ -102,8 +101,8 @@ class RunCommand:
 
     def select_executor(self) -> Executor:
         """Return the executor that makes the runs."""
-        if self.combinations.is_for_slurm:
-            return SlurmExecutor(self.combinations.launcher, self.display)
+        if self.combinations.is_for_cluster:
+            return JobExecutor(self.combinations.launcher, self.display)
         parallel = self.combinations.requested[0]["sweep"]["parallel"]
         if parallel == 1:
             return SequentialExecutor(load_model_presets(), self.display)
@@ -150,8 +149,7 @@ class RunCommand:
             if is_sweep or len(records) > 1:
                 client.hand_over("log_table", records[-1].config["tracking"], comparison.path)
         client.close()
-        for path in self.scripts:
-            print(f"sbatch {shlex.quote(str(path))}")
+        print(*self.job_commands, sep="\n", end="\n" * bool(self.job_commands))
         statuses, reasons = ({record.row.get(column) for record in records} for column in ("status", "reason"))
         if self.is_disk_full or (statuses == {"refused"} and len(reasons) == 1):  # nothing ran
             return 1

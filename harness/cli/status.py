@@ -13,7 +13,7 @@ from harness.records.run_folder import ComparisonFolder
 from harness.records.schema import Record
 from harness.records.store import LoadedRecords, read_all
 from harness.sweep.command_file import CommandFile, read_commands, seconds_left
-from harness.sweep.slurm.commands import running_jobs
+from harness.sweep.jobs.clusters import running_jobs
 from harness.util.text import format_duration, sanitize
 
 WIDTH = 120  # columns, where the output is not a terminal
@@ -27,8 +27,7 @@ def status_lines(comparison: ComparisonFolder) -> Iterator[str]:
     yield f"{comparison.path}: {summary}" + (f", {len(loaded.running)} running" if loaded.running else "")
     for record in loaded.running:
         yield f"  {run_line(comparison, record)}"
-    for run, state in running_jobs(comparison).items():
-        yield f"  {run}: its Slurm job is {state.lower()}"
+    yield from (f"  {run}: {state}" for run, state in running_jobs(comparison))
     for queue, is_alive in read_commands(comparison):
         yield command_line(queue, is_alive, loaded)
     for record in loaded.records:

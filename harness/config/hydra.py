@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.config.command import CommandConfig
+from harness.config.devices import with_datasheet
 from harness.config.from_dict import ConfigValues, default_of, is_group
 from harness.config.locations import PACKAGED_CONF, PRESETS, files_in, user_folder
 from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
@@ -136,12 +137,15 @@ def _composed(overrides: Sequence[str], primary: str, with_hydra: bool = False) 
 
 
 def to_container(composed: Any) -> dict[str, Any]:
-    """Return what Hydra composed as plain values, every interpolation resolved.
+    """Return what Hydra composed as plain values, every interpolation resolved, and datasheets in the place of null.
 
-    Raises UserError where one cannot be resolved.
+    Raises UserError where one cannot be resolved, and for a device without a datasheet.
     """
     with composing():
-        return OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[return-value]
+        values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
+    if isinstance(values.get("cluster"), dict):
+        values["cluster"] = with_datasheet(values["cluster"])
+    return values
 
 
 def composition_error(error: Exception) -> str:

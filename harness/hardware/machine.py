@@ -1,6 +1,6 @@
 """Machines as values that need no device: the one at hand, or a node of a cluster that the configuration describes.
 
-Peak FLOP/s of devices are known by the exact name that CUDA reports; peak_flops.toml has the figures and their sources.
+Peak FLOP/s of devices are known by the exact name that CUDA reports; harness/config/devices.toml has them.
 """
 
 import dataclasses
@@ -10,18 +10,17 @@ import platform
 import re
 import runpy
 import subprocess
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import yaml
 
+from harness.config.devices import datasheets
 from harness.config.from_dict import from_dict
 from harness.config.hardware import HardwareConfig
 from harness.config.locations import files_in
@@ -241,19 +240,13 @@ def hardware_in_files() -> Sequence[HardwareConfig]:
     return described
 
 
-@cache
-def peaks() -> dict[str, dict[str, Any]]:
-    """Return what is known of every known device: its FLOP/s by torch's dtype, and its compute capability."""
-    devices = tomllib.loads(Path(__file__).with_name("peak_flops.toml").read_text("utf-8"))["device"]
-    return {name: device for device in devices for name in device["names"]}
-
-
 def peak_flops(device_name: str, dtype: str) -> float | None:
     """Return the peak FLOP/s of one device in a dtype by torch's name, or None if this exact device is unknown.
 
     Drivers before 470 leave out the maker of the newer boards: A100-SXM4-40GB.
     """
-    known: dict[str, float] = (peaks().get(device_name) or peaks().get(f"NVIDIA {device_name}") or {}).get("flops", {})
+    sheet = datasheets().get(device_name) or datasheets().get(f"NVIDIA {device_name}") or {"flops": {}}
+    known: dict[str, float] = sheet["flops"]
     return known.get(dtype)
 
 
@@ -266,7 +259,7 @@ def assumed_peak(machine: Machine, dtype: str) -> tuple[float | None, str]:
     known, capability = peak_flops(machine.device_name, dtype), ".".join(map(str, machine.compute_capability or ()))
     alike = [
         device["flops"][dtype]
-        for device in peaks().values()
+        for device in datasheets().values()
         if device.get("capability") == capability and dtype in device["flops"]
     ]
     slowest = (min(alike, default=None), f"the slowest known device of compute capability {capability}")

@@ -84,7 +84,7 @@ def plan_layouts(plan: LayoutPlan) -> LayoutPlan:
         notes = [say("global_batch", batch=train["global_batch"], of_runs=of_runs)]
     is_search = strategy.get("name") == SEARCH
     values |= {"train": train, "strategy": strategy | {"name": "single"} if is_search else strategy}
-    config = resolve_run_config(resolve_auto(values, cluster.device))
+    config = resolve_run_config(resolve_auto(values, cluster.device, (cluster.hardware.compute_capability, 0)))
     if is_search:
         result, searched = search_layouts(SearchedSpace(config, cluster, stack, world_size, plan.values))
         return dataclasses.replace(plan, predictions=result.choices, result=result, notes=notes + searched)

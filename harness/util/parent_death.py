@@ -11,10 +11,10 @@ PR_SET_PDEATHSIG = 1  # prctl(2), linux/prctl.h: the signal this process gets wh
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before a fork: a child only calls it
 
 
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent dies, even during an import in C.
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Make the kernel send this process a signal when its parent dies, even during an import in C.
 
     This exists on Linux only.
     """
     if _LIBC is not None:
-        _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _LIBC.prctl(PR_SET_PDEATHSIG, number)

@@ -65,6 +65,11 @@ def read_rows(results: Path, name: str) -> pd.DataFrame:
     return pd.read_csv(results / name / "runs.csv", keep_default_na=False, na_values=[""])
 
 
+def only_row(results: Path, name: str) -> pd.Series:
+    (index,) = read_rows(results, name).index
+    return read_rows(results, name).loc[index]
+
+
 @functools.cache
 def compose_groups(*overrides: str) -> DictConfig:
     """Return what Hydra composes. It takes a quarter of a second, so that each choice of groups is composed once."""

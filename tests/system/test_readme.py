@@ -28,6 +28,8 @@ ONCE = {
 ELSEWHERE = {
     "-m pytest": ".ci/run",
     "hydra/launcher=slurm": "test_slurm.py",
+    "hydra/launcher=ray": "test_ray.py",
+    "hydra/launcher=kubernetes": "test_job_files.py",
     "wandb login": "test_tracking.py",
     "wandb leet": "test_command.py",
     "model.path=FOLDER": "test_huggingface.py",

@@ -23,7 +23,7 @@ import pytest
 from torch.distributed import DistError, TCPStore
 
 from harness.sweep.slurm.node import FIRST_PORT
-from tests.support.commands import ROOT, SMALL, read_rows, run_harness
+from tests.support.commands import ROOT, SMALL, only_row, read_rows, run_harness
 from tests.support.slurm_cluster import READY_SECONDS, Cluster, cluster, processes, wait_for, wait_for_step
 
 SLURM = ("hydra/launcher=slurm", "tracking=none", "cluster.device=cpu")
@@ -50,11 +50,6 @@ def harness(slurm: Cluster, results: Path, *arguments: str, status: int = 0) -> 
         done = run_harness(results, *arguments, *SLURM)
     assert done.returncode == status, done.stderr
     return done.stderr
-
-
-def only_row(results: Path, name: str) -> pd.Series:
-    (index,) = read_rows(results, name).index
-    return read_rows(results, name).loc[index]
 
 
 def disturbed_row(

@@ -107,7 +107,7 @@ def test_without_arguments_help_is_shown_and_nothing_is_trained() -> None:
     assert imported()[:2] == imported("--help")[:2]
 
 
-PARENTS = ("launcher.multinode", "runner.run", "sweep.parallel", "sweep.slurm.executor")
+PARENTS = ("launcher.multinode", "runner.run", "sweep.parallel", "sweep.jobs.executor")
 
 
 def test_parents_of_ranks_import_no_model_engine_or_worker() -> None:

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 
+from harness.config.devices import datasheets
 from harness.cost_model.flops import executed_flops, model_flops, operations, recomputed_flops
-from harness.hardware.machine import peak_flops, peaks
+from harness.hardware.machine import peak_flops
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.partition import split_into_stages
@@ -145,7 +146,7 @@ def test_peaks_are_the_published_dense_ones(name: str, teraflops: int) -> None:
     assert peak_flops(name, "bfloat16") == peak_flops(name, "float16") == teraflops * 1e12
 
 
-FLOPS = [device["flops"] for device in peaks().values()]
+FLOPS = [device["flops"] for device in datasheets().values()]
 
 
 def test_an_unknown_device_has_no_peak() -> None:
@@ -180,4 +181,4 @@ def test_both_kinds_of_16_bit_are_equally_fast() -> None:
 
 
 def test_every_device_of_nvidia_has_a_compute_capability() -> None:
-    assert [name for name, device in peaks().items() if ("capability" in device) == name.startswith("AMD")] == []
+    assert [name for name, device in datasheets().items() if ("capability" in device) == name.startswith("AMD")] == []

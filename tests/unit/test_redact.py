@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.sweep.display import ProgressDisplay
-from harness.sweep.slurm.executor import SlurmExecutor
+from harness.sweep.jobs.executor import JobExecutor
 from harness.util.redact import keys_holding_secrets, redacted
 from harness.util.text import UserError
 from tests.support.commands import ROOT
@@ -148,4 +148,4 @@ def test_terms_of_the_field_are_not_hidden(text: str) -> None:
 def test_a_batch_script_stores_no_secret() -> None:
     setup = ["export HF_TOKEN=hf_aB3dE5gH7jK9mN1pQ3sT5vW7yZ9bC1dE3f"]
     with pytest.raises(UserError, match=r"^hydra\.launcher\.setup holds a secret.*set it in the environment"):
-        SlurmExecutor({"setup": setup}, ProgressDisplay())
+        JobExecutor({"kind": "slurm", "setup": setup}, ProgressDisplay())

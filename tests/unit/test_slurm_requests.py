@@ -18,6 +18,7 @@ from harness.sweep.slurm.commands import (
     query_node_shape,
     sbatch_directives,
 )
+from harness.sweep.slurm.queue import SlurmQueue
 from harness.util.text import UserError
 
 # What `sinfo --noheader --format="%P %c %G"` prints. The default partition has a star.
@@ -107,8 +108,8 @@ def test_a_simulation_gets_one_node_without_gpus() -> None:
         assert options.get("gpus-per-node") == ("8" if launch == "processes" else None)
     assert request_of(launch="simulated") == request_of(launch="simulated", device="cuda", gpus_per_node=8)
     assert request_of(launch="simulated") == (None, "2")
-    assert commands.requested_device(SlurmResources(), ClusterConfig("site"), "simulated") == "cpu"
-    assert commands.requested_device(SlurmResources(), ClusterConfig("site"), "virtual") == "cuda"
+    assert SlurmQueue({}).requested_device(ClusterConfig("site"), "simulated") == "cpu"
+    assert SlurmQueue({}).requested_device(ClusterConfig("site"), "virtual") == "cuda"
 
 
 @pytest.mark.parametrize("site", [["main* 4 (null)"]], indirect=True)

@@ -245,7 +245,7 @@ def test_versions_tell_code_and_packages_without_importing_them() -> None:
 
 
 def test_code_hash_changes_with_measuring_packages_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = ("cli/run.py", "sweep/slurm/node.py", "tracking/client.py", "report/tables.py")
+    others = ("cli/run.py", "sweep/jobs/node.py", "tracking/client.py", "report/tables.py")
     measuring = ("worker/train_loop.py", "cost_model/memory.py", "measure/allocator.cpp")
     monkeypatch.setattr(provenance, "SOURCES", tmp_path)
     for name in (*others, *measuring):

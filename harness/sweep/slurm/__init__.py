@@ -1,1 +1,1 @@
-"""Runs as jobs of Slurm: the executor that submits them, what a node runs, and the messages between both."""
+"""Runs as jobs of Slurm: its commands and scripts, its queue, and the program of a job on each of its nodes."""

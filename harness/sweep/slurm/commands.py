@@ -6,17 +6,15 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from harness.config.command import CommandConfig
-from harness.config.schema import ClusterConfig, Device, RunConfig
-from harness.hardware.machine import CORES_PER_GPU_RANK, CPU_RANKS
-from harness.records.run_folder import ComparisonFolder
-from harness.util.files import read_json_object
-from harness.util.text import UserError, one_line, printable
+from harness.config.schema import ClusterConfig, RunConfig
+from harness.sweep.jobs.job import JobResources, NodeRequest, Shape, node_request, printable_lines
+from harness.util.text import UserError, one_line
 
 COMMAND_SECONDS = 60.0  # for one of Slurm's commands to answer
 
@@ -27,28 +25,20 @@ SPARE_SECONDS = 300.0  # of a job, beside what a run and its reference may take
 # Options of sbatch that request GPUs too.
 GPU_OPTIONS = ("gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket", "tres-per-node", "tres-per-task")
 
-# The GPUs that a job uses of its only node, by `launch`; a job whose ranks are processes has a GPU for each of them.
-MOST_GPUS: dict[str, int] = {"virtual": 1, "simulated": 0}
 
-
-@dataclass(frozen=True)
-class SlurmResources:
+@dataclass(frozen=True, kw_only=True)
+class SlurmResources(JobResources):
     """The keys of hydra.launcher: what a job requests. They are those of Hydra's submitit launcher, and `submit`."""
 
     submit: bool = True  # whether jobs are submitted, or batch scripts written to submit by hand
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
-    nodes: int | None = None
-    gpus_per_node: int | None = None
-    cpus_per_task: int | None = None
-    mem_gb: float | None = None
     timeout_min: int | None = None
     constraint: str | None = None
     exclude: str | None = None
     gres: str | None = None
     array_parallelism: int = 256
-    setup: tuple[str, ...] = ()
     srun_args: tuple[str, ...] = ()
     additional_parameters: dict[str, Any] = field(default_factory=dict)  # further options, passed on as they are
 
@@ -59,16 +49,17 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
     Raises UserError if the run needs GPUs and nothing says how many.
     """
     cluster = config.cluster
-    request, _ = node_request(resources, cluster, config.launch)
+    request = request_of(resources, cluster, config.launch)
     minutes = math.ceil((2 * command.timeout_seconds + SPARE_SECONDS) / 60)
     options: dict[str, Any] = {  # True: an option without a value; None: it is not set
         "job-name": f"harness-{command.name}",
-        "nodes": resources.nodes or (1 if config.launch in MOST_GPUS else cluster.nodes),
+        "nodes": request.nodes,
         "ntasks-per-node": 1,
         "partition": resources.partition or cluster.partition,
         "account": resources.account or cluster.account,
         "qos": resources.qos,
-        **request,
+        "gpus-per-node": request.gpus,
+        "cpus-per-task": request.cores,
         "mem": f"{resources.mem_gb:g}G" if resources.mem_gb else None,
         "time": resources.timeout_min or cluster.time or minutes,
         "constraint": resources.constraint,
@@ -78,7 +69,7 @@ def sbatch_directives(resources: SlurmResources, config: RunConfig, command: Com
         "open-mode": "append",
         **other_options(resources),
     }
-    return printable_lines(sbatch_option(key, value) for key, value in options.items() if value)
+    return printable_lines((sbatch_option(key, value) for key, value in options.items() if value), "slurm")
 
 
 def sbatch_option(key: str, value: object) -> str:
@@ -88,52 +79,17 @@ def sbatch_option(key: str, value: object) -> str:
     return f"#SBATCH --{key}" + ("" if value is True else f"={quoted}")
 
 
-def printable_lines(lines: Iterable[str]) -> str:
-    """Return the lines as one text. Raises UserError for a line with a control character, which may begin another."""
-    texts = list(lines)
-    for line in texts:
-        if not line.isprintable():
-            raise UserError(
-                "hydra/launcher=slurm: a line of the batch script has a line break or another control character, shown"
-                f" as \N{REPLACEMENT CHARACTER}: remove it from the key or the path in {printable(line)}"
-            )
-    return "\n".join(texts)
-
-
 def other_options(resources: SlurmResources) -> dict[str, Any]:
     """Return the further options of sbatch, as sbatch spells them."""
     return {key.replace("_", "-"): value for key, value in resources.additional_parameters.items()}
 
 
-def node_request(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> tuple[dict[str, int | None], int]:
-    """Return what a job requests of each node, and the GPUs that its ranks find, whichever option requests them.
-
-    It follows from the launcher's keys, those of the cluster, and the nodes' shape.
-    A job that requests no GPU gets none, and one that requests no cores gets a single one, so both are always
-    requested. Raises UserError if GPUs are wanted and nothing says how many.
-    """
-    if launch == "simulated":
-        cluster = replace(cluster, device="cpu", gpus_per_node=None)
-    wants_gpus = cluster.device != "cpu"
-    partition = resources.partition or cluster.partition
-    node_gpus, node_cores = query_node_shape(partition) if wants_gpus else (None, None)
-    gpus, cores = resources.gpus_per_node, resources.cpus_per_task
+def request_of(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> NodeRequest:
+    """Return what a job requests of each node. Raises UserError if GPUs are wanted and nothing says how many."""
     options = {"gres": resources.gres} | other_options(resources)
     others = max(gpu_count(name, str(options.get(name) or "")) for name in GPU_OPTIONS)
-    if gpus is None and wants_gpus and not others:
-        gpus = cluster.gpus_per_node or node_gpus
-        if not gpus and (cluster.device == "cuda" or gpus is None):
-            reason = "sinfo does not report how many a node has" if gpus is None else "sinfo reports no node with GPUs"
-            raise UserError(
-                f"cluster.gpus_per_node=null with cluster.device={cluster.device} requests all GPUs of a node, and"
-                f" {reason}: choose their number, another cluster.partition, or cluster.device=cpu"
-            )
-        gpus = min(gpus, MOST_GPUS.get(launch, gpus))
-    ranks = gpus or others
-    if cores is None and ranks:
-        share = node_cores * ranks // node_gpus if node_cores and node_gpus else 0
-        cores = max(CORES_PER_GPU_RANK * ranks, share)
-    return {"gpus-per-node": gpus or None, "cpus-per-task": cores or cluster.gpus_per_node or CPU_RANKS}, ranks
+    query = functools.partial(query_node_shape, resources.partition or cluster.partition)
+    return node_request(resources, cluster, launch, query, "sinfo", "another cluster.partition, ", others)
 
 
 def gpu_count(option: str, value: str) -> int:
@@ -151,14 +107,6 @@ def last_number(text: str) -> int:
     """Return the number at the end of a text such as gpu:8; 1 if there is none, as Slurm does."""
     number = re.search(r"[:=]?(\d+)$", text)
     return int(number[1]) if number else 1
-
-
-def requested_device(resources: SlurmResources, cluster: ClusterConfig, launch: str) -> Device:
-    """Return the kind of device that a job's ranks run on, or are simulated on. Raises UserError as node_request()."""
-    if cluster.device != "auto":
-        return cluster.device
-    _, gpus = node_request(resources, cluster, launch)
-    return "cuda" if gpus else "cpu"
 
 
 def batch_script(directives: str, resources: SlurmResources, files: Sequence[Path], logs: Path) -> str:
@@ -181,11 +129,11 @@ def batch_script(directives: str, resources: SlurmResources, files: Sequence[Pat
         *resources.setup,
         f'{srun} "${{files[$SLURM_ARRAY_TASK_ID]}}"',
     ]
-    return f"#!/bin/bash\n{directives}\n{printable_lines(lines)}\n"
+    return f"#!/bin/bash\n{directives}\n{printable_lines(lines, 'slurm')}\n"
 
 
 @functools.cache
-def query_node_shape(partition: str | None) -> tuple[int | None, int | None]:
+def query_node_shape(partition: str | None) -> Shape:
     """Return the GPUs of the smallest node with GPUs, else 0, and the cores of the smallest such node; None if unknown.
 
     Nodes are those of a partition, or of the default partition, as far as sinfo reports them.
@@ -245,16 +193,3 @@ def run_slurm_command(
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-
-
-def submitted_job(path: Path) -> str | None:
-    """Return the job that was submitted for the combination in this file, None if none was."""
-    job = read_json_object(path).get("job")
-    return str(job) if job else None
-
-
-def running_jobs(comparison: ComparisonFolder) -> dict[str, str]:
-    """Return Slurm's state of every combination of a comparison that has a job in the queue."""
-    jobs = {job: path.stem for path in comparison.jobs.glob("*.json") if (job := submitted_job(path))}
-    states = squeue_states(set(jobs)) or {}
-    return {jobs[job]: state for job, state in states.items()}

@@ -1,90 +1,22 @@
-"""The program of a Slurm job on each of its nodes: `python -m harness.sweep.slurm.node FILE`.
+"""The program of a Slurm job on each of its nodes: `python -m harness.sweep.slurm.node FILE`."""
 
-FILE has the values of one combination; the job makes its run, or the runs of its search, from start to end.
-"""
-
-import json
 import os
 import sys
 from pathlib import Path
 
-from harness.config.from_dict import ConfigValues
-from harness.launcher.multinode import NodeGroup, rendezvous
-from harness.launcher.signals import set_handlers
-from harness.records.run_folder import ComparisonFolder
-from harness.records.schema import Record
-from harness.runner.record import write_rejected
-from harness.runner.resolve import load_model_presets
-from harness.sweep.display import ProgressDisplay
-from harness.sweep.queued_run import QueuedRun, StopAfter
-from harness.sweep.scheduler import Scheduler, SequentialExecutor
-from harness.util.files import atomic_write_json
-from harness.util.text import UserError, run_command
+from harness.sweep.jobs.node import run_node
+from harness.util.text import run_command
 
 FIRST_PORT, PORTS = 20_000, 20_000  # a job's nodes meet at a port that follows from the job's number
 
-SPARE_SECONDS = 60.0  # before the job's time is up, to end and record a run
-
-
-class NodeDisplay(ProgressDisplay):
-    """The display of a job, which also answers the waiting command in files beside that of the values."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-        self.run_ids: list[str] = []
-
-    def run_started(self, run: QueuedRun) -> None:
-        """Announce a run that is started."""
-        self.run_ids.append(run.name)
-        self.write("started")
-        super().run_started(run)
-
-    def run_ended(self, run: QueuedRun, record: Record) -> None:
-        """Note a run that has its record."""
-        super().run_ended(run, record)
-        if run.name not in self.run_ids:
-            self.run_ids.append(run.name)
-
-    def write(self, kind: str) -> None:
-        """Write the message of kind `started` or `answer`."""
-        atomic_write_json(self.path.with_suffix(f".{kind}.json"), {"runs": self.run_ids})
-
 
 def main() -> int:
-    """Run this node's part of the job and return its exit status."""
-    set_handlers()
-    path = Path(sys.argv[1])
+    """Run this node's part of the job, which Slurm's variables describe, and return its exit status."""
     count, rank = int(os.environ.get("SLURM_NNODES", 1)), int(os.environ.get("SLURM_NODEID", 0))
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1")
-    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS if count > 1 else 0  # 0: any free port
+    port = FIRST_PORT + int(os.environ.get("SLURM_JOB_ID", 0)) % PORTS
     end = os.environ.get("SLURM_JOB_END_TIME")
-    token_file = ComparisonFolder(path.parents[1]).job_token
-    nodes = rendezvous(count, rank, address, port, token_file, float(end) - SPARE_SECONDS if end else None)
-    if rank:
-        nodes.serve_leader()
-        return 0
-    try:
-        run_combination(path, json.loads(path.read_text())["values"], nodes)
-    except KeyboardInterrupt:  # cancelled or preempted: the run's record says so, and there is no answer yet
-        return 130
-    finally:
-        nodes.release_nodes()
-    return 0
-
-
-def run_combination(path: Path, values: ConfigValues, nodes: NodeGroup) -> None:
-    """Make the runs of the combination as the job's first node, and write the answer."""
-    display = NodeDisplay(path)
-    executor = SequentialExecutor(load_model_presets(), display, nodes)
-    try:
-        run = executor.plan_run(values, 0)
-    except UserError as error:
-        display.run_ids.append(write_rejected(values, str(error)).run_id)
-    else:
-        display.set_queue([run], 1)
-        Scheduler(executor, StopAfter(), [run], retries=False).run()
-    display.write("answer")
+    return run_node(Path(sys.argv[1]), count, rank, address, port, float(end) if end else None)
 
 
 if __name__ == "__main__":
