@@ -60,6 +60,11 @@ class Probe:
         if self.listener:
             self.listener.offloaded(tensor)
 
+    def routed(self, layer: int, counts: "Tensor") -> None:
+        """Announce how many of this rank's tokens go to each expert (experts,) of a layer in a forward."""
+        if self.listener:
+            self.listener.routed(layer, counts)
+
     def gradients_ready(self, engine: "ShardSource") -> None:
         """Announce, once a step, that gradients are reduced and averaged over the global batch, and not yet clipped."""
         if self.listener:
@@ -99,6 +104,9 @@ class Listener:
 
     def offloaded(self, tensor: "Tensor") -> None:
         """Notice a new tensor on the host that holds what was saved for backward."""
+
+    def routed(self, layer: int, counts: "Tensor") -> None:
+        """Notice how many tokens go to each expert of a layer."""
 
     def gradients_ready(self, engine: "ShardSource") -> None:
         """Observe the step's gradients, which are reduced and not yet clipped."""

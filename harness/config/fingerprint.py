@@ -22,6 +22,19 @@ _NO_IDENTITY = {
     "cluster": ("name", "partition", "account", "time", "hardware"),
 }
 
+# By group, the keys that were added with defaults that every earlier run had.
+_NEW_DEFAULTS: dict[str, dict[str, Any]] = {
+    "model": {
+        "head_dim": None,
+        "num_experts": 0,
+        "num_experts_per_tok": 0,
+        "norm_topk_prob": True,
+        "routing": "learned",
+    },
+    "strategy": {"ep": 1},
+    "checkpointing": {"saved_products": "all"},
+}
+
 _OLD_KEYS = {
     entry.name: entry.metadata["old_key"]
     for cls in (ModelConfig, HFModelInfo)
@@ -63,13 +76,15 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
 def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a plain config dict without what every run had before there were keys for it, so that runs keep their ids.
 
-    That is a `launch` of real processes, with the keys that only other modes read, and all products saved.
+    That is a `launch` of real processes, with the keys that only other modes read, and the defaults of _NEW_DEFAULTS.
     """
     is_default = values.get("launch", "processes") in ("processes", "script")  # old records may say that it wrote one
     rest = {key: value for key, value in values.items() if not (is_default and key in ("launch", "simulate"))}
-    if isinstance(rest.get("checkpointing"), Mapping):
-        items = rest["checkpointing"].items()
-        rest["checkpointing"] = {key: value for key, value in items if (key, value) != ("saved_products", "all")}
+    for group, defaults in _NEW_DEFAULTS.items():
+        if isinstance(rest.get(group), Mapping):
+            rest[group] = {
+                key: value for key, value in rest[group].items() if key not in defaults or value != defaults[key]
+            }
     return rest
 
 

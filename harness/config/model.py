@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from harness.config.from_dict import Positive, divisors_text, from_dict, one_of, require
+from harness.config.from_dict import Natural, Positive, divisors_text, from_dict, one_of, require
 
 
 @dataclass(frozen=True)
@@ -22,15 +22,17 @@ class Operator:
     """
 
     # A matrix whose outputs tensor-parallel ranks divide, or one whose inputs they divide and whose products they sum,
-    # an elementwise function, a rotation of heads by their positions, or the core of attention.
-    kind: Literal["column", "row", "function", "rotary", "attention"]
+    # an elementwise function, a rotation of heads by their positions, the core of attention, the choice of experts for
+    # each token by a matrix, copies of the tokens sorted by expert, or each token's sum of its experts' outputs.
+    kind: Literal["column", "row", "function", "rotary", "attention", "router", "dispatch", "combine"]
     output: str
     inputs: tuple[str, ...]
     matrix: str = ""
+    is_grouped: bool = False  # whether each expert has a matrix of its own
 
 
 class Branch(NamedTuple):
-    """A branch of a layer beside the residual stream: a norm, and operators in the order of forward, a row last."""
+    """A branch of a layer beside the residual stream: a norm, and operators in the order of forward."""
 
     name: str  # of its tensors
     module: str
@@ -71,12 +73,18 @@ class Architecture:
         """Whether two matrices of the MLP take its input, one of which gates the other."""
         return sum(operator.kind == "column" for operator in self.mlp) > 1
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether the MLP is a mixture of experts."""
+        return any(operator.kind == "router" for operator in self.mlp)
+
 
 ATTENTION = [from_dict(Operator, row) for row in _TABLES["attention"]]
 ARCHITECTURES = {name: from_dict(Architecture, facts, name) for name, facts in _TABLES["families"].items()}
 
 Family = Annotated[str, one_of(*ARCHITECTURES, "hf")]
 AttentionKernel = Annotated[str, one_of("flash", "eager")]
+Routing = Annotated[str, one_of("learned", "balanced")]
 
 
 @dataclass(frozen=True)
@@ -113,12 +121,12 @@ class ModelConfig:
     """Sizes of a transformer, and what its layers are made of."""
 
     name: str  # The name of the model, which is the value of the row's column `model`.
-    family: Family  # The architecture: llama, gpt, or hf for a model of the transformers library.
+    family: Family  # The architecture: llama, gpt, moe, or hf for a model of the transformers library.
     hidden_size: Positive  # The size of the hidden states between layers.
     num_hidden_layers: Positive  # The number of decoder layers.
     num_attention_heads: Positive  # The number of query heads in each layer.
     num_key_value_heads: Positive  # The number of key and value heads, each shared by equally many query heads.
-    intermediate_size: Positive  # The inner size of the MLP.
+    intermediate_size: Positive  # The inner size of the MLP, or of each of its experts.
     vocab_size: Positive  # The number of tokens that the model knows.
     tie_word_embeddings: bool  # Whether the output head uses the weight of the token embedding.
     context_length: Positive  # The most tokens that a sequence may have.
@@ -131,6 +139,12 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5  # The epsilon of RMSNorm, for family llama.
     layer_norm_epsilon: float = 1e-5  # The epsilon of LayerNorm, for family gpt.
     initializer_range: float = 0.02  # The standard deviation of the initial weights.
+    head_dim: Positive | None = None  # The size of a head; null divides hidden_size by the number of query heads.
+    num_experts: Natural = 0  # The number of experts in each layer, for family moe.
+    num_experts_per_tok: Natural = 0  # The number of experts that compute each token, for family moe.
+    norm_topk_prob: bool = True  # Whether the weights of a token's experts are divided by their sum.
+    # How tokens are given to experts: learned by the router, or balanced, in turn, to measure without uneven loads.
+    routing: Routing = "learned"
     # The file or folder from which family hf takes its configuration.
     path: str | None = None
     # The trace of a model of family hf.
@@ -146,11 +160,12 @@ class ModelConfig:
                 self.dropout == 0, "model.dropout", self.dropout, f"is not part of the {self.family} family: choose 0"
             )
         require(0 <= self.dropout < 1, "model.dropout", self.dropout, "must be in [0, 1): choose 0 or more, below 1")
+        self._require_experts()
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         # Rotary position embedding rotates pairs of a head's elements.
         unit, even = (heads, "equal") if self.architecture.learned_positions else (2 * heads, "even")
         require(
-            self.hidden_size % unit == 0,
+            self.head_dim is not None or self.hidden_size % unit == 0,
             "model.hidden_size",
             self.hidden_size,
             f"does not give model.num_attention_heads={heads} heads of {even} size: choose a multiple of {unit}",
@@ -162,12 +177,31 @@ class ModelConfig:
             f"does not divide model.num_attention_heads={heads}: choose {divisors_text(heads)}",
         )
 
+    def _require_experts(self) -> None:
+        """Raise UserError unless there are experts where the family has them, and a gradient for their router."""
+        experts, of_token = self.num_experts, self.num_experts_per_tok
+        if not self.architecture.has_experts:
+            for key in ("num_experts", "num_experts_per_tok"):
+                value = getattr(self, key)
+                require(value == 0, f"model.{key}", value, f"is not part of the {self.family} family: choose 0")
+            return
+        require(experts >= 1, "model.num_experts", experts, "is too few for family moe: choose 1 or more")
+        rule = f"is not a number of experts of model.num_experts={experts}: choose 1 to {experts}"
+        require(1 <= of_token <= experts, "model.num_experts_per_tok", of_token, rule)
+        rule = "makes every weight 1 where a token has one expert, and the router has no gradient: choose false"
+        require(of_token > 1 or not self.norm_topk_prob, "model.norm_topk_prob", self.norm_topk_prob, rule)
+
     @property
     def architecture(self) -> Architecture:
         """The parts of a decoder layer; KeyError is raised for the family hf, whose layers only the library knows."""
         return ARCHITECTURES[self.family]
 
     @property
-    def head_dim(self) -> int:
+    def head_size(self) -> int:
         """The size of one attention head."""
-        return self.hidden_size // self.num_attention_heads
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def attention_width(self) -> int:
+        """The size of all queries of a token."""
+        return self.num_attention_heads * self.head_size

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import Positive, one_of, rule
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")  # the same axes, in the order in which they are read
-DATA_AXES = ("dp_replicate", "dp_shard", "cp")  # those whose ranks have different tokens
+AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")  # of the mesh, outermost first, in the order of ranks
+DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")  # the same axes, in the order in which they are read
+DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # those whose ranks have different tokens
 MODEL_AXES = ("tp", "cp", "pp")  # those that divide more than the batch and the model state
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
@@ -43,6 +43,9 @@ class StrategyConfig:
     vocabulary_parallel: bool = True
     cp: Degree = 1  # The context-parallel degree: the number of ranks that divide every sequence.
     pp: Degree = 1  # The pipeline-parallel degree: the number of ranks that divide the layers.
+    # The expert-parallel degree: the number of data-parallel ranks that divide the experts of each layer. They are a
+    # part of dp_shard or, where it is 1, of dp_replicate.
+    ep: Positive = 1
     schedule: Schedule = "1f1b"  # The order of a pipeline's forwards and backwards.
     virtual_stages: Positive = 1  # The number of pipeline stages on each rank, for schedules that interleave them.
     # The number of decoder layers in each pipeline stage, in order; null balances the stages by their parameters.

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from harness.config.schema import CheckpointingConfig
-from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
+from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
 from harness.layout.layer_spec import layer_matrices
+
+ROUTING = "routing"  # the output of a router: weights and indices, which routing_tensors() has
 
 # The tensors between query, key, value and output: those of plain operations, a fused kernel and context parallelism.
 ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
@@ -53,13 +55,36 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
         for operator in branch.operators:
             if operator.kind == "attention":
                 tensors |= {f"{branch.name}.{name}": size for name, size in attention_tensors(shape).items()}
+            elif operator.kind == "router":
+                tensors |= {f"{branch.name}.{name}": size for name, size in routing_tensors(shape).items()}
+            elif operator.kind == "dispatch":
+                tensors[f"{branch.name}.{operator.output}"] = shape.tensor_bytes(operator.output)
             elif operator.kind == "function":
-                tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in operator.inputs}
+                inputs = (name for name in operator.inputs if name != ROUTING)
+                tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in inputs}
             elif operator.kind == "row":
                 tensors.setdefault(f"{branch.name}.{operator.inputs[0]}", shape.tensor_bytes(operator.inputs[0]))
         if shape.model.dropout:
             tensors[f"{branch.name}.mask"] = shape.dropout_mask_bytes
     return tensors
+
+
+def routing_tensors(shape: MicroBatchShape) -> dict[str, int]:
+    """Return the bytes that a router keeps for backward, by tensor.
+
+    They are probabilities in fp32, those of the experts that were chosen and their sums, what divides by these, and
+    indices: of experts, of tokens in the order of experts, of their rows, and of each token's rows. Ranks that divide
+    the experts keep two more indices of the rows that they received.
+    """
+    model, rows = shape.model, shape.routed_rows
+    sums = (rows + shape.tokens) * FP32_BYTES * model.norm_topk_prob
+    indices = (4 + 2 * (shape.ep > 1)) * rows * INT64_BYTES
+    return {
+        "probabilities": shape.scores_of_experts_bytes,
+        "sums": sums,
+        "indices": indices,
+        "weights": rows * shape.width,
+    }
 
 
 def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
@@ -127,7 +152,12 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
     products = {
         operator.matrix: f"{name}.{operator.output}" for name, operator in operators if operator.kind == "column"
     }
-    saved = {each.matrix: shape.whole_hidden_bytes for _, each in operators if each.kind == "row"}
+    saved = {
+        each.matrix: shape.routed_bytes if each.is_grouped else shape.whole_hidden_bytes
+        for _, each in operators
+        if each.kind == "row"
+    }
+    saved |= {each.matrix: shape.scores_of_experts_bytes for _, each in operators if each.kind == "router"}
     saved |= {"q_proj": size, "k_proj": grouped}
     shared = [product for product in products.values() if not product.startswith("attention.")]
     if shape.score_width:

@@ -2,20 +2,21 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.flops import recomputed_layers
-from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape, micro_batch_shape
 from harness.layout.layer_spec import layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, local_numel, local_shapes, stages_of_rank
+from harness.layout.partition import Stage, is_expert_weight, local_numel, local_shapes, stages_of_rank
 from harness.layout.state_widths import StateWidths
 
-# A collective of at most this many elements carries norms, flags or counts, which no formula has: its purpose in the
-# record is the name of the function that called it.
+# A collective of at most this many elements carries norms, flags or counts, which no formula has, unless it exchanges
+# tokens: its purpose in the record is the name of the function that called it.
 SCALARS = 8
 
 LAYOUT = "layout"  # the purpose of all other collectives, which move the tensors of the layout
@@ -29,26 +30,45 @@ LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parall
 FLAT_ALIGNMENT = 2  # elements a rank, to which DeepSpeed's stages 1 and 2 pad a group (nccl_start_alignment_factor)
 
 
+RoutedRows = Callable[[int], tuple[float, float]]
+
+
 def expected_bytes(
-    config: RunConfig, layout: Layout, widths: StateWidths, rank: int, *, is_padded: bool = False, is_sent: bool = False
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    rank: int,
+    *,
+    is_padded: bool = False,
+    is_sent: bool = False,
+    routed: RoutedRows | None = None,
 ) -> dict[str, float]:
     """Return the bytes that this rank must send in a step by the papers, in which every share is even.
 
     The keys are an axis, or several joined by '+', and a kind: gather or reduce along the axes of data and sequences
     (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out. With
     `is_padded` shares are uneven, and padded as the library does it. With `is_sent` gradients count twice where a
-    library all-reduces what the papers reduce once.
+    library all-reduces what the papers reduce once. `routed` returns how many rows of tokens the rank sends to others'
+    experts, and receives for its own, in the layer of an index in all micro-batches; by default every expert has as
+    many.
     """
     expected: defaultdict[str, float] = defaultdict(float)
     shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
+    if routed is None:
+        even = ring_fraction(layout.ep) * layout.grad_accumulation_steps(config.train) * shape.routed_rows
+        routed = lambda _: (even, even)  # noqa: E731
+    passes = 1 + (is_sent and widths.all_reduces_gradients)
     for stage in stages_of_rank(config.model, layout, rank):
-        gathered, reduced = sent_elements(config, layout, widths, stage, rank if is_padded else None)
         # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
         # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
         neighbors = (not stage.holds_head) + (not stage.holds_embedding)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
         for sent in (
-            dp_bytes(config, layout, widths, gathered, reduced, 1 + (is_sent and widths.all_reduces_gradients)),
+            *(
+                dp_bytes(config, layout, widths, stage, rank if is_padded else None, passes, of_experts)
+                for of_experts in ((False, True) if layout.ep_enabled else (None,))
+            ),
+            ep_bytes(config, layout, stage, shape, routed),
             tp_bytes(config, layout, stage, shape, widths.tp_allreduces_per_layer),
             cp_bytes(config, layout, stage, shape),
             {"pp send": transfers + tied_bytes(config, layout, stage, rank if is_padded else None)},
@@ -83,9 +103,9 @@ def tp_bytes(
     runs its first all-reduce again; torch stops the second forward before the last one, whose result nothing in
     backward needs unless dropout follows it. Sequence parallelism (arXiv 2205.05198) replaces each all-reduce by a
     reduce-scatter and an all-gather; a second forward again gathers both inputs and scatters its sums. The gradients
-    of norms and of learned positions are summed once a step, but by fully_shard in every micro-batch, in the width in
-    which it has them. A bias is added before its product is summed, a share of it on every rank, and so has a whole
-    gradient there. Without vocabulary_parallel embedding, head and loss sum nothing.
+    of norms and of learned positions then, and those of routers always, are summed once a step, but by fully_shard in
+    every micro-batch, in the width in which it has them. A bias is added before its product is summed, a share of it on
+    every rank, and so has a whole gradient there. Without vocabulary_parallel embedding, head and loss sum nothing.
     """
     if not layout.tp_enabled:
         return {}
@@ -103,18 +123,41 @@ def tp_bytes(
     # Each part of a loss in parts runs a second time.
     loss_bytes = has_loss * (1 + (train.loss_chunks > 1)) * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
-    if not layout.sequence_parallel:
-        return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes)}
-    gradients = (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
-    if stage.holds_embedding and model.architecture.learned_positions:
-        gradients += model.context_length * model.hidden_size
     in_every_micro_batch = micro_batches * config.precision.compute_bytes
     width = in_every_micro_batch if layout.data_parallel == "fsdp" else config.precision.reduce_bytes
+    gradients = stage.layers * model.num_experts * model.hidden_size
+    if not layout.sequence_parallel:
+        return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes + gradients * width)}
+    gradients += (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
+    if stage.holds_embedding and model.architecture.learned_positions:
+        gradients += model.context_length * model.hidden_size
     return {
         "tp all_reduce": 2 * ring * (loss_bytes + gradients * width),
         "tp all_gather": ring * (sums + branches * recomputed) * hidden,
         "tp reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
+
+
+def ep_bytes(
+    config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape, routed: RoutedRows
+) -> dict[str, float]:
+    """Return the bytes that a rank sends along the expert-parallel axis for a stage.
+
+    A row of hidden states and its weight go to the rank that has the expert, and the output comes back; gradients go
+    the opposite ways (GShard, arXiv 2006.16668, has two all-to-alls in forward, and as many in backward). Before, ranks
+    exchange how many rows each expert has. A second forward repeats forward's. `routed` is that of expected_bytes().
+    """
+    if not layout.ep_enabled:
+        return {}
+    hidden, experts = config.model.hidden_size, config.model.num_experts
+    counted = layout.grad_accumulation_steps(config.train) * experts * INT64_BYTES
+    total = 0.0
+    for index in stage.layer_indices:
+        sent, received = routed(index)
+        forward = (sent * (hidden + 1) + received * hidden) * shape.width + ring_fraction(layout.ep) * counted
+        backward = (sent * hidden + received * (hidden + 1)) * shape.width
+        total += forward * (1 + config.checkpointing.recomputes_layer(index)) + backward
+    return {"ep all_to_all": total}
 
 
 def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape) -> dict[str, float]:
@@ -159,14 +202,20 @@ def ring_fraction(ranks: int) -> float:
 
 
 def sent_elements(
-    config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int | None = None
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    rank: int | None = None,
+    of_experts: bool | None = None,
 ) -> tuple[float, float]:
     """Return the elements of a stage's whole parameters that are gathered and reduced in a step, each time counted.
 
     They are the papers', in which every rank has an even share, or a rank's, which moves its own part of every
-    parameter, and the padding of the shards.
+    parameter, and the padding of the shards. They are those of experts, of all other parameters, or of both.
     """
-    gathered, reduced = _sent_elements_once(config.model, config.checkpointing, layout, widths, stage, rank)
+    key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts)
+    gathered, reduced = _sent_elements_once(*key)
     gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
     return gatherings * gathered, reductions_per_step(config, layout) * reduced
 
@@ -179,6 +228,7 @@ def _sent_elements_once(
     widths: StateWidths,
     stage: Stage,
     rank: int | None,
+    of_experts: bool | None,
 ) -> tuple[float, float]:
     """Return the elements of one gathering and one reduction.
 
@@ -187,11 +237,14 @@ def _sent_elements_once(
     (DeepSpeed's stage 3: partition_parameters.py, reduce_scatter_coalesced). partition: the flat buffer of all
     parameters that stages 1 and 2 gather, and no gradient (stage_1_and_2.py, flatten_dense_tensors_aligned).
     """
-    shards, padding = layout.axes_size(layout.sharding_axes), "none" if rank is None else widths.padding
+    own, padding = layout.of_experts if of_experts else layout, "none" if rank is None else widths.padding
+    shards = own.axes_size(own.sharding_axes)
     sizes: dict[str, float] = dict(local_numel(model, layout, stage))
     if rank is not None:
         shapes, multiple = local_shapes(model, layout, stage, rank), shards if padding == "rows" else 1
         sizes = {name: _round_up(rows, multiple) * math.prod(rest) for name, (rows, *rest) in shapes.items()}
+    if of_experts is not None:
+        sizes = {name: size for name, size in sizes.items() if is_expert_weight(name) == of_experts}
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
     gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
@@ -203,16 +256,25 @@ def _sent_elements_once(
 
 
 def dp_bytes(
-    config: RunConfig, layout: Layout, widths: StateWidths, gathered: float, reduced: float, passes: int
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    rank: int | None,
+    passes: int,
+    of_experts: bool | None,
 ) -> dict[str, float]:
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
     Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
-    synchronize once. A reduction goes through the ring so many times.
+    synchronize once. A reduction goes through the ring so many times. Experts that expert parallelism divides are
+    gathered and reduced among the ranks that have the same ones.
     """
-    shards, replicas = layout.axes_size(layout.sharding_axes), layout.axes_size(layout.replica_axes)
-    along_shards, along_replicas = layout.group_name(*layout.sharding_axes), layout.group_name(*layout.replica_axes)
+    gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
+    own = layout.of_experts if of_experts else layout
+    shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
+    along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
     reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
     sent = {
         (along_shards, "gather"): ring_fraction(shards) * gathered * widths.gathered,

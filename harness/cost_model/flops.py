@@ -35,7 +35,8 @@ class Operations(NamedTuple):
 def operations(config: RunConfig) -> Operations:
     """Return the operations of a model, by its sizes, or of a library's by its trace of one sequence.
 
-    torch stops a second forward before the last projection, unless dropout follows it: the mask is drawn behind it.
+    torch stops a second forward before the last projection, unless dropout follows it: the mask is drawn behind it; or
+    experts, whose outputs are summed behind it.
     """
     model, train, info = config.model, config.train, config.model.hf_info
     if info is not None:
@@ -46,7 +47,7 @@ def operations(config: RunConfig) -> Operations:
     depth, tokens = model.num_hidden_layers, train.global_batch * train.seq_len
     products, scores = [*projection_flops(model, tokens).values()], depth * attention_product_flops(config)
     layers = depth * sum(products) + 2 * scores
-    stopped = layers if model.dropout > 0 else layers - depth * products[-1]
+    stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * products[-1]
     return Operations(layers, 2 * tokens * model.hidden_size * model.vocab_size, scores, stopped, layers)
 
 
@@ -168,7 +169,7 @@ def recomputed_product_flops(
     """
     products = projection_flops(model, tokens)
     names = checkpointing.recomputed_products(products)
-    is_last_run = runs_to_end or model.dropout > 0
+    is_last_run = runs_to_end or model.dropout > 0 or model.num_experts > 0
     return sum(products[name] for name in names if is_last_run or name != layer_matrices(model)[-1].name)
 
 

@@ -8,8 +8,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.config.model import Branch, Operator
-from harness.cost_model.activations import attention_backward_operators, eager_score_tensors, forward_copies_bytes
-from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.activations import (
+    ROUTING,
+    attention_backward_operators,
+    eager_score_tensors,
+    forward_copies_bytes,
+)
+from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 from harness.layout.layer_spec import layer_matrices
 
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
@@ -122,6 +127,8 @@ def recompute_layer(backward: LayerBackward) -> None:
     last = layer_matrices(shape.model)[-1].name
     summed = shape.whole_hidden_bytes + 3 * shape.hidden_bytes - shape.dropout_mask_bytes  # beside the gradient
     backward.run({"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last))
+    if shape.routed_rows:
+        backward.run({"sums_of_experts": shape.expert_sum_bytes}, ("sums_of_experts",))
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:
@@ -148,20 +155,33 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
     shape, kind, gradient = backward.shape, operator.kind, f"{operator.output}.grad"
     gradients = {f"{name}.grad": shape.tensor_bytes(name) for name in operator.inputs}
     inputs = tuple(f"{branch.name}.{name}" for name in operator.inputs)
-    elements = {matrix.name: matrix.elements // shape.tp for matrix in layer_matrices(shape.model)}
+    elements = {
+        matrix.name: matrix.elements // ((shape.tp if matrix.style else 1) * (shape.ep if matrix.experts else 1))
+        for matrix in layer_matrices(shape.model)
+    }
     if kind == "row":
         # The fused kernel keeps attention's output too.
         frees = () if branch.name == "attention" and shape.model.attention == "flash" else inputs
-        weight = elements[operator.matrix]
-        backward.run(gradients, (branch_grad, *frees), weight)
+        weight, output_grad = elements[operator.matrix], gradient if operator.output else branch_grad
+        backward.run(gradients, (output_grad, *frees), weight)
         backward.run({}, weight=weight, is_accumulation=True)
     elif kind == "column":
-        is_last = operator is branch.operators[0]  # no other matrix needs the norm's output any more
-        norm_output = f"{branch.norm}.output" if is_last else ""
-        run_column_parallel(backward, elements[operator.matrix], gradient, norm_output)
+        name, others = operator.inputs[0], [each for each in branch.operators if each.inputs[0] == operator.inputs[0]]
+        saved = f"{branch.norm}.output" if name == "input" else f"{branch.name}.{name}"
+        is_last = operator is others[0]  # no other operator needs the input any more
+        run_column_parallel(backward, elements[operator.matrix], gradient, name, saved if is_last else "")
         backward.deferred += shape.tensor_bytes(operator.output)
+    elif kind == "router":
+        run_router(backward, elements[operator.matrix], f"{branch.norm}.output")
+    elif kind == "combine":
+        backward.run({f"{operator.inputs[0]}.grad": shape.routed_bytes}, (branch_grad,))
+    elif kind == "dispatch":
+        by_row = "by_row.grad"  # a copy in the order of tokens, whose rows are summed
+        sizes = {by_row: shape.routed_bytes, "input.grad": shape.whole_hidden_bytes}
+        backward.run(sizes, (gradient, by_row))
     elif kind == "function":
-        backward.run(gradients, (gradient, *inputs))
+        # The products of the inner activations and a gradient are summed to the weights' gradients.
+        backward.run(gradients, (gradient, f"{ROUTING}.grad", *inputs))
     elif kind == "rotary":  # x * cos + rotate(x) * sin: the products' gradients and their sum
         size = shape.tensor_bytes(operator.output)
         backward.run({"times_sin.grad": size, "halves.grad": size // 2}, ("times_sin.grad",))
@@ -174,18 +194,29 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         backward.free("attention")
 
 
-def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str, norm_output: str) -> None:
-    """Run a matrix that begins a branch, and sum its input's gradient and those of the matrices before it.
+def run_router(backward: LayerBackward, elements: int, norm_output: str) -> None:
+    """Run the choice of experts, in fp32, whose input's gradient is added to that of the copies of tokens."""
+    shape, scores = backward.shape, backward.shape.scores_of_experts_bytes
+    backward.run({"scores.grad": scores, "probabilities.grad": scores}, ("probabilities.grad", "mlp.probabilities"))
+    backward.free("mlp.")
+    wide = shape.whole_hidden_bytes * FP32_BYTES // shape.width * (shape.width < FP32_BYTES)
+    backward.run({"summand.grad": shape.whole_hidden_bytes, "wide.grad": wide}, (), weight=elements)
+    backward.run({"sum.grad": shape.whole_hidden_bytes}, ("scores.grad", "wide.grad", norm_output), weight=elements)
+    backward.run({}, ("summand.grad", "sum.grad"), weight=elements, is_accumulation=True, is_followed_by_matrix=False)
 
-    `norm_output` is the input, if no other matrix needs it any more.
+
+def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str, name: str, saved: str) -> None:
+    """Run a matrix with the input of this name, and sum its input's gradient and those of the matrices before it.
+
+    `saved` is the tensor that was saved for it, if no other operator needs it any more.
     """
-    whole = backward.shape.whole_hidden_bytes
-    is_first = "input.grad" not in backward.temporaries
-    name = "input.grad" if is_first else "summand.grad"
-    backward.run({name: whole}, (output_grad, norm_output), weight=elements)
+    whole = backward.shape.whole_hidden_bytes if name == "input" else backward.shape.tensor_bytes(name)
+    gradient = f"{name}.grad"
+    is_first = gradient not in backward.temporaries
+    backward.run({gradient if is_first else "summand.grad": whole}, (output_grad, saved), weight=elements)
     if not is_first:
         backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=elements)  # in the input's place
-    backward.run({}, weight=elements, is_accumulation=True, is_followed_by_matrix=not norm_output)
+    backward.run({}, weight=elements, is_accumulation=True, is_followed_by_matrix=not saved)
 
 
 def run_norm(backward: LayerBackward, norm: str) -> None:

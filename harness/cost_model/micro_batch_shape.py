@@ -29,6 +29,7 @@ class MicroBatchShape:
     loss_chunks: int = 1
     vocabulary_parallel: bool = True
     accumulate_bytes: int = FP32_BYTES  # of an element of the gradients' sum over micro-batches
+    ep: int = 1
 
     @property
     def vocabulary_tp(self) -> int:
@@ -63,7 +64,7 @@ class MicroBatchShape:
     @cached_property
     def query_bytes(self) -> int:
         """Bytes of the queries' heads."""
-        return self.whole_hidden_bytes // self.tp
+        return self.tokens * self.model.attention_width * self.width // self.tp
 
     @cached_property
     def key_bytes(self) -> int:
@@ -72,13 +73,38 @@ class MicroBatchShape:
 
     @cached_property
     def inner_bytes(self) -> int:
-        """Bytes of one tensor of the MLP's inner size."""
-        return self.tokens * self.model.intermediate_size * self.width // self.tp
+        """Bytes of one tensor of the MLP's inner size, of all of its experts if it has some."""
+        return (self.routed_rows or self.tokens) * self.model.intermediate_size * self.width // self.tp
+
+    @cached_property
+    def routed_rows(self) -> int:
+        """Rows of this rank's tokens that experts compute: one for each expert of a token; 0 without experts."""
+        return self.tokens * self.model.num_experts_per_tok
+
+    @cached_property
+    def routed_bytes(self) -> int:
+        """Bytes of the hidden states of these rows."""
+        return self.routed_rows * self.model.hidden_size * self.width
+
+    @cached_property
+    def expert_sum_bytes(self) -> int:
+        """Bytes of the experts' outputs, of their copy in another order, and of their sums, when forward has these.
+
+        Ranks that divide the experts sum single rows, to send them back.
+        """
+        sums = self.routed_bytes if self.ep > 1 else self.whole_hidden_bytes
+        return (2 * self.routed_bytes + sums) * (self.routed_rows > 0)
+
+    @cached_property
+    def scores_of_experts_bytes(self) -> int:
+        """Bytes of a router's scores of all experts for every token, in fp32."""
+        return self.tokens * self.model.num_experts * FP32_BYTES
 
     def tensor_bytes(self, name: str) -> int:
         """Return the bytes of a tensor of a branch, by its name in the family's table of operators."""
-        heads = {"query": self.query_bytes, "output": self.query_bytes, "key": self.key_bytes, "value": self.key_bytes}
-        return heads.get(name, self.inner_bytes)
+        sizes = {"query": self.query_bytes, "output": self.query_bytes, "key": self.key_bytes, "value": self.key_bytes}
+        sizes |= {"routed": self.routed_bytes, "outputs": self.routed_bytes}
+        return sizes.get(name, self.inner_bytes)
 
     @cached_property
     def logits_bytes(self) -> int:
@@ -159,4 +185,5 @@ def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> Micr
         config.train.loss_chunks,
         layout.vocabulary_parallel,
         config.precision.accumulate_bytes,
+        layout.ep,
     )

@@ -244,5 +244,5 @@ class Prediction:
 
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""
-        degrees = [f"{axis} {size}" for axis in DEGREES if (size := getattr(self.layout, axis)) > 1]
+        degrees = [f"{axis} {size}" for axis in DEGREES if axis != "ep" and (size := getattr(self.layout, axis)) > 1]
         return say("label", config=self.config, layout=self.layout, degrees=degrees)

@@ -3,6 +3,7 @@
 fully_shard pads those of a group to equal shards.
 """
 
+import dataclasses
 import heapq
 import math
 from collections import defaultdict
@@ -32,6 +33,7 @@ class ShardGroup:
 
     elements: int
     padded: int  # with the padding of every parameter
+    at_rest: int  # as many, with the experts of all ranks that share these out, where data parallelism divides them
     uneven: int  # those of parameters that need padding, with it
     last: int  # of the last parameter
     largest: int  # of the largest parameter
@@ -56,6 +58,11 @@ class ShardGroups:
         return self.embedding.padded + self.head.padded + self.root.padded + self.layers * self.layer.padded
 
     @property
+    def at_rest(self) -> int:
+        """The elements that data-parallel shards divide evenly."""
+        return self.embedding.at_rest + self.head.at_rest + self.root.at_rest + self.layers * self.layer.at_rest
+
+    @property
     def elements(self) -> int:
         """The elements of all groups."""
         return self.embedding.elements + self.head.elements + self.root.elements + self.layers * self.layer.elements
@@ -68,15 +75,17 @@ class ShardGroups:
 
 def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroups:
     """Return the groups of a stage as this layout divides them; all layers are alike."""
-    return _shard_groups(model, without_data_parallelism(layout), stage, layout.axes_size(layout.sharding_axes))
+    shards = layout.axes_size(layout.sharding_axes)
+    return _shard_groups(model, without_data_parallelism(layout), stage, shards, layout.ep)
 
 
 @lru_cache(maxsize=2048)
-def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int) -> ShardGroups:
-    groups = defaultdict[str, list[tuple[int, ...]]](list)
+def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int, ep: int) -> ShardGroups:
+    groups = defaultdict[str, list[tuple[tuple[int, ...], int]]](list)  # shapes, and by how much ep divides them
     for parameter in parameters_of_stage(model, stage):
         if parameter.layer in (None, stage.first_layer):
-            groups[parameter.group].append(parameter.local_shape(layout.tp, layout.vocabulary_tp))
+            shape = parameter.local_shape(layout.tp, layout.vocabulary_tp, ep)
+            groups[parameter.group].append((shape, ep if parameter.is_expert else 1))
     if not (groups["embedding"] and groups["head"]):
         groups["root"] = groups.pop("embedding", []) + groups.pop("head", [])
     names = ("embedding", str(stage.first_layer), "head", "root")
@@ -84,27 +93,31 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int)
     return ShardGroups(embedding, layer, head, root, stage.layers, root.largest * stage.holds_head)
 
 
-def _shard_group(shapes: Sequence[tuple[int, ...]], shards: int) -> ShardGroup:
-    sizes = [math.prod(shape) for shape in shapes]
-    padded = [-(-rows // shards) * shards * math.prod(rest) for rows, *rest in shapes]
+def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> ShardGroup:
+    sizes, padded, at_rest = [math.prod(shape) for shape, _ in shapes], list[int](), 0
+    for (rows, *rest), ep in shapes:
+        own = max(1, shards // ep)
+        padded.append(-(-rows // own) * own * math.prod(rest))
+        at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
-    return ShardGroup(sum(sizes), sum(padded), uneven, sum(sizes[-1:]), max(sizes, default=0))
+    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, sum(sizes[-1:]), max(sizes, default=0))
 
 
 @lru_cache(maxsize=1024)
-def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int) -> int:
+def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int, ep: int = 1) -> int:
     """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 
     Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
-    head.
+    head, and `ep` that of the experts.
     """
-    return sum(math.prod(each.local_shape(tp, vocabulary_tp)) for each in parameters_of_stage(model, stage))
+    return sum(math.prod(each.local_shape(tp, vocabulary_tp, ep)) for each in parameters_of_stage(model, stage))
 
 
 def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
     """Return the number of parameters whose optimizer state is on the rank that has most of them."""
     shards, by_parameter = layout.shard_count("optimizer"), layout.partitions_by_parameter
-    return _largest_partition(model, without_data_parallelism(layout), tuple(stages), shards, by_parameter)
+    own = dataclasses.replace(without_data_parallelism(layout), ep=layout.undivided_ep("optimizer"))
+    return _largest_partition(model, own, tuple(stages), shards, by_parameter)
 
 
 @lru_cache(maxsize=1024)

@@ -64,12 +64,16 @@ class Sharding:
     @cached_property
     def counts(self) -> list[int]:
         """The elements of each stage's parameters."""
-        tp, vocabulary_tp = self.layout.tp, self.layout.vocabulary_tp
-        return [local_parameter_count(self.config.model, stage, tp, vocabulary_tp) for stage in self.stages]
+        return self.counts_of("parameters")
+
+    def counts_of(self, kind: StateKind) -> list[int]:
+        """Return the elements of each stage's state of a kind, before data-parallel shards divide it."""
+        cut = self.layout.tp, self.layout.vocabulary_tp, self.layout.undivided_ep(kind)
+        return [local_parameter_count(self.config.model, stage, *cut) for stage in self.stages]
 
     def shards(self, width: int, kind: StateKind) -> list[int]:
         """Return the bytes of the rank's shard of each stage's state of a kind."""
-        return [-(-width * count // self.shard_counts[kind]) for count in self.counts]
+        return [-(-width * count // self.shard_counts[kind]) for count in self.counts_of(kind)]
 
     @cached_property
     def parameter_bytes(self) -> int:
@@ -223,7 +227,7 @@ class Sharding:
     def foreach_bytes(self) -> int:
         """The bytes of an optimizer's copies of its state."""
         width = self.optimizer_copies * self.precision.master_bytes
-        return -(-width * sum(self.counts) // self.shard_counts["optimizer"])
+        return -(-width * sum(self.counts_of("optimizer")) // self.shard_counts["optimizer"])
 
     # Gradients of matrices.
 

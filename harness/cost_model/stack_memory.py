@@ -75,6 +75,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
     memory, checkpointing = stack.memory, config.checkpointing
     rules = {
         "stack_model": not model_profile(config.model).is_project_decoder,
+        "stack_experts": config.model.num_experts > 0 and memory.kind != "harness",
         "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
         "stack_engine": memory.kind == "harness" and layout.engine != "torch",
     }

@@ -28,6 +28,7 @@ class LayerActivations:
     deferred: int = 0  # gradients that a backward for inputs alone leaves to the weights' half
     for_weights: int = 0  # kept or recomputed for its weights' gradients, and freed after them
     left: int = 0  # of what it keeps and recomputes when its weights have their gradients
+    sums: int = 0  # of the moment alone at which its forward sums its experts' outputs
 
 
 @lru_cache(maxsize=4096)
@@ -62,6 +63,7 @@ def one_layer_activations(
         deferred=backward.deferred,
         for_weights=for_weights,
         left=sum(saved.values()) + again - for_weights,
+        sums=shape.expert_sum_bytes,
     )
 
 
@@ -101,7 +103,7 @@ class StageActivations:
         """The bytes of the cosines and sines by which all layers rotate queries and keys."""
         shape = self.shape
         rotates = not shape.model.architecture.learned_positions
-        return 2 * (shape.seq_len // shape.cp) * shape.model.head_dim * shape.width * rotates
+        return 2 * (shape.seq_len // shape.cp) * shape.model.head_size * shape.width * rotates
 
     @cached_property
     def loss_bytes(self) -> int:

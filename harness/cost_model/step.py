@@ -29,6 +29,7 @@ def play_forward(sharding: Sharding, each: Pass) -> None:
             each.live["activations"] = outside + own.at_scores
             each.touch(temporaries=own.scores)
         each.put(activations=outside + own.saved)
+        each.touch(temporaries=own.sums)
     sharding.forward(each, -1)
     each.put(activations=activations.before_backward)
     sharding.end_forward(each)

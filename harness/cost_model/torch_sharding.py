@@ -1,5 +1,6 @@
 """The memory that torch's DDP and fully_shard take for buckets, whole parameters and gradients. Imports no torch."""
 
+from collections.abc import Sequence
 from functools import cached_property
 
 from harness.cost_model.layer_backward import LayerMoment
@@ -7,7 +8,8 @@ from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.shard_groups import ShardGroup
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
-from harness.layout.partition import Stage, local_numel, local_sizes
+from harness.layout.partition import Stage, is_expert_weight, local_numel
+from harness.layout.state_widths import StateKind
 
 # The sizes of DDP's buckets, by default.
 FIRST_BUCKET_BYTES = 2**20
@@ -29,7 +31,16 @@ class DistributedDataParallel(Sharding):
     def bucket_bytes(self) -> int:
         """The bytes of the buckets that exist beside gradients."""
         copies = int(self.is_mixed) + int(not self.config.strategy.gradient_as_bucket_view)
-        return round(copies * sum(self.even_sizes) * self.precision.compute_bytes)
+        return round(copies * self.bucket_elements(self.stages) * self.precision.compute_bytes)
+
+    def bucket_elements(self, stages: Sequence[Stage]) -> float:
+        """Return the elements of some stages' gradients that lie in buckets: all but those of divided experts."""
+        return sum(size for stage in stages for size in self.bucket_sizes(stage))
+
+    def bucket_sizes(self, stage: Stage) -> list[float]:
+        """Return the elements of a stage's parameters that lie in buckets, in their order."""
+        sizes, has_experts = local_numel(self.config.model, self.layout, stage), not self.layout.ep_enabled
+        return [size for name, size in sizes.items() if has_experts or not is_expert_weight(name)]
 
     @cached_property
     def buffer_bytes(self) -> int:
@@ -50,7 +61,7 @@ class DistributedDataParallel(Sharding):
         In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
         """
         exist = self.rebuilds_buckets and self.is_mixed
-        return round(sum(local_sizes(self.config.model, self.layout, [stage])) * self.precision.compute_bytes) * exist
+        return round(self.bucket_elements([stage]) * self.precision.compute_bytes) * exist
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return the old buckets."""
@@ -87,7 +98,7 @@ class DistributedDataParallel(Sharding):
         """
         cap = int(self.config.strategy.ddp_options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
         limit, buckets = FIRST_BUCKET_BYTES, [0.0]
-        for size in reversed(list(local_numel(self.config.model, self.layout, stage).values())):
+        for size in reversed(self.bucket_sizes(stage)):
             if buckets[-1] * self.precision.compute_bytes >= limit:
                 limit = cap
                 buckets.append(0)
@@ -122,10 +133,9 @@ class FullyShard(Sharding):
         """Whether a group is gathered for each of its uses."""
         return self.layout.zero_stage == 3
 
-    @cached_property
-    def counts(self) -> list[int]:
-        """The elements of each stage's parameters with their padding."""
-        return [groups.padded for groups in self.groups]
+    def counts_of(self, kind: StateKind) -> list[int]:
+        """Return the elements of each stage's parameters with their padding."""
+        return [groups.at_rest for groups in self.groups]
 
     @cached_property
     def optimizer_bytes(self) -> int:

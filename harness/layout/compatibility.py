@@ -26,8 +26,10 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "loss_chunks": tokens % train.loss_chunks != 0,
         "split_loss_chunks": train.loss_chunks > 1 and layout.splits_backward,
         "split_selective": checkpointing.name == "selective" and layout.splits_backward,
+        "split_experts": config.model.num_experts > 0 and layout.splits_backward,
         "offload_selective": moves and checkpointing.name == "selective",
         "offload_compiled": moves and train.compile,
+        "compiled_experts": config.model.num_experts > 0 and train.compile,
         "byte_vocabulary": config.data.kind == "text" and config.model.vocab_size < 256,
     }
     yield from refusals(rules, config, layout, tokens=tokens)
@@ -54,6 +56,8 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     sequence_multiple, cuts_sequence = tp * layout.cp, layout.sequence_parallel
     largest_part = math.ceil(model.vocab_size / tp)  # of the vocabulary; the last rank has what is left
     rules = {
+        "ep_experts": model.num_experts % layout.ep != 0,
+        "ep_dense": layout.ep_enabled and not model.num_experts,
         "learned_positions": model.architecture.learned_positions and seq_len > model.context_length,
         "num_attention_heads": model.num_attention_heads % tp != 0,
         "num_key_value_heads": model.num_key_value_heads % tp != 0,
@@ -65,6 +69,7 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     # The number of attention heads is a multiple of the key-value heads, so that a divisor of these divides both.
     values = {
         "divisors": divisors_text(math.gcd(model.num_key_value_heads, model.intermediate_size)),
+        "expert_divisors": divisors_text(model.num_experts) if model.num_experts else "1",
         "times_cp": f" x strategy.cp={layout.cp}" if layout.cp_enabled else "",
         "sequence_multiple": sequence_multiple,
     }
@@ -97,6 +102,7 @@ def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelIn
         "hf_loss_chunks": config.train.loss_chunks > 1,
         "hf_compile": config.train.compile,
         "hf_cp": layout.cp_enabled,
+        "hf_ep": layout.ep_enabled,
         "hf_pp": layout.pp_enabled,
         "hf_sequence_parallel": layout.sequence_parallel,
         "hf_no_plan": is_cut and not info.tensor_plan,

@@ -14,7 +14,9 @@ from harness.config.model import ARCHITECTURES, Branch, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
-# The dimension of a weight of shape (out, in) that each style cuts; a bias is cut as its outputs are.
+# The dimension of a weight of shape (out, in) that each style cuts; a bias is cut as its outputs are. Of experts'
+# weights, of shape (experts, out, in), it is the same of each expert.
+MATRIX_DIMS = 2
 SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
 
 
@@ -26,11 +28,19 @@ class Matrix(NamedTuple):
     outputs: int
     inputs: int
     style: str | None
+    is_router: bool = False  # whether it scores experts
+    experts: int = 0  # the number of experts that have a matrix each, stacked as one parameter; 0 for a single matrix
+    uses: int = 1  # how often each token is multiplied: by so many experts
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of its weight: (out, in), or (experts, out, in)."""
+        return (self.experts, self.outputs, self.inputs) if self.experts else (self.outputs, self.inputs)
 
     @property
     def elements(self) -> int:
         """The number of its elements."""
-        return self.outputs * self.inputs
+        return math.prod(self.shape)
 
     def cut(self, tp: int) -> tuple[float, float]:
         """Return the outputs and inputs that one of so many tensor-parallel ranks has, an even share."""
@@ -48,16 +58,18 @@ def layer_branches(model: ModelConfig) -> tuple[Branch, ...]:
 @lru_cache(maxsize=64)
 def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     """Return the matrices of a layer in the order of forward."""
-    keys = model.hidden_size * model.num_key_value_heads // model.num_attention_heads
-    sizes = {"input": model.hidden_size, "": model.hidden_size, "query": model.hidden_size, "output": model.hidden_size}
-    sizes |= {"key": keys, "value": keys}
+    sizes = dict.fromkeys(("input", "", "routed", "outputs"), model.hidden_size) | {"routing": model.num_experts}
+    sizes |= dict.fromkeys(("query", "output"), model.attention_width)
+    sizes |= dict.fromkeys(("key", "value"), model.num_key_value_heads * model.head_size)
     return tuple(
         Matrix(
             operator.matrix,
             f"{branch.module}.{operator.matrix}",
             sizes.get(operator.output, model.intermediate_size),
             sizes.get(operator.inputs[0], model.intermediate_size),
-            operator.kind,
+            operator.kind if operator.kind in SHARD_DIM else None,
+            operator.kind == "router",
+            *((model.num_experts, model.num_experts_per_tok) if operator.is_grouped else ()),
         )
         for branch in layer_branches(model)
         for operator in branch.operators
@@ -73,7 +85,7 @@ def norm_shapes(name: str, model: ModelConfig) -> Shapes:
 
 def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
     """Return the operations of each of a layer's projections, in the order of forward."""
-    return {matrix.name: 2 * tokens * matrix.elements for matrix in layer_matrices(model)}
+    return {matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs for matrix in layer_matrices(model)}
 
 
 def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:

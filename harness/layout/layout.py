@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from harness.config.from_dict import divisors_text
 from harness.config.schema import RunConfig, TrainConfig
 from harness.config.strategy import (
     AXES,
@@ -41,6 +42,7 @@ class Layout:
     layers_per_stage: tuple[int, ...] | None
     offload: Offload
     vocabulary_parallel: bool = True
+    ep: int = 1
 
     @property
     def dp(self) -> int:
@@ -61,6 +63,11 @@ class Layout:
     def cp_enabled(self) -> bool:
         """Whether context-parallel ranks divide every sequence."""
         return self.cp > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether data-parallel ranks divide the experts."""
+        return self.ep > 1
 
     @property
     def pp_enabled(self) -> bool:
@@ -84,8 +91,20 @@ class Layout:
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
-        """The number of ranks along every mesh axis, outermost first."""
-        return {axis: getattr(self, axis) for axis in AXES}
+        """The number of ranks along every mesh axis, outermost first; those along ep are no part of their degree's."""
+        sizes = {axis: getattr(self, axis) for axis in AXES}
+        return sizes | {self.ep_degree: sizes[self.ep_degree] // self.ep}
+
+    @property
+    def ep_degree(self) -> str:
+        """The data-parallel degree that expert-parallel ranks are part of."""
+        return "dp_shard" if self.dp_shard > 1 else "dp_replicate"
+
+    @cached_property
+    def of_experts(self) -> "Layout":
+        """The layout of the ranks that have the same experts: data parallelism divides these as it says."""
+        sizes = self.axis_sizes
+        return dataclasses.replace(self, ep=1, dp_replicate=sizes["dp_replicate"], dp_shard=sizes["dp_shard"])
 
     @cached_property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -111,13 +130,20 @@ class Layout:
 
     def data_rank(self, rank: int) -> int:
         """Return which part of the global batch the rank trains on, from 0 to dp - 1."""
-        coordinates = self.coordinates(rank)
-        return coordinates["dp_replicate"] * self.dp_shard + coordinates["dp_shard"]
+        return self._index_along(rank, ("dp_replicate", "dp_shard", "ep"))
 
     def shard_index(self, rank: int) -> int:
         """Return which of the data-parallel shards of a state the rank holds, from 0 on."""
+        return self._index_along(rank, self.sharding_axes)
+
+    def expert_shard_index(self, rank: int) -> int:
+        """Return which of the data-parallel shards of its experts' state the rank holds, from 0 on."""
+        return self._index_along(rank, self.of_experts.sharding_axes)
+
+    def _index_along(self, rank: int, axes: Iterable[str]) -> int:
+        """Return the rank's index among those along some axes, which are named in the mesh's order."""
         coordinates, index = self.coordinates(rank), 0
-        for axis in self.sharding_axes:
+        for axis in axes:
             index = index * self.axis_sizes[axis] + coordinates[axis]
         return index
 
@@ -128,12 +154,15 @@ class Layout:
     @cached_property
     def sharding_axes(self) -> tuple[str, ...]:
         """The axes whose data-parallel ranks shard model state; fully_shard also shards over the sequence's."""
-        return ("dp_shard", "cp") if self.data_parallel == "fsdp" and self.zero_stage > 0 else ("dp_shard",)
+        with_ep = ("ep",) if self.ep_enabled and self.ep_degree == "dp_shard" else ()
+        with_cp = ("cp",) if self.data_parallel == "fsdp" and self.zero_stage > 0 else ()
+        return ("dp_shard", *with_ep, *with_cp)
 
     @cached_property
     def replica_axes(self) -> tuple[str, ...]:
         """The axes along which ranks hold copies, whose gradients are averaged."""
-        return tuple(axis for axis in DATA_AXES if axis not in self.sharding_axes)
+        own = (axis for axis in DATA_AXES if axis != "ep" or self.ep_enabled)
+        return tuple(axis for axis in own if axis not in self.sharding_axes)
 
     def axes_size(self, axes: Iterable[str]) -> int:
         """Return the number of ranks along these axes."""
@@ -170,6 +199,17 @@ class Layout:
             return degree
         first_stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[kind]
         return degree if self.zero_stage >= first_stage else 1
+
+    def expert_shards(self, shards: int) -> int:
+        """Return the number of data-parallel shards of this rank's experts where so many have other parameters."""
+        return max(1, shards // self.ep)
+
+    def undivided_ep(self, kind: str) -> int:
+        """Return by how much expert parallelism divides a kind of experts' state beside data-parallel shards.
+
+        These divide experts by as much less, so that a rank has the same share of all state.
+        """
+        return 1 if self.shard_count(kind) > 1 else self.ep
 
     @property
     def uses_deepspeed_zero(self) -> bool:
@@ -223,7 +263,7 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
     A strategy whose degrees are all 1 trains on one rank, whatever the world. Raises UserError if the degrees do not
     make up the world.
     """
-    degrees = {axis: getattr(strategy, axis) for axis in DEGREES}
+    degrees = {axis: getattr(strategy, axis) for axis in DEGREES if axis != "ep"}
     open_axes = [axis for axis, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise UserError(f"strategy.{open_axes[1]}=-1 beside strategy.{open_axes[0]}=-1: only one degree may be -1")
@@ -239,10 +279,17 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
     elif fixed not in (1, world_size):
         raise UserError(
             f"world_size={world_size} is not the product of the strategy's degrees ({stated}): choose"
-            f" world_size={fixed}, or -1 for one of strategy.{', '.join(DEGREES)}"
+            f" world_size={fixed}, or -1 for one of strategy.{', '.join(degrees)}"
         )
     fields = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)}
-    return Layout(**fields | degrees)
+    layout = Layout(**fields | degrees)
+    degree = getattr(layout, layout.ep_degree)
+    if degree % layout.ep:
+        raise UserError(
+            f"strategy.ep={layout.ep} does not divide the data-parallel ranks (strategy.{layout.ep_degree}={degree}):"
+            f" choose {divisors_text(degree)}"
+        )
+    return layout
 
 
 def is_data_parallel_axis(axis: str) -> bool:

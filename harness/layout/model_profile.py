@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.layout.layer_spec import SHARD_DIM, Matrix, Shapes, layer_matrices, norm_shapes, numel
+from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, Matrix, Shapes, layer_matrices, norm_shapes, numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,22 +27,15 @@ class ModelProfile:
     # The style of each module that tensor parallelism cuts, by its path. A library's style that no rank can apply here
     # is none of them, and incompatibilities() refuses to cut the model.
     tensor_plan: Mapping[str, str]
-    not_recomputed: tuple[
-        str, ...
-    ]  # paths, or ends of paths, of modules that a second forward does not run to their end
+    layer_matrices: tuple[Matrix, ...]  # of the first layer, in the order of its parameters
+    # Paths, or ends of paths, of modules that a second forward does not run to their end.
+    not_recomputed: tuple[str, ...]
 
     @cached_property
     def layer_shapes(self) -> Shapes:
         """The shapes of the first layer's parameters by their names in the layer."""
         prefix, named = f"{self.layers[0]}.", self.parameter_shapes.items()
         return {name.removeprefix(prefix): shape for name, shape in named if name.startswith(prefix)}
-
-    @cached_property
-    def layer_matrices(self) -> tuple[Matrix, ...]:
-        """The matrices of the first layer, in the order of its parameters."""
-        named = [(name.rpartition(".")[0], shape) for name, shape in self.layer_shapes.items() if len(shape) == 2]
-        styles = {path: self.tensor_plan.get(f"{self.layers[0]}.{path}") for path, _ in named}
-        return tuple(Matrix(path.rpartition(".")[2], path, *shape, styles[path]) for path, shape in named)
 
     @cached_property
     def embedding_shapes(self) -> Shapes:
@@ -80,7 +73,8 @@ def model_profile(model: ModelConfig) -> ModelProfile:
 def decoder_profile(model: ModelConfig) -> ModelProfile:
     """Return the profile of the project's decoder; parameters have the names of Hugging Face's Llama.
 
-    A tied head is the embedding. A second forward runs all modules of a layer to their end but for the last matrix.
+    A tied head is the embedding. A second forward runs all modules of a layer to their end but for the last matrix,
+    and that one, too, where each token's outputs of experts are summed behind it.
     """
     layers, matrices = tuple(f"layers.{i}" for i in range(model.num_hidden_layers)), layer_matrices(model)
     table = (model.vocab_size, model.hidden_size)
@@ -88,7 +82,7 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     for branch in model.architecture.branches:
         of_layer |= norm_shapes(branch.norm, model)
     for matrix in matrices:
-        of_layer[f"{matrix.path}.weight"] = (matrix.outputs, matrix.inputs)
+        of_layer[f"{matrix.path}.weight"] = matrix.shape
         if model.architecture.biases:
             of_layer[f"{matrix.path}.bias"] = (matrix.outputs,)
     shapes: Shapes = {"embed_tokens.weight": table}
@@ -96,15 +90,31 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
         shapes["embed_positions.weight"] = (model.context_length, model.hidden_size)
     shapes |= {f"{path}.{name}": shape for path in layers for name, shape in of_layer.items()}
     shapes |= norm_shapes("norm", model) | ({} if model.tie_word_embeddings else {"lm_head.weight": table})
-    plan = {f"{path}.{matrix.path}": str(matrix.style) for path in layers for matrix in matrices}
+    plan = {f"{path}.{matrix.path}": matrix.style for path in layers for matrix in matrices if matrix.style}
     plan |= {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
-    return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, (matrices[-1].path,))
+    not_recomputed = () if model.architecture.has_experts else (matrices[-1].path,)
+    return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, matrices, not_recomputed)
 
 
 def traced_profile(info: HFModelInfo) -> ModelProfile:
     """Return the profile of a library's model, with the library's own plan."""
     plan = {path: style for path, style in info.tensor_plan.items() if style in SHARD_DIM}
-    return ModelProfile(False, info.shapes, info.layers, (info.head,), plan, info.not_recomputed_modules)
+    weights = {name.rpartition(".")[0]: shape for name, shape in info.shapes.items() if len(shape) == MATRIX_DIMS}
+    first = f"{info.layers[0]}."
+    matrices = tuple(
+        Matrix(path.rpartition(".")[2], path.removeprefix(first), shape[0], shape[1], plan.get(path))
+        for path, shape in weights.items()
+        if path.startswith(first)
+    )
+    return ModelProfile(False, info.shapes, info.layers, (info.head,), plan, matrices, info.not_recomputed_modules)
+
+
+def active_parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters that compute a token: of experts, those that a token has."""
+    unused = sum(
+        (each.experts - each.uses) * each.outputs * each.inputs for each in layer_matrices(model) if each.experts
+    )
+    return parameter_count(model) - model.num_hidden_layers * unused
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -7,10 +7,15 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from harness.config.model import ModelConfig
-from harness.layout.layer_spec import SHARD_DIM, numel
+from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
+
+
+def is_expert_weight(parameter: str) -> bool:
+    """Return whether a parameter, by its plain name, is a weight of all experts."""
+    return ".experts." in parameter
 
 
 def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool = True) -> int | None:
@@ -22,7 +27,9 @@ def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool =
     style = model_profile(model).tensor_plan.get(module)
     if leaf == "bias":  # cut with the outputs that a rank computes alone; whole behind a sum over the ranks
         return 0 if style in ("column", "gathered") else None
-    return None if style is None or (style == "vocabulary" and not vocabulary_parallel) else SHARD_DIM[style]
+    if style is None or (style == "vocabulary" and not vocabulary_parallel):
+        return None
+    return SHARD_DIM[style] + len(model_profile(model).parameter_shapes[parameter]) - MATRIX_DIMS
 
 
 @dataclass(frozen=True)
@@ -92,17 +99,22 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
 
 
 def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> Mapping[str, float]:
-    """Return the elements of each of a stage's parameters on one tensor-parallel rank, before data-parallel sharding.
+    """Return the elements of each of a stage's parameters on one model-parallel rank, before data-parallel sharding.
 
     They are an even share: fractions where a dimension cannot be cut evenly.
     """
-    return _local_numel(model, layout.tp, layout.vocabulary_tp, stage)
+    return _local_numel(model, layout.tp, layout.vocabulary_tp, layout.ep, stage)
 
 
 @lru_cache(maxsize=1024)
-def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, stage: Stage) -> Mapping[str, float]:
+def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, ep: int, stage: Stage) -> Mapping[str, float]:
     owned = parameters_of_stage(model, stage)
-    return MappingProxyType({each.name: math.prod(each.shape) / each.parts(tp, vocabulary_tp) for each in owned})
+    return MappingProxyType(
+        {
+            each.name: math.prod(each.shape) / (each.parts(tp, vocabulary_tp) * (ep if each.is_expert else 1))
+            for each in owned
+        }
+    )
 
 
 def local_sizes(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> list[float]:
@@ -118,6 +130,7 @@ class ShardedParameter:
     shape: tuple[int, ...]
     dim: int | None  # the dimension that tensor parallelism cuts; None if it stays whole
     is_vocabulary: bool  # whether that is the vocabulary, which a layout may leave whole
+    is_expert: bool  # whether its first dimension is that of experts, which expert parallelism divides
     layer: int | None  # the index of its layer
     is_embedding: bool
     is_copy: bool  # whether it is the last stage's own copy of a tied embedding, which is its head
@@ -130,12 +143,15 @@ class ShardedParameter:
             return 1
         return vocabulary_tp if self.is_vocabulary else tp
 
-    def local_shape(self, tp: int, vocabulary_tp: int, place: int = 0) -> tuple[int, ...]:
+    def local_shape(self, tp: int, vocabulary_tp: int, ep: int, place: int = 0) -> tuple[int, ...]:
         """Return the shape on the tensor-parallel rank of this place; the first one has most of it.
 
-        A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it.
+        A dimension that cannot be cut evenly has equal parts but for the last, as torch.chunk cuts it. Experts are
+        divided evenly.
         """
         parts, sizes = self.parts(tp, vocabulary_tp), list(self.shape)
+        if self.is_expert:
+            sizes[0] //= ep
         if self.dim is not None and parts > 1:
             part = math.ceil(sizes[self.dim] / parts)
             sizes[self.dim] = max(0, min(part, sizes[self.dim] - place * part))
@@ -164,7 +180,9 @@ def _sharded_parameters(model: ModelConfig) -> tuple[ShardedParameter, ...]:
         group = end if layer is None else str(layer)
         is_vocabulary = profile.tensor_plan.get(name.rpartition(".")[0]) == "vocabulary"
         dim = tp_shard_dim(name, model)
-        parameters.append(ShardedParameter(name, shape, dim, is_vocabulary, layer, is_embedding, False, group))
+        is_expert = is_expert_weight(name)
+        own = ShardedParameter(name, shape, dim, is_vocabulary, is_expert, layer, is_embedding, False, group)
+        parameters.append(own)
     if model.tie_word_embeddings:
         parameters += [replace(each, is_copy=True) for each in parameters if each.is_embedding and each.is_vocabulary]
     return tuple(parameters)
@@ -185,7 +203,7 @@ def representative_stage(stage: Stage, period: int) -> Stage:
 @lru_cache(maxsize=128)
 def local_shapes(model: ModelConfig, layout: Layout, stage: Stage, rank: int) -> Mapping[str, tuple[int, ...]]:
     """Return the shapes of a stage's parameters on this rank, before data-parallel sharding."""
-    cut = (layout.tp, layout.vocabulary_tp, layout.coordinates(rank)["tp"])
+    cut = (layout.tp, layout.vocabulary_tp, layout.ep, layout.coordinates(rank)["tp"])
     return MappingProxyType({each.name: each.local_shape(*cut) for each in parameters_of_stage(model, stage)})
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -19,9 +20,8 @@ NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor
 SENT_PER_BYTE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     # S of a scatter is all that the root scatters, and 0 on other ranks.
-    **dict.fromkeys(
-        ("all_gather", "reduce_scatter", "all_to_all", "broadcast", "reduce", "scatter"), lambda n: (n - 1) / n
-    ),
+    **dict.fromkeys(("all_gather", "reduce_scatter", "broadcast", "reduce", "scatter"), lambda n: (n - 1) / n),
+    "all_to_all": lambda n: 1.0,  # S is all that the rank sends to others, which may be uneven
     "gather": lambda n: 1.0,  # S is 0 at the root, and this rank's own part elsewhere
     "send": lambda n: 1.0 if n > 1 else 0.0,
 }
@@ -85,6 +85,21 @@ def _sends(call: CollectiveCall) -> MovedTensors:
     return [(tensor, 1) for operation, tensor in pairs if operation == "isend"]
 
 
+def _to_others(name: str) -> _Selector:
+    """Select the parts of a tensor that go to other ranks: equal ones, or as many rows as the call says."""
+
+    def select(call: CollectiveCall) -> MovedTensors:
+        own, sizes = dist.get_rank(call.group), call.arguments.get("input_split_sizes")
+        tensors = list(iter_tensors(call.arguments[name]))
+        if len(tensors) == 1:
+            flat, ranks = tensors[0].flatten(), len(call.ranks)
+            row = flat.numel() // max(1, sum(sizes)) if sizes else flat.numel() // ranks
+            tensors = list(torch.split(flat, [row * number for number in sizes or [1] * ranks]))
+        return [(tensor, 1) for rank, tensor in enumerate(tensors) if rank != own]
+
+    return select
+
+
 def _unless_root(call: CollectiveCall) -> MovedTensors:
     if dist.get_rank(call.group) == call.arguments["root_rank"]:
         return []
@@ -111,8 +126,6 @@ _C10D = {
     "reduce_scatter_": ("reduce_scatter", "input_tensors"),
     "_reduce_scatter_base_": ("reduce_scatter", "input_tensor"),
     "reduce_scatter_tensor_coalesced_": ("reduce_scatter", "inputs"),
-    "alltoall_": ("all_to_all", "input_tensors"),
-    "alltoall_base_": ("all_to_all", "input"),
     "broadcast_": ("broadcast", "tensors"),
     "reduce_": ("reduce", "tensors"),
     "scatter_": ("scatter", "input_tensors"),
@@ -127,7 +140,6 @@ _FUNCTIONAL = {
     "reduce_scatter_tensor": ("reduce_scatter", "input"),
     "reduce_scatter_tensor_out": ("reduce_scatter", "input"),
     "reduce_scatter_tensor_coalesced": ("reduce_scatter", "inputs"),
-    "all_to_all_single": ("all_to_all", "input"),
     "broadcast": ("broadcast", "input"),
     "broadcast_": ("broadcast", "input"),
     "isend": ("send", "tensor"),
@@ -143,13 +155,16 @@ _FUNCTIONAL_GATHERS = {
 RULES: dict[str, tuple[str, _Selector]] = {
     **{f"c10d::{name}": (operation, _all(argument)) for name, (operation, argument) in _C10D.items()},
     "c10d::gather_": ("gather", _unless_root),
-    "_dtensor::shard_dim_alltoall": ("all_to_all", _all("input")),
+    "c10d::alltoall_": ("all_to_all", _to_others("input_tensors")),
+    "c10d::alltoall_base_": ("all_to_all", _to_others("input")),
+    "_dtensor::shard_dim_alltoall": ("all_to_all", _to_others("input")),
 }
 for _namespace in ("_c10d_functional", "_c10d_functional_autograd"):
     RULES |= {
         f"{_namespace}::{name}": (operation, _all(argument)) for name, (operation, argument) in _FUNCTIONAL.items()
     }
     RULES |= {f"{_namespace}::{name}": ("all_gather", _times_group(key)) for name, key in _FUNCTIONAL_GATHERS.items()}
+    RULES[f"{_namespace}::all_to_all_single"] = ("all_to_all", _to_others("input"))
     RULES[f"{_namespace}::batch_p2p_ops"] = ("send", _sends)
 
 SENDS_NOTHING = {

@@ -71,7 +71,8 @@ class CommunicationCounter:
             )
         factor = SENT_PER_BYTE[call.operation](len(call.ranks))
         tensors = call.moved_tensors()
-        scalars = sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
+        # Tokens for experts may be few, or none.
+        scalars = call.operation != "all_to_all" and sum(tensor.numel() * times for tensor, times in tensors) <= SCALARS
         caller = calling_function() if scalars else LAYOUT
         purpose = LAYOUT if caller in LAYOUT_CALLERS else caller
         for dtype, size in _bytes_by_dtype(tensors).items():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -30,9 +31,17 @@ ATTENTION = {
     "aten::_safe_softmax": COMPOSED,
 }
 
+SCORE_DIMS = 4  # of attention's scores (batch, heads, queries, keys); a router's have tokens and experts alone
+
 OPTIMIZER = {operator: name for optimizer in OPTIMIZERS for operator, name in optimizer.kernels.items()}
 
 ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside its own kernels
+
+
+def attention_kernel(operator: str, first: Any) -> str | None:
+    """Return the attention kernel that an operator with this first argument is part of; None if it is part of none."""
+    is_other_softmax = ATTENTION.get(operator) == COMPOSED and first.dim() < SCORE_DIMS
+    return None if is_other_softmax else ATTENTION.get(operator)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, Collecti
 from harness.measure.communication import CommunicationCounter
 from harness.measure.dropout_masks import DRAWING, MaskObserver
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
-from harness.measure.kernels import ACTIVATION_FUNCTIONS, ATTENTION, OPTIMIZER
+from harness.measure.kernels import ACTIVATION_FUNCTIONS, OPTIMIZER, attention_kernel
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder, bytes_by_device, state_shards
 from harness.models.build import compiled_graph_count
@@ -75,10 +75,12 @@ class StepListener(Listener):
         self.activations = ActivationMeter(engine.model, self.recorder.claim_activation, memory.device)
         self.communication = CommunicationCounter(self.on_collective)
         self.operators: set[str] = set()  # the names of those that ran
+        self.attention_kernels: set[str] = set()
         self.flops = 0
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
         self.gradient_dtypes: set[str] = set()
+        self.expert_tokens: dict[int, Tensor] = {}  # by layer
         self.masks, self.is_second_forward = MaskObserver(), False
         self.recomputations = 0
         self.in_flight = self.max_in_flight = self.split_backwards = 0
@@ -121,6 +123,12 @@ class StepListener(Listener):
         with self.recorder.pause():
             self.masks.observe(mask, self.is_second_forward)
 
+    def routed(self, layer: int, counts: Tensor) -> None:
+        """Add up how many of this rank's tokens go to each expert, without second forwards."""
+        if not self.is_second_forward:
+            with self.recorder.pause():
+                self.expert_tokens[layer] = counts + self.expert_tokens.get(layer, 0)
+
     def saved_for_recompute(self, tensor: Tensor) -> None:
         """Count a result that is saved for a second forward, outside autograd."""
         self.activations.watch(tensor)
@@ -156,6 +164,10 @@ class StepListener(Listener):
         of_parameters = gathers and is_data_parallel_axis(group_axes(call.ranks, self.layout))
         self.recorder.claim(tensors, "gathered" if of_parameters else "communication", f"{call.operation} buffers")
 
+    def routing(self) -> list[tuple[int, list[int]]]:
+        """Return how many of this rank's tokens went to each expert of its layers, by the layers' indices."""
+        return [(layer, counts.tolist()) for layer, counts in self.expert_tokens.items()]
+
     def result(self, timed_log: AllocationLog | None) -> ProfiledStep:
         """Return the measurements. `timed_log` is the allocation log of the timed step with the highest peak."""
         return ProfiledStep(
@@ -172,7 +184,7 @@ class StepListener(Listener):
             at_peak=self.recorder.at_peak(timed_log),
             peak_without_backend_bytes=self.recorder.peak_without_backend_bytes(timed_log),
             communication=self.communication.traffic(),
-            attention_kernels=sorted({ATTENTION[name] for name in self.operators & ATTENTION.keys()}),
+            attention_kernels=sorted(self.attention_kernels),
             optimizers=sorted({OPTIMIZER[name] for name in self.operators & OPTIMIZER.keys()}),
             masks=self.masks.report(),
             layers_compiled=self.operators.isdisjoint(ACTIVATION_FUNCTIONS),
@@ -219,6 +231,8 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.has_flops:
             listener.flops += operator_flops(func, args, kwargs, result)
         listener.operators.add(operator.name)
+        if kernel := attention_kernel(operator.name, *args[:1]):
+            listener.attention_kernels.add(kernel)
         if operator.name in DRAWING:
             listener.drawn(DRAWING[operator.name](result))
         if recorder.add_operator(operator.name, started, operator.is_view):  # else memory has no new peak

@@ -54,11 +54,24 @@ def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
         "communication_bytes": communication_bytes(ranks),
         "loss_first": losses[0],
         "loss_last": losses[-1],
+        "expert_load": expert_load(ranks),
         "skipped_steps": max(rank.skipped_steps for rank in ranks),
         "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
         "measured_on": peak_rank(ranks).device_name,
         **bubble_columns(config, layout, ranks),
     }
+
+
+def expert_load(ranks: Sequence[RankReport]) -> float | None:
+    """Return the tokens of the busiest expert of any layer over the mean of its layer's experts; None without experts.
+
+    Ranks that divide a layer's matrices have the same tokens, which does not change the ratio.
+    """
+    by_layer: dict[int, list[int]] = {}
+    for rank in ranks:
+        for layer, counts in rank.expert_tokens:
+            by_layer[layer] = [a + b for a, b in zip(by_layer.get(layer, [0] * len(counts)), counts, strict=True)]
+    return max((max(counts) * len(counts) / sum(counts) for counts in by_layer.values()), default=None)
 
 
 def communication_bytes(ranks: Sequence[RankReport]) -> int | None:
@@ -199,6 +212,7 @@ def virtual_columns(layout: Layout, ranks: Sequence[RankReport], predicted: Step
     stand_ins = measured[EXPOSED]  # None where the steps were not traced
     columns: Cells = {name: measured[name] for name in MEASURED}
     columns |= {
+        "expert_load": expert_load(ranks),
         "skipped_steps": max(rank.skipped_steps for rank in ranks),
         "noise_warning": disturbance_text(step_seconds(ranks), [rank.host_usage for rank in ranks]),
     }

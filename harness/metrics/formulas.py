@@ -67,16 +67,14 @@ def quantities(record: Record, formulas: Mapping[str, str]) -> Quantities:
     return known
 
 
-def most_parameters(model: ModelConfig, layout: Layout, of_optimizer: bool = False) -> int:
-    """Return the number of parameters on the rank that has most of them, before they are sharded.
-
-    `of_optimizer` is for those whose optimizer state a rank has.
-    """
+def most_parameters(model: ModelConfig, layout: Layout, kind: StateKind = "parameters") -> int:
+    """Return the number of parameters whose state of a kind the rank has that has most of it, before it is sharded."""
     stages = [split_into_stages(model, layout)[pp_rank :: layout.pp] for pp_rank in range(layout.pp)]
-    if of_optimizer:
+    if kind == "optimizer" and layout.partitions_by_parameter:
         return max(optimizer_parameter_count(model, layout, own) for own in stages)
     tp, vocabulary_tp = layout.tp, layout.vocabulary_tp
-    return max(sum(local_parameter_count(model, stage, tp, vocabulary_tp) for stage in own) for own in stages)
+    cut = tp, vocabulary_tp, layout.undivided_ep(kind)
+    return max(sum(local_parameter_count(model, stage, *cut) for stage in own) for own in stages)
 
 
 def value_of(formula: str, known: Mapping[str, Any]) -> Any:
@@ -152,7 +150,7 @@ def peak_parts(record: Record) -> list[tuple[str, int, list[tuple[str, int]]]]:
 def state_formula(config: RunConfig, layout: Layout, widths: StateWidths, kind: StateKind) -> str:
     """Return the formula of one kind of model state on the rank that has most of it; empty if it is not kept."""
     is_whole, width = kind == "optimizer" and layout.partitions_by_parameter, getattr(widths, kind)
-    count, shards = most_parameters(config.model, layout, is_whole), 1 if is_whole else layout.shard_count(kind)
+    count, shards = most_parameters(config.model, layout, kind), 1 if is_whole else layout.shard_count(kind)
     values = {"count": count, "width": width, "shards": shards, "size": -(-width * count // shards)}
     return _say("state_formula", **values, is_whole=is_whole) if width else ""
 

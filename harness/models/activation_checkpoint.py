@@ -17,9 +17,9 @@ from harness.probe import Probe
 
 _aten = torch.ops.aten
 
-# The operators that multiply with a projection's matrix, without and with a bias. torchtitan's policy counts mm alone,
-# because its models have no biases.
-PROJECTION_OPS = frozenset((_aten.mm.default, _aten.addmm.default))
+# The operators that multiply with a projection's matrix, without and with a bias, or with those of experts.
+# torchtitan's policy counts mm alone, because its models have no biases.
+PROJECTION_OPS = frozenset((_aten.mm.default, _aten.addmm.default, _aten._grouped_mm.default))
 
 # The operators whose results selective checkpointing saves, all or every second one of PROJECTION_OPS. It recomputes
 # everything else: norms, rotary, activation function, elementwise products, and the collectives of tensor parallelism,

@@ -1,6 +1,8 @@
 """The construction of a run's model on the meta device, and the transforms that are applied to it."""
 
 import sys
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -31,7 +33,13 @@ def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:
 
 
 def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> None:
-    """Apply compile, checkpointing, activation offload and loss chunks in place, each around those before it."""
+    """Apply compile, checkpointing, activation offload and loss chunks in place, each around those before it.
+
+    Experts announce to the probe how many tokens they have.
+    """
+    for index, block in model.layers_by_index().items() if config.model.num_experts else ():
+        mixture: Any = block.get_submodule("mlp")
+        mixture.announce = partial(probe.routed, index)
     if config.train.compile:
         apply_compile(model)
     apply_checkpointing(model, config.checkpointing, probe)

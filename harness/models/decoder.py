@@ -1,4 +1,4 @@
-"""The decoder-only transformer that every strategy trains, in the family `llama` or `gpt`."""
+"""The decoder-only transformer that every strategy trains, in the family `llama`, `gpt` or `moe`."""
 
 import torch
 import torch.nn.functional as F
@@ -7,24 +7,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from harness.config.model import ModelConfig
-from harness.layout.layer_spec import layer_matrices
 from harness.layout.partition import Stage
 from harness.models.dropout_rng import rank_local_rng
+from harness.models.mixture import MixtureOfExperts
+from harness.models.projections import Projections
 
 SequenceChunks = tuple[tuple[int, int], ...]  # (start, stop) of positions
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines of the positions, each (positions, head_dim)
-
-
-class Projections(nn.Module):
-    """A branch of a layer with the matrices that the layer's table (harness.config.model) has for it."""
-
-    def __init__(self, model: ModelConfig, branch: str) -> None:
-        super().__init__()
-        for matrix in layer_matrices(model):
-            if matrix.path.startswith(f"{branch}."):
-                linear = nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases)
-                self.add_module(matrix.name, linear)
 
 
 class Attention(Projections):
@@ -32,7 +22,7 @@ class Attention(Projections):
 
     def __init__(self, model: ModelConfig) -> None:
         super().__init__(model, "self_attn")
-        self.head_dim = model.head_dim
+        self.head_dim = model.head_size
         self.eager = model.attention == "eager"
         self.dropout = model.dropout
         self.dropout_rng_rank: int | None = None  # set where ranks share the input and hold different heads
@@ -73,7 +63,7 @@ class GELU(Projections):
         return self.down_proj(F.gelu(self.up_proj(hidden), approximate="tanh"))  # type: ignore[operator, no-any-return]
 
 
-MLP_CLASSES: dict[str, type[Projections]] = {"llama": SwiGLU, "gpt": GELU}
+MLP_CLASSES: dict[str, type[Projections]] = {"llama": SwiGLU, "gpt": GELU, "moe": MixtureOfExperts}
 
 
 def build_norm(model: ModelConfig) -> nn.Module:
@@ -191,7 +181,7 @@ class Decoder(nn.Module):
 
 def rotary_tables(chunks: SequenceChunks, model: ModelConfig, device: torch.device, dtype: torch.dtype) -> Rotary:
     """Return cosines and sines (positions, head_dim), computed in fp32 (rotary embedding, arXiv 2104.09864)."""
-    exponents = torch.arange(0, model.head_dim, 2, device=device, dtype=torch.float32) / model.head_dim
+    exponents = torch.arange(0, model.head_size, 2, device=device, dtype=torch.float32) / model.head_size
     angles = torch.outer(positions(chunks, device).float(), model.rope_theta**-exponents)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)

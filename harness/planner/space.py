@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.stack import StackConfig
 from harness.config.strategy import MODEL_AXES, StrategyConfig
@@ -125,7 +126,9 @@ def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
         is_parallel = (False, True) if degrees["tp"] > 1 else (False,)
         ways, schedules = shardings(space, dp, **degrees), _schedules(degrees["pp"], layers, memory.kind)
         for way, schedule, sequence_parallel in itertools.product(ways, schedules, is_parallel):
-            yield StrategyConfig("search", sequence_parallel=sequence_parallel, **(way | schedule | degrees))
+            settings = way | schedule | degrees
+            for ep in expert_degrees(config.model, way):
+                yield StrategyConfig("search", sequence_parallel=sequence_parallel, ep=ep, **settings)
 
 
 def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
@@ -139,6 +142,16 @@ def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
     fixed = space.fixed_values("strategy").get("cp", -1)
     degrees = itertools.product(tps, cps if fixed == -1 else [fixed], world)
     return (dict(zip(MODEL_AXES, sizes, strict=True)) for sizes in degrees)
+
+
+def expert_degrees(model: ModelConfig, way: Mapping[str, Any]) -> list[int]:
+    """Return the degrees of expert parallelism for a way of sharing state: those that divide experts and ranks."""
+    divides_elements = way.get("zero_stage") == 1 or way.get("engine") == "deepspeed"  # of all parameters alike
+    shards = way.get("dp_shard", 1)
+    ranks = shards if shards > 1 else way.get("dp_replicate", 1)
+    if not model.num_experts or divides_elements:
+        return [1]
+    return [ep for ep in divisors(ranks) if model.num_experts % ep == 0]
 
 
 def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:

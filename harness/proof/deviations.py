@@ -13,6 +13,8 @@ ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # th
 
 MOMENTS = ("first_gradients", "first_moments", "first_updates", "last_gradients")
 
+ROUTER = ".gate.weight"  # the end of its parameter's name
+
 LAYER_NUMBER = re.compile(r"\b\d+\.")
 
 Measure = Literal["loss", "global norm", "norm", "direction"]
@@ -23,13 +25,14 @@ class Aspect(NamedTuple):
 
     The norm of a tensor changes far less than its direction. Vectors differ more than matrices: the gradient of a
     norm's weight is a sum over all tokens, which some kernels round at every summand, and a key's bias has a gradient
-    of nothing but rounding errors.
+    of nothing but rounding errors. A router's matrix is as one of them: a token whose two best experts are as good as
+    each other goes to either, and the gradient is the difference that this makes.
     """
 
     measure: Measure
     moment: str  # the field of the fingerprints, "step", or "gradients" for those of any step
     step: int = 0  # of a loss, a global norm, or a gradient of any step
-    of_vectors: bool = False  # norm weights and biases, which have one dimension
+    of_vectors: bool = False  # norm weights and biases, which have one dimension, and routers
     kind: str = ""  # of a gradient of any step: the parameter's name without the number of its layer
 
 
@@ -88,7 +91,7 @@ def _tensor_differences(
         return
     whole = {name: (math.sqrt(_or_nan(square)), _or_nan(projection)) for name, _, _, square, projection in entries}
     elements = {name: math.prod(stop - start for start, stop in box) for name, _, box, _, _ in entries}
-    vectors = {entry.name for entry in entries if len(entry.shape) == 1}
+    vectors = {entry.name for entry in entries if len(entry.shape) == 1 or entry.name.endswith(ROUTER)}
     average = math.hypot(*(norm for norm, _ in whole.values())) / math.sqrt(sum(elements.values()))
     least = rounding * average if moment in ("last_gradients", "gradients") else 0.0
     what = f"gradient at step {step}" if moment == "gradients" else moment.replace("_", " ")

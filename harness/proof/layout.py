@@ -11,7 +11,13 @@ from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_zero import rank_partitions
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import local_numel, split_into_stages, stages_of_rank, tp_shard_dim
+from harness.layout.partition import (
+    is_expert_weight,
+    local_numel,
+    split_into_stages,
+    stages_of_rank,
+    tp_shard_dim,
+)
 from harness.layout.state_widths import STATE_KINDS, StateKind, StateWidths
 from harness.records.rank_report import Box, RankReport, StateShard
 from harness.tensors.shard import GATHERED
@@ -148,7 +154,11 @@ def build_peak_problems(
 def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
     """Return the elements of each parameter that a rank holds if data-parallel ranks divide it into so many shards."""
     stages = (local_numel(model, layout, stage) for stage in stages_of_rank(model, layout, rank))
-    return {name: elements / shards for stage in stages for name, elements in stage.items()}
+    return {
+        name: elements / (layout.expert_shards(shards) if is_expert_weight(name) else shards)
+        for stage in stages
+        for name, elements in stage.items()
+    }
 
 
 def rank_numel(model: ModelConfig, layout: Layout, rank: int, kind: StateKind) -> float:
@@ -185,7 +195,8 @@ def _ownership_problems(
         label = f"{kind} of {name}" + (f" ({state_name})" if state_name else "")
         boxes = owners[name, state_name]
         is_cut = tp_shard_dim(name, model, layout.vocabulary_parallel) is not None
-        copies = stages[name] * layout.world_size // (shards * layout.pp * (layout.tp if is_cut else 1))
+        divided = layout.expert_shards(shards) * layout.ep if is_expert_weight(name) else shards
+        copies = stages[name] * layout.world_size // (divided * layout.pp * (layout.tp if is_cut else 1))
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: ranks have shards of it, but the model has no such parameter"
@@ -229,15 +240,17 @@ def shard_numel(
 ) -> int:
     """Return the elements of a parameter's shard of this index; shards are equal runs of rows, the last ones shorter.
 
-    Tensor parallelism divides rows in the same way, or columns, first; `place` is that of the rank in its group. The
-    first shard of the first rank is the largest.
+    Tensor parallelism divides rows in the same way, or another dimension, first, and expert parallelism the experts;
+    `place` is that of the rank in its tensor-parallel group. The first shard of the first rank is the largest.
     """
     rows, others = shape[0], math.prod(shape[1:])
+    if is_expert_weight(name):
+        rows, shards = rows // layout.ep, layout.expert_shards(shards)
     dimension = tp_shard_dim(name, model, layout.vocabulary_parallel)
     if dimension == 0:
         part = math.ceil(rows / layout.tp)
         rows = min(part, max(0, rows - place * part))
-    elif dimension == 1:
+    elif dimension is not None:
         others //= layout.tp
     chunk = math.ceil(rows / shards)
     return min(chunk, max(0, rows - index * chunk)) * others

@@ -6,6 +6,7 @@ from functools import partial
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import is_expert_weight
 from harness.layout.state_widths import STATE_KINDS
 from harness.proof.layout import (
     elements_by_state,
@@ -43,8 +44,11 @@ def _share_problems(
         whole = {name: shard_numel(name, shapes[name], model, layout, 1, place=place) for name in shares}
         expected = sum(min(share, whole[name]) for name, share in shares.items())
     elif layout.data_parallel == "fsdp":
-        index = layout.shard_index(rank)
-        expected = sum(shard_numel(name, shapes[name], model, layout, shards, index, place) for name in shares)
+        index = {False: layout.shard_index(rank), True: layout.expert_shard_index(rank)}  # by whether it is an expert's
+        expected = sum(
+            shard_numel(name, shapes[name], model, layout, shards, index[is_expert_weight(name)], place)
+            for name in shares
+        )
     else:
         return
     numel: dict[str, int] = elements_by_state(kind, owned) or {kind: 0}

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import LAYOUT
+from harness.cost_model.communication import LAYOUT, RoutedRows
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches
@@ -135,6 +135,27 @@ def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> It
             f"rank {rank.rank} deferred the weights' gradients of {split} backwards in a step, and {passes} are"
             " expected"
         )
+
+
+def routed_rows(layout: Layout, rank: RankReport, ranks: Sequence[RankReport]) -> RoutedRows | None:
+    """Return how many rows a rank sent to others' experts, and received for its own, by what the ranks counted.
+
+    None where not all of its group are known.
+    """
+    along = {axis: place for axis, place in layout.coordinates(rank.rank).items() if axis != "ep"}
+    group = [other for other in ranks if along.items() <= layout.coordinates(other.rank).items()]
+    if not layout.ep_enabled or len(group) < layout.ep:
+        return None
+    counts = {other.rank: dict(other.expert_tokens) for other in group}
+    part, place = len(rank.expert_tokens[0][1]) // layout.ep, layout.coordinates(rank.rank)["ep"]
+    own = slice(place * part, (place + 1) * part)
+
+    def rows(layer: int) -> tuple[int, int]:
+        to_own = {number: sum(of_layers[layer][own]) for number, of_layers in counts.items()}
+        staying = to_own.pop(rank.rank)
+        return sum(counts[rank.rank][layer]) - staying, sum(to_own.values())
+
+    return rows
 
 
 def volume_problems(

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from harness.config.command import ProofConfig
 from harness.config.model import ModelConfig
@@ -35,6 +35,7 @@ from harness.proof.step import (
     flops_problems,
     kernel_problems,
     offload_problems,
+    routed_rows,
     schedule_problems,
     volume_problems,
 )
@@ -72,8 +73,9 @@ class FinishedRun:
 
     @cached_property
     def padded_bytes(self) -> list[dict[str, float]]:
-        """The same with uneven shares and padding, exactly."""
-        return [expected_bytes(self.config, self.layout, self.widths, rank.rank, is_padded=True) for rank in self.ranks]
+        """The same with uneven shares, padding and routing, exactly."""
+        padded = partial(expected_bytes, self.config, self.layout, self.widths, is_padded=True)
+        return [padded(rank.rank, routed=routed_rows(self.layout, rank, self.ranks)) for rank in self.ranks]
 
 
 @dataclass(frozen=True)

@@ -254,6 +254,8 @@ class RankReport(TrainingReport):
     time_breakdown: TimeBreakdown | None = field(default=None, metadata={"read": TimeBreakdown.from_json})
     trace_problem: str = ""  # why there is no breakdown
     profiled: ProfiledStep = field(default=ProfiledStep(), metadata={"read": ProfiledStep.from_json})
+    # How many of this rank's tokens went to each expert in the profiled step, by the layer's index.
+    expert_tokens: Sequence[tuple[int, Sequence[int]]] = ()
     peak_allocated_bytes: int | None = None  # in the timed steps, like the next six fields
     peak_requested_bytes: int | None = None
     peak_active_bytes: int | None = None
@@ -299,7 +301,15 @@ _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "
 # The keys of the file whose values only the proof reads; they are too long for the run's record.
 LONG_KEYS = (
     *("parameters", "optimizer", "first_gradients", "first_moments", "first_updates", "last_gradients"),
-    *("gradient_squares", "last_parameters", "last_masters", "perturbed", "phase_seconds", "traceback"),
+    *(
+        "expert_tokens",
+        "gradient_squares",
+        "last_parameters",
+        "last_masters",
+        "perturbed",
+        "phase_seconds",
+        "traceback",
+    ),
 )
 
 

@@ -5,7 +5,7 @@ from operator import attrgetter
 from harness.config.schema import RunConfig
 from harness.config.strategy import DEGREES
 from harness.layout.layout import Layout
-from harness.layout.model_profile import parameter_count
+from harness.layout.model_profile import active_parameter_count, parameter_count
 from harness.layout.partition import split_into_stages
 from harness.records.schema import Cells
 
@@ -41,6 +41,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "repeat": config.repeat,
         "launch": config.launch,
     }
+    if config.model.num_experts:
+        row |= {"active_parameters": active_parameter_count(config.model), "routing": config.model.routing}
     if layout is not None:
         row |= {degree: getattr(layout, degree) for degree in ("world_size", *DEGREES)}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)

@@ -34,9 +34,19 @@ def _attention_backward(positions_dim: int) -> Callable[..., int]:
     return count
 
 
+def _grouped_product(left: Tensor, right: Tensor, *_: Any) -> int:
+    """Count the products of each expert's rows with its matrix: every row once, whatever expert it belongs to.
+
+    Where both have two dimensions, the groups divide the one that is summed over.
+    """
+    return 2 * prod(left.shape) * right.shape[-1]
+
+
 # torch has no formula for the kernel on CPU, and in some versions none for grouped-query heads. Its formulas of the
 # memory-efficient kernel and of raw flash attention take tensors whose positions come first for tensors whose heads do,
 # which is wrong or an AssertionError. torch.nn.attention.bias calls the former for fewer queries than keys.
+GROUPED_PRODUCT = _aten._grouped_mm
+
 ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention: _attention(_HEADS_FIRST),
     _aten._scaled_dot_product_efficient_attention: _attention(_HEADS_FIRST),
@@ -58,7 +68,7 @@ _BATCHED_DIMS = 4  # queries of packed sequences of several lengths have three d
 def has_flops(operator: Any) -> bool:
     """Return whether operator_flops() has a formula for an operator."""
     packet = getattr(operator, "_overloadpacket", None)
-    return packet in ATTENTION_FLOPS or packet in flop_registry
+    return packet in ATTENTION_FLOPS or packet is GROUPED_PRODUCT or packet in flop_registry
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
@@ -66,5 +76,7 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], r
     packet = getattr(operator, "_overloadpacket", None)
     if packet in ATTENTION_FLOPS and args[1].dim() == _BATCHED_DIMS:
         return ATTENTION_FLOPS[packet](*args)
+    if packet is GROUPED_PRODUCT:
+        return _grouped_product(*args)
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0

@@ -113,6 +113,7 @@ def train(
         **first_update.report(),
         **trace.report(),
         profiled=profiled.result(peak_step.log),
+        expert_tokens=profiled.routing(),
         last_gradients=profiled.gradient_fingerprints.fingerprints,
         **counters._asdict(),
     )

@@ -261,7 +261,7 @@ def gpu_hours(row: dict[str, str]) -> str:
 
 def degrees(row: dict[str, str]) -> str:
     """Return the degrees above one: `dp_shard 4 × tp 2`."""
-    return " × ".join(f"{axis} {row[axis]}" for axis in DEGREES if row[axis] != "1")
+    return " × ".join(f"{axis} {row[axis]}" for axis in DEGREES if row.get(axis, "1") != "1")
 
 
 def memory_mark(row: dict[str, str]) -> str:

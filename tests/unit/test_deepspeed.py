@@ -111,7 +111,7 @@ SMALL = (
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[DeviceMesh]:
     with fake_process_group(0, WORLD_SIZE):
-        yield init_device_mesh("cpu", (1, 1, WORLD_SIZE, 1, 1), mesh_dim_names=AXES)
+        yield init_device_mesh("cpu", (1, 1, WORLD_SIZE, 1, 1, 1), mesh_dim_names=AXES)
 
 
 def waits_per_step(mesh: DeviceMesh, *overrides: str) -> int:

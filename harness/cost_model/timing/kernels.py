@@ -12,7 +12,6 @@ choice of protocol by size.
 """
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -40,6 +39,9 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of
 RESIDUAL_TENSORS = 10
 BACKWARD_TENSORS = 2  # times as many in backward
 LIBRARY_TENSORS = (12, 5)  # as Architecture.elementwise_tensors, between those of the project's own families
+# Tensors of rows x hidden_size that copies of tokens for experts and sums of their outputs read and write in forward:
+# twice as many where ranks that divide the experts sort what they received.
+ROUTED_TENSORS = 5
 DROPOUT_TENSORS = 6  # of tokens x hidden_size, in forward: two masks and what they multiply
 
 EMBEDDING_TENSORS = 3  # of tokens x hidden_size, in forward and in backward each: rows are read, written, added up
@@ -56,11 +58,14 @@ class KernelRates:
     kernel_seconds: float
     cudnn_speedup: float = 1.0  # of cuDNN's attention, in both passes
 
-    def product_seconds(self, m: float, n: float, k: float, width: int) -> float:
-        """Return the seconds of the product of an (m, k) with a (k, n) matrix of so many bytes per element."""
+    def product_seconds(self, m: float, n: float, k: float, width: int, matrices: float = 1) -> float:
+        """Return the seconds of the product of an (m, k) with a (k, n) matrix of so many bytes per element.
+
+        One kernel multiplies the rows of several groups with a matrix each.
+        """
         return (
             2 * m * n * k / self.matmul_flops
-            + width * (m * k + k * n + m * n) / self.memory_bytes
+            + width * (m * k + matrices * k * n + m * n) / self.memory_bytes
             + self.kernel_seconds
         )
 
@@ -154,19 +159,28 @@ class LayerSeconds:
 def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> LayerSeconds:
     """Return the seconds of one decoder layer.
 
-    A product takes as long as the one that computes the gradient of its input, or of its weight.
+    A product takes as long as the one that computes the gradient of its input, or of its weight. The experts of a rank
+    are taken to have as many rows as those of all others.
     """
     rates, tokens, model = kernel_rates(hardware, shape.compute_dtype), shape.tokens, shape.model
-    matrices = [matrix.cut(shape.tp) for matrix in model_profile(model).layer_matrices]
-    products = [rates.product_seconds(tokens, rows, columns, shape.width) for rows, columns in matrices]
-    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, sum(map(math.prod, matrices)))
+    matrices = [
+        (each, *each.cut(shape.tp), each.experts / shape.ep or 1) for each in model_profile(model).layer_matrices
+    ]
+    products = [
+        rates.product_seconds(tokens * each.uses, rows, columns, shape.width, number)
+        for each, rows, columns, number in matrices
+    ]
+    weights = sum(rows * columns * number for _, rows, columns, number in matrices)
+    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, weights)
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
     # What norms, rotations, sums and activation functions move in forward.
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
     is_library, residual_parts = model.hf_info is not None, shape.tp if shape.sequence_parallel else 1
     head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
     elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
-    moved = tokens * (elements + model.intermediate_size * inner_tensors / shape.tp) * shape.width
+    uses = max(1, model.num_experts_per_tok)
+    inner = uses * model.intermediate_size * inner_tensors / shape.tp
+    moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
     return LayerSeconds(
         forward=sum(products) + forward_attention + elementwise,
@@ -190,12 +204,12 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
     model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
-        work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_dim, computed_share)
+        work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_size, computed_share)
         is_cudnn = timing.cudnn_attention == "always" or (timing.cudnn_attention == "without_cp" and shape.cp == 1)
         forward = rates.attention_seconds(work, is_backward=False, is_cudnn=is_cudnn)
         return forward, rates.attention_seconds(work, is_backward=True, is_cudnn=is_cudnn)
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic
-    products = 4 * tokens * shape.seq_len * heads * model.head_dim / rates.matmul_flops
+    products = 4 * tokens * shape.seq_len * heads * model.head_size / rates.matmul_flops
     forward = products + scores * SCORE_BYTES_FORWARD / rates.memory_bytes
     return forward, 2 * products + scores * SCORE_BYTES_BACKWARD / rates.memory_bytes
 
@@ -257,6 +271,20 @@ def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfi
         return 0.0
     latency, bandwidth = ring(group, hardware)
     return latency + (group.ranks - 1) / group.ranks * total_bytes / bandwidth
+
+
+def all_to_all_seconds(sent_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
+    """Return the seconds in which each rank sends so many bytes, an equal part to every rank, itself included.
+
+    Parts for other nodes and those for the own one are sent side by side. There is one message to each rank.
+    """
+    fitted, in_node = hardware.fitted, group.ranks / group.nodes
+    outside, inside = (group.ranks - in_node) / group.ranks, (in_node - 1) / group.ranks
+    latency = (in_node - 1) * fitted.intra_node_latency + (group.ranks - in_node) * fitted.inter_node_latency
+    return latency + sent_bytes * max(
+        inside / (hardware.intra_node_bandwidth * fitted.intra_node_efficiency),
+        outside / (hardware.inter_node_bandwidth * fitted.inter_node_efficiency) if outside else 0.0,
+    )
 
 
 def all_reduce_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:

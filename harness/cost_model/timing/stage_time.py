@@ -14,6 +14,7 @@ from harness.cost_model.timing.kernels import (
     LayerSeconds,
     RankGroup,
     all_reduce_seconds,
+    all_to_all_seconds,
     embedding_seconds,
     gather_seconds,
     group_of,
@@ -24,7 +25,7 @@ from harness.cost_model.timing.kernels import (
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage
+from harness.layout.partition import Stage, is_expert_weight
 from harness.layout.state_widths import StateWidths
 
 # The buckets in which gradients leave backward: the share that is reduced after it has ended.
@@ -65,6 +66,7 @@ class MicroBatchTime:
     backward: float  # with the second forward of checkpointing
     tp: float  # exposed communication of both passes
     cp: float
+    ep: float
 
 
 @dataclass(frozen=True)
@@ -97,11 +99,20 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
     shards, tensors = layout.axes_size(layout.sharding_axes), len(profile.layer_shapes)
     end_shapes = [profile.embedding_shapes for stage in stages if stage.holds_embedding]
     end_shapes += [profile.head_shapes for stage in stages if stage.holds_head]
-    of_layer = numel(profile.layer_shapes) / layout.tp
+    own_experts = [
+        shape for name, shape in profile.layer_shapes.items() if is_expert_weight(name) and layout.ep_enabled
+    ]
+    of_experts = sum(map(math.prod, own_experts)) / layout.tp / layout.ep
+    of_layer = numel(profile.layer_shapes) / layout.tp - of_experts * layout.ep
     of_ends = sum(map(numel, end_shapes)) / layout.vocabulary_tp
-    parameters = layers * of_layer + of_ends
+    shared = layers * of_layer + of_ends
+    parameters = shared + layers * of_experts * (layout.ep // layout.undivided_ep("optimizer"))
     if is_stage_3:
-        gather, reduction, replica = (layers * seconds for seconds in _unit_seconds(step, of_layer, tensors))
+        units = (
+            _unit_seconds(step, of_layer, tensors - len(own_experts)),
+            _unit_seconds(step, of_experts, len(own_experts), True),
+        )
+        gather, reduction, replica = (layers * sum(seconds) for seconds in zip(*units, strict=True))
         end_gather, end_reduction, end_replica = _unit_seconds(step, of_ends, tensors)
         gathers_beside = timing.prefetches_parameters and widths.prefetches_parameters
         reduces_beside = timing.prefetches_parameters and widths.overlaps_reduction  # both need a stream of their own
@@ -110,7 +121,9 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         sums_each_time = timing.reduces_replicas_every_micro_batch
     else:
         tensors = layers * tensors + len(end_shapes)
-        gather, reduction, replica = _unit_seconds(step, parameters, tensors)
+        experts = len(own_experts) * layers
+        units = _unit_seconds(step, shared, tensors - experts), _unit_seconds(step, layers * of_experts, experts, True)
+        gather, reduction, replica = (sum(seconds) for seconds in zip(*units, strict=True))
         end_gather = end_reduction = end_replica = 0.0
         gathers_beside = timing.overlaps_parameter_gather
         reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
@@ -131,7 +144,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         in_step = [(seconds - hidden) * (micro_batches if is_often else 1) for seconds, hidden, is_often in sent]
     exposed_often, hidden_often = _sums(sent, in_every_micro_batch=True)
     exposed_once, hidden_once = _sums(sent, in_every_micro_batch=False)
-    all_passes = passes.forward + passes.backward + passes.tp + passes.cp
+    all_passes = passes.forward + passes.backward + passes.tp + passes.cp + passes.ep
     return RankTime(
         passes,
         per_micro_batch=all_passes + exposed_often + step.hardware.fitted.overlap_slowdown * hidden_often,
@@ -162,16 +175,23 @@ def stage_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]
         backward=layers * layer.backward + sum(backward for _, backward in ends) + beside * 2 / 3,
         tp=layers * layer.tp + sums,
         cp=layers * layer.cp,
+        ep=layers * layer.ep,
     )
 
 
-def _unit_seconds(step: StepSetting, parameters: float, tensors: int) -> tuple[float, float, float]:
+def _unit_seconds(
+    step: StepSetting, parameters: float, tensors: int, of_experts: bool = False
+) -> tuple[float, float, float]:
     """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with replicas'.
 
-    Gradients of small parameters share a bucket, and one that is larger than a bucket is sent alone.
+    Gradients of small parameters share a bucket, and one that is larger than a bucket is sent alone. Experts of which
+    ranks have different ones are those of fewer ranks.
     """
+    if not parameters:
+        return 0.0, 0.0, 0.0
     hardware, widths, zero_stage = step.hardware, step.widths, step.layout.zero_stage
-    shards, replicas = step.group(*step.layout.sharding_axes), step.group(*step.layout.replica_axes)
+    own = step.layout.of_experts if of_experts else step.layout
+    shards, replicas = step.group(*own.sharding_axes), step.group(*own.replica_axes)
     reduced, (latency, _) = parameters * step.config.precision.reduce_bytes, ring(shards, hardware)
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
     reductions = min(tensors, math.ceil(parameters / bucket)) if bucket else 1
@@ -199,14 +219,17 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     tp, collectives = _tp_seconds(step, passes, recomputed)
     # Keys and values are gathered, in each forward, and their gradients scattered.
     cp = (2 + recomputed) * gather_seconds(2 * shape.key_bytes * shape.cp, step.group("cp"), hardware)
+    # Rows go to their experts and come back in each pass; a second forward runs in as many layers as it is of them.
+    exchanges = 2 * (2 + (recomputed > 0) / step.config.checkpointing.every) * (shape.ep > 1)
+    ep = exchanges * all_to_all_seconds(shape.routed_bytes, step.group("ep"), hardware)
     in_pipeline = step.layout.pp_enabled * timing.pipelined_collective_seconds_per_rank
     of_group = shape.tp * max(in_pipeline, timing.collective_seconds_per_rank)
     of_collectives = 0.0 if hardware.is_cpu else collectives * (timing.collective_launch_seconds + of_group)
     host = _launches(step, recomputed) * hardware.fitted.launch_seconds + of_collectives
-    device = forward + backward + tp + cp
+    device = forward + backward + tp + cp + ep
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
-    return MicroBatchTime(forward, backward, tp, cp)
+    return MicroBatchTime(forward, backward, tp, cp, ep)
 
 
 def _launches(step: StepSetting, recomputed: float) -> float:

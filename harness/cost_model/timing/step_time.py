@@ -79,7 +79,8 @@ def estimate_step_time(
     slowest = max(ranks, key=lambda rank: rank.per_micro_batch)
     passes, hidden_per_step = slowest.passes, max(rank.hidden_per_step for rank in ranks)
     data = micro_batches * slowest.data_per_micro_batch + max(rank.data_per_step for rank in ranks)
-    communication = dict.fromkeys(AXES, 0.0) | {"tp": micro_batches * passes.tp, "cp": micro_batches * passes.cp}
+    of_passes = {"tp": passes.tp, "cp": passes.cp, "ep": passes.ep}
+    communication = dict.fromkeys(AXES, 0.0) | {axis: micro_batches * seconds for axis, seconds in of_passes.items()}
     communication[_first_axis(layout, layout.replica_axes)] += data * slowest.replica_share
     communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - slowest.replica_share)
     if layout.pp_enabled:

@@ -66,7 +66,7 @@ def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
         yield f"strategy.zero_stage=0 {unsupported}: choose 1, 2 or 3"
     if layout.dp_replicate > 1:
         yield f"strategy.dp_replicate={layout.dp_replicate} {unsupported}: choose 1, and -1 for strategy.dp_shard"
-    for axis in MODEL_AXES:
+    for axis in (*MODEL_AXES, "ep"):
         if axis != "tp" and getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} {unsupported}: choose 1"
     if layout.tp_enabled:

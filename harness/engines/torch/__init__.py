@@ -40,11 +40,12 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
 
     from harness.engines.torch.context_parallel import apply_context_parallel
     from harness.engines.torch.data_parallel import master_params
-    from harness.engines.torch.ddp import ReplicatedParams, distributed_data_parallel
+    from harness.engines.torch.ddp import DividedExperts, ReplicatedParams, distributed_data_parallel
     from harness.engines.torch.engine import TorchEngine
+    from harness.engines.torch.expert_parallel import exchange_tokens, shard_experts
     from harness.engines.torch.fsdp import FSDPParams, shard_parts
     from harness.engines.torch.loss_scaler import LossScaler
-    from harness.engines.torch.mesh import replica_group
+    from harness.engines.torch.mesh import flattened_submesh, replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
     from harness.engines.torch.optimizer import build_optimizer
     from harness.engines.torch.pipeline_parallel import Pipeline, TiedTable
@@ -62,6 +63,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
+        if config.model.num_experts:
+            shard_experts(part, mesh)
+        if layout.ep_enabled:
+            exchange_tokens(part, mesh.get_group("ep"))
         if layout.cp_enabled:
             apply_context_parallel(part, mesh.get_group("cp"), part.sequence_chunks)
         apply_model_transforms(part, config, probe)
@@ -70,9 +75,13 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         shard_parts(parts, config, layout, mesh, device)
         parallel = FSDPParams(parts, layout.zero_stage)
     elif layout.data_parallel == "ddp":
-        group = replica_group(mesh)
+        group, experts = replica_group(mesh), None
+        if layout.ep_enabled:
+            copies = flattened_submesh(mesh, layout.of_experts.replica_axes).get_group()
+            experts = DividedExperts(copies, group.size())
         wrap = distributed_data_parallel(group, device, config)
-        parallel = ReplicatedParams(parts, config, device, wrap, layout.grad_accumulation_steps(config.train))
+        accumulation = layout.grad_accumulation_steps(config.train)
+        parallel = ReplicatedParams(parts, config, device, wrap, accumulation, experts=experts)
     else:
         parallel = ReplicatedParams(parts, config, device)
     scaler = LossScaler(config.precision, layout.dp * layout.cp)

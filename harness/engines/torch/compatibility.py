@@ -37,6 +37,11 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield f"strategy.zero_stage={stage} needs strategy.data_parallel=fsdp: choose fsdp, or zero_stage 0"
     if wrapper == "ddp" and stage > 1:
         yield f"strategy.zero_stage={stage} is not a mode of strategy.data_parallel=ddp: choose data_parallel=fsdp"
+    if layout.partitions_by_parameter and layout.ep_enabled:
+        yield (
+            f"strategy.ep={layout.ep}: ZeroRedundancyOptimizer divides parameters that all its ranks have, not experts:"
+            " choose strategy=fsdp_ep, or ep"
+        )
     if layout.partitions_by_parameter and config.precision.is_mixed:
         yield (
             f"precision={config.precision.name} has master weights, all of which ZeroRedundancyOptimizer keeps on every"

@@ -28,6 +28,9 @@ class DataParallel(Protocol):
     def collect_grads(self, part: int = 0) -> None:
         """Collect the gradients that autograd left on a part's parameters without running their hooks."""
 
+    def reduce_experts(self) -> None:
+        """Average the step's gradients of experts that expert parallelism divides, if backward has not done so."""
+
     def master_param(self, name: str) -> nn.Parameter:
         """Return the tensor that the optimizer updates and that has the gradient: the parameter or its fp32 master."""
 

@@ -9,12 +9,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,6 +24,7 @@ from harness.config.schema import RunConfig
 from harness.engines.torch.grad_norm import local_part
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
+from harness.models.grouped import GroupedLinear
 from harness.models.init_weights import initial_value, local_part_like, materialize
 
 
@@ -38,9 +41,12 @@ class ReplicatedParams:
         wrap: Callable[[nn.Module], nn.Module] | None = None,
         accumulation: int = 1,
         no_sync: Callable[[DistributedDataParallel], AbstractContextManager[None]] = DistributedDataParallel.no_sync,
+        experts: "DividedExperts | None" = None,
     ) -> None:
         """Fill the parts, and wrap them; `no_sync` is the context in which a wrapper does not synchronize gradients."""
         self.no_sync = no_sync
+        self.experts = experts
+        self.parts = parts
         precision, seed = config.precision, config.train.seed
         for part in parts:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
@@ -60,6 +66,8 @@ class ReplicatedParams:
                     local_part_like(parameter, value.to(getattr(torch, precision.master)))
                 )
         if wrap is not None:
+            for part in parts if experts is not None else ():
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, expert_names(part))  # type: ignore[no-untyped-call]
             self.modules = [wrap(module) for module in self.modules]
         if precision.is_mixed:
             self.accumulate_in_masters()
@@ -73,7 +81,8 @@ class ReplicatedParams:
             module.register_comm_hook((self, module.process_group, self.buckets[-1]), reduce_into_masters)
 
         def accumulate(parameter: Tensor) -> None:
-            if not (wrappers and self.is_synchronizing):  # else DDP copies it to its bucket, for reduce_into_masters
+            # Otherwise DDP copies it to its bucket, for reduce_into_masters.
+            if isinstance(parameter, DTensor) or not (wrappers and self.is_synchronizing):
                 move_grad_to_master(parameter, master_of[parameter])
 
         for parameter in self.parameters.values():
@@ -96,6 +105,21 @@ class ReplicatedParams:
             if self.parameters[name].grad is not None:
                 move_grad_to_master(self.parameters[name], master)
 
+    def reduce_experts(self) -> None:
+        """Average the gradients of this rank's experts, in place, each by a message of its own when backward has ended.
+
+        They are sums over the tokens of all ranks that have other experts.
+        """
+        if self.experts is None:
+            return
+        names = [name for part in self.parts for name in expert_names(part)]
+        gradients = [local_part(gradient) for name in names if (gradient := self.master_param(name).grad) is not None]
+        torch._foreach_div_(gradients, self.experts.averaged_over)
+        if self.experts.copies.size() > 1:
+            works = [dist.all_reduce(gradient, group=self.experts.copies, async_op=True) for gradient in gradients]
+            for work in works:
+                work.wait()
+
     def master_param(self, name: str) -> nn.Parameter:
         """Return a parameter's fp32 master, or the parameter itself where there are no masters."""
         return self.masters.get(name, self.parameters[name])
@@ -116,11 +140,26 @@ class ReplicatedParams:
                 copies = [local_part(self.parameters[name]) for name in self.masters]
                 torch._foreach_copy_(copies, [local_part(master) for master in self.masters.values()])
             trained = [self.master_param(name) for name in self.parameters]
-            if self.accumulates_in_buckets and (views := [p.grad for p in trained if p.grad is not None]):
-                torch._foreach_zero_(views)
-                return
-            for parameter in chain(trained, self.parameters.values()):
+            if self.accumulates_in_buckets:
+                torch._foreach_zero_([p.grad for p in trained if p.grad is not None and not isinstance(p, DTensor)])
+                trained = [p for p in trained if isinstance(p, DTensor)]  # experts, whose gradients no bucket has
+            else:
+                trained += self.parameters.values()
+            for parameter in trained:
                 parameter.grad = None
+
+
+class DividedExperts(NamedTuple):
+    """The ranks over which gradients of experts are averaged where expert parallelism divides these."""
+
+    copies: ProcessGroup  # of those that have the same experts
+    averaged_over: int  # the number of those that process different tokens
+
+
+def expert_names(model: nn.Module) -> list[str]:
+    """Return the names of the experts' weights."""
+    grouped = ((path, module) for path, module in model.named_modules() if isinstance(module, GroupedLinear))
+    return [f"{path}.{name}" for path, module in grouped for name, _ in module.named_parameters()]
 
 
 def distributed_data_parallel(

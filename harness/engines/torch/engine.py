@@ -68,6 +68,7 @@ class TorchEngine:
             for master in masters:
                 assert master.grad is not None
                 master.grad = reduce_partial_grad(master.grad)
+            self.parallel.reduce_experts()
             if self.tied is not None:
                 self.tied.sum_gradients()
             self.loss_scaler.unscale([master.grad for master in masters if master.grad is not None])

@@ -18,15 +18,21 @@ from harness.models.init_weights import materialize
 
 
 def apply_fully_shard(
-    model: Decoder, mesh: DeviceMesh, policy: MixedPrecisionPolicy, reshard_after_forward: bool, offload: OffloadPolicy
+    model: Decoder,
+    mesh: DeviceMesh,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool,
+    offload: OffloadPolicy,
+    expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Shard embedding, every block and head as groups of their own over the last axis of the mesh, in place.
 
     reshard_after_forward is set on all of them: by default FSDP2 keeps the root gathered until backward, which matches
-    neither the memory nor the communication volume of ZeRO-3.
+    neither the memory nor the communication volume of ZeRO-3. Experts that expert parallelism divides are groups of
+    their own, over the ranks that have the same ones.
     """
 
-    def shard(part: nn.Module | Sequence[nn.Module]) -> None:
+    def shard(part: nn.Module | Sequence[nn.Module], mesh: DeviceMesh = mesh) -> None:
         fully_shard(
             part,  # type: ignore[arg-type]
             mesh=mesh,
@@ -37,12 +43,28 @@ def apply_fully_shard(
 
     blocks = list(model.layers_by_index().values())
     for block in blocks:
+        if expert_mesh is not None:
+            experts = block.get_submodule("mlp.experts")
+            shard(experts, expert_mesh)
+            average_over(experts, mesh.size(), is_sharded=expert_mesh.size(-1) > 1)
         shard(block)
     ends = [group for group in model.embedding_and_head_groups() if group]
     for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's
         shard(group)
     shard(model)
     end_backward_prefetch(ends[0][0] if len(ends) > 1 else blocks[0])
+
+
+def average_over(experts: nn.Module, ranks: int, is_sharded: bool) -> None:
+    """Divide the gradients of experts by all data-parallel ranks, whose tokens are summed in them.
+
+    Those that have the same experts, which reduce them, are fewer. torch then divides by a reduction that gloo does not
+    have, or by an operator if it is to sum. Where a single rank has a shard it always divides, and to sum would divide
+    once more (_fsdp_collectives.py, foreach_reduce).
+    """
+    assert isinstance(experts, FSDPModule)
+    experts.set_gradient_divide_factor(ranks)
+    experts.set_force_sum_reduction_for_comms(is_sharded)
 
 
 def end_backward_prefetch(first: nn.Module) -> None:
@@ -69,15 +91,13 @@ def shard_parts(
 ) -> None:
     """Shard parts on the meta device as the layout says, in place, and fill the shards with their initial values."""
     policy = mixed_precision_policy(config.precision)
-    axes = hsdp_mesh(mesh, layout)
-    if axes.size(0) == 1 and layout.zero_stage > 0:
-        axes = axes[axes.mesh_dim_names[1]]  # type: ignore[index]
+    axes, expert_axes = hsdp_mesh(mesh, layout), hsdp_mesh(mesh, layout.of_experts) if layout.ep_enabled else None
     storage_device, offload = device, OffloadPolicy()
     if layout.offload == "parameters":
         storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
     master = getattr(torch, config.precision.master)
     for part in parts:
-        apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload)
+        apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload, expert_axes)
         materialize(part, config.model, config.train.seed, device, master, storage_device)
 
 
@@ -155,6 +175,9 @@ class FSDPParams:
             group.post_backward()
         state = fully_shard.state(self.parts[part])  # type: ignore[attr-defined]
         state._root_post_backward_final_callback()
+
+    def reduce_experts(self) -> None:
+        """Do nothing: fully_shard has averaged the gradients of experts as those of other groups."""
 
     def sync_model_params(self) -> None:
         """Free the gradients. Nothing is copied, because the optimizer updates the shards themselves."""

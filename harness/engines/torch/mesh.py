@@ -22,6 +22,9 @@ def replica_group(mesh: DeviceMesh) -> ProcessGroup:
 
 
 def hsdp_mesh(mesh: DeviceMesh, layout: Layout) -> DeviceMesh:
-    """Return a mesh of two dimensions: the ranks that hold replicas, and those that hold shards."""
+    """Return a mesh of the ranks that hold replicas and those that hold shards, or of the latter alone.
+
+    Shards without replicas have one dimension.
+    """
     replicas, shards = (flattened_submesh(mesh, axes) for axes in (layout.replica_axes, layout.sharding_axes))
-    return DeviceMesh._concatenate([replicas, shards])
+    return shards if replicas.size() == 1 and layout.zero_stage > 0 else DeviceMesh._concatenate([replicas, shards])

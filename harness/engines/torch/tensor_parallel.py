@@ -4,7 +4,7 @@ The model works on plain tensors between the matrices: whole hidden states, or w
 (arXiv 2205.05198) this rank's part of the sequence, on which dropout, norms and the residual stream work.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 from harness.config.model import ModelConfig
 from harness.layout.model_profile import model_profile
 from harness.models.decoder import Decoder, Head
+from harness.models.grouped import GroupedLinear, WidenedProduct
 from harness.models.init_weights import local_box
 
 SEQUENCE = 1  # the dimension of hidden states (batch, seq, hidden)
@@ -45,7 +46,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
     profile = model_profile(model.config)
     for path, module in list(model.named_modules()):
         style = profile.tensor_plan.get(path)
-        if style is not None:
+        if style is not None and not isinstance(module, GroupedLinear):  # see harness.engines.torch.expert_parallel
             parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
@@ -58,6 +59,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         block.self_attn.dropout_rng_rank = None if sequence_parallel else mesh.get_local_rank()  # type: ignore[union-attr,assignment]
         parallelize_module(block.get_submodule("self_attn"), mesh, attention)
         parallelize_module(block.get_submodule("mlp"), mesh, mlp)
+        if model.config.architecture.has_experts:
+            parallelize_module(block.get_submodule("mlp"), mesh, PartialExperts(outside))
     model.tie_weights()
 
 
@@ -74,6 +77,43 @@ def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh
         style = profile.tensor_plan.get(path)
         if style is not None and part._parameters:
             parallelize_module(part, mesh, styles[style])
+
+
+class PartialExperts(ParallelStyle):
+    """A mixture of experts over whole hidden states, in which each rank has a part of every expert.
+
+    What a rank computes of the output, and of the gradients of the input and of the router's weight, are summands.
+    """
+
+    def __init__(self, outside: Placement) -> None:
+        super().__init__()
+        self.outside = outside
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        router = module.get_submodule("gate")
+        router.weight = sharded_parameter(router, device_mesh, Replicate())
+        router.forward = partial(route_partial, router)  # type: ignore[method-assign]
+        module.forward = partial(mix_partial, module.forward, device_mesh, self.outside)  # type: ignore[method-assign]
+        return module
+
+
+def sharded_parameter(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a module's weight on the meta device as a parameter that is placed on a mesh."""
+    return nn.Parameter(distribute_tensor(module.weight, mesh, [placement]))  # type: ignore[arg-type]
+
+
+def route_partial(router: nn.Module, tokens: Tensor) -> Tensor:
+    """Return a router's logits (tokens, experts); the gradient of its weight is a summand."""
+    weight = router.weight
+    assert isinstance(weight, DTensor)
+    return WidenedProduct.apply(tokens, weight.to_local(grad_placements=[Partial()]))  # type: ignore[no-any-return,no-untyped-call]
+
+
+def mix_partial(forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, outside: Placement, hidden: DTensor) -> Tensor:
+    """Return this rank's part of the sum of all ranks' outputs of a mixture of experts over whole hidden states."""
+    output = forward(hidden.to_local(grad_placements=[Partial()]))
+    summand = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+    return summand.redistribute(placements=[outside]).to_local()
 
 
 class VocabularyParallelHead(ColwiseParallel):
@@ -123,7 +163,7 @@ class SequenceParallelPositions(ParallelStyle):
     """A table of learned positions, replicated; each rank looks up its part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = nn.Parameter(distribute_tensor(module.weight, device_mesh, [Replicate()]))  # type: ignore[arg-type]
+        module.weight = sharded_parameter(module, device_mesh, Replicate())
         module.forward = partial(lookup_partial, module, device_mesh)  # type: ignore[method-assign]
         return module
 

@@ -3,8 +3,8 @@
 Every rank is a process of its own, so the patches end with it.
 """
 
-from tests.support.faults import endings, parallelism, training
+from tests.support.faults import endings, experts, parallelism, training
 
-FILES = (parallelism, training, endings)
+FILES = (parallelism, training, experts, endings)
 
 globals().update({name: each for file in FILES for name, each in vars(file).items() if not name.startswith("_")})

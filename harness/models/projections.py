@@ -1,0 +1,22 @@
+"""The matrices of a branch of a decoder layer."""
+
+from torch import nn
+
+from harness.config.model import ModelConfig
+from harness.layout.layer_spec import layer_matrices
+from harness.models.grouped import GroupedLinear, Router
+
+
+class Projections(nn.Module):
+    """A branch of a layer with the matrices that the layer's table (harness.config.model) has for it."""
+
+    def __init__(self, model: ModelConfig, branch: str) -> None:
+        super().__init__()
+        for matrix in layer_matrices(model):
+            path, _, name = matrix.path.rpartition(".")
+            if path == branch and matrix.is_router:
+                self.add_module(name, Router(matrix.inputs, matrix.outputs, bias=False))
+            elif path == branch and matrix.experts:
+                self.add_module(name, GroupedLinear(matrix.experts, matrix.inputs, matrix.outputs))
+            elif path == branch:
+                self.add_module(name, nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases))
