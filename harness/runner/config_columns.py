@@ -44,7 +44,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
     if config.model.num_experts:
         row |= {"active_parameters": active_parameter_count(config.model), "routing": config.model.routing}
     if layout is not None:
-        row |= {degree: getattr(layout, degree) for degree in ("world_size", *DEGREES)}
+        degrees = (degree for degree in DEGREES if degree != "ep" or config.model.num_experts)
+        row |= {degree: getattr(layout, degree) for degree in ("world_size", *degrees)}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
         if layout.pp_enabled:
             layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]

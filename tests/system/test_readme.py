@@ -35,6 +35,7 @@ ELSEWHERE = {
     "model.path=FOLDER": "test_huggingface.py",
     "harness sync": "test_tracking.py",
     "harness reproduce": "test_reproduce.py",
+    "harness import": "test_foreign.py",
     "wide_pipeline": "test_extending.py",
     "engine=by_hand": "test_extending.py",
     "tracking=lines": "test_extending.py",
