@@ -186,7 +186,7 @@ def small_kinds() -> list[str]:
     for row in RECOMMENDED:
         words = [word for word in row["overrides"].split() if not word.startswith("train.")]
         small = [re.sub(r"^(strategy\.(?:tp|cp|pp|dp_replicate|virtual_stages))=\d+$", r"\1=2", word) for word in words]
-        degrees = [min(2, int(row[axis])) for axis in DEGREES]
+        degrees = [min(2, int(row[axis])) for axis in DEGREES if axis != "ep"]
         kinds[" ".join([*small, f"world_size={min(8, math.prod(degrees))}"])] = None
     return list(kinds)
 

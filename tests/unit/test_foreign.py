@@ -1,11 +1,13 @@
 """Configurations of other programs: public examples, the way there and back, and the keys that their programs know."""
 
-import argparse
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,6 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
-from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from harness.cli.main import main
 from harness.config.mistakes import known_keys
@@ -120,15 +121,27 @@ def test_a_foreign_file_is_planned_with_settings_in_the_place_of_its_own(
     assert (cells["model"], cells["micro_batch"], cells["stack"]) == ("8b", "2", "torchtitan")
 
 
+# What the Trainer makes of values that are auto, in a process of its own: it takes over the state of torch.distributed.
+FINALIZE = """
+import argparse, json, sys, transformers
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+values, hidden_size = json.loads(sys.argv[1]), int(sys.argv[2])
+theirs = HfTrainerDeepSpeedConfig({"zero_optimization": values, "train_batch_size": "auto"})
+model = argparse.Namespace(config=transformers.LlamaConfig(hidden_size=hidden_size, num_attention_heads=8))
+theirs.trainer_config_finalize(transformers.TrainingArguments(use_cpu=True, report_to="none"), model, 10)
+print(json.dumps(theirs.config["zero_optimization"]))
+"""
+
+
 def test_sizes_that_are_auto_are_those_of_transformers() -> None:
     """Its own code computes them from a model."""
     keys = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
-    for stage, hidden_size in itertools.product((2, 3), (96, 160)):
-        values = {"stage": stage, **dict.fromkeys(keys, "auto")}
-        theirs = HfTrainerDeepSpeedConfig({"zero_optimization": dict(values), "train_batch_size": "auto"})
-        arguments = transformers.TrainingArguments(use_cpu=True, report_to="none")
-        model = argparse.Namespace(config=transformers.LlamaConfig(hidden_size=hidden_size, num_attention_heads=8))
-        theirs.trainer_config_finalize(arguments, model, 10)
+    environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    for stage, hidden_size in ((2, 96), (3, 160)):
+        values = json.dumps({"stage": stage, **dict.fromkeys(keys, "auto")})
+        command = [sys.executable, "-c", FINALIZE, values, str(hidden_size)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        theirs = json.loads(done.stdout.splitlines()[-1])
         options = [f"+strategy.options.{key}=auto" for key in keys]
         ours = compose_config(
             f"strategy=zero{stage}_defaults",
@@ -136,7 +149,7 @@ def test_sizes_that_are_auto_are_those_of_transformers() -> None:
             "model.num_attention_heads=2",
             *options,
         )
-        assert ours.strategy.options | {"stage": stage} == theirs.config["zero_optimization"]
+        assert ours.strategy.options | {"stage": stage} == theirs
 
 
 # ----- The way there and back ----------------------------------------------------------------------------------------
