@@ -17,7 +17,7 @@ from harness.cli.main import main
 from harness.records.store import read_all
 from tests.support.commands import ROOT, SMALL, run_harness
 
-STRATEGIES = ("ddp", "fsdp_full_shard")
+STRATEGIES = ("ddp", "single")  # whose peaks no thread of gloo changes that frees late
 
 SWEEP = ("-m", f"strategy={','.join(STRATEGIES)}", "name=some", "repeats=2", "proof.reference=false", *SMALL)
 
