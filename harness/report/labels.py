@@ -25,7 +25,7 @@ VARYING = (
     *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
     *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
     *("checkpointing_every", "saved_products", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout"),
-    OTHER_OPTIONS,
+    *("routing", OTHER_OPTIONS),
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
@@ -38,6 +38,7 @@ DEFAULTS = {
     "fused_optimizer": True,
     "attention": "flash",
     "dropout": 0.0,
+    "routing": "learned",
 }
 
 # Columns whose values need no title in front of them.

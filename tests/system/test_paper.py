@@ -153,6 +153,8 @@ def test_columns_are_left_out_in_their_order_and_named() -> None:
     """First ratios, then bytes sent, the number of runs and the spread; speed and peak memory stay."""
     view = published("quickstart")
     order = ["ranks", "$\\times$ peak", "$\\times$ speed", "sent MiB", "n", "min", "max"]
+    (ddp,) = [line for line in view.lines if line.strategy == "ddp"]
+    figures = f" & {ddp.speed.median / 1000:.2f} & ", f" & {ddp.peak / 2**20:.2f}"
     seen = set()
     for width in range(50, 130, 2):
         latex = latex_table(view, "median", width)
@@ -162,7 +164,7 @@ def test_columns_are_left_out_in_their_order_and_named() -> None:
             assert names == order[: len(names)]
         seen.add(len(names))
         heads = latex.split("\\midrule")[0]
-        assert "ktok/s" in heads and "peak" in heads and " & 20.52 & " in latex and " & 23.84" in latex
+        assert "ktok/s" in heads and "peak" in heads and all(figure in latex for figure in figures)
     assert seen >= {0, 1, 2, 3, 4}
 
 
