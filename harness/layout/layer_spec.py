@@ -2,7 +2,8 @@
 
 The styles are Megatron-LM's (arXiv 1909.08053): a column-parallel matrix computes its own outputs from the whole input,
 and the row-parallel one behind it sums over the ranks; embedding and head are cut along the vocabulary. A gathered
-matrix is column-parallel, and its output is made whole.
+matrix is column-parallel, and its output is made whole. Two styles have the names that transformers gives them: a
+row-parallel matrix whose input is whole, of which each rank takes its part, and modules that every rank has whole.
 """
 
 import math
@@ -10,14 +11,19 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from harness.config.model import ARCHITECTURES, Branch, ModelConfig
+from harness.config.model import Branch, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
 # The dimension of a weight of shape (out, in) that each style cuts; a bias is cut as its outputs are. Of experts'
 # weights, of shape (experts, out, in), it is the same of each expert.
 MATRIX_DIMS = 2
-SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
+SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1, "rowwise_split_input": 1}
+
+# Styles of modules that every rank has whole, and which compute for this rank's heads: of all parameters each rank has
+# a summand of the gradient, or of the last features of the output, which are latent attention's rotated keys.
+WHOLE_PARAMETERS, WHOLE_KEYS = "replicated_with_grad_allreduce", "mla_kv_a_proj"
+STYLES = (*SHARD_DIM, WHOLE_PARAMETERS, WHOLE_KEYS)
 
 
 class Matrix(NamedTuple):
@@ -51,8 +57,8 @@ class Matrix(NamedTuple):
 
 
 def layer_branches(model: ModelConfig) -> tuple[Branch, ...]:
-    """Return the branches of a layer; a library's are taken to be a llama's, as most MLPs have a gate."""
-    return (ARCHITECTURES["llama"] if model.family == "hf" else model.architecture).branches
+    """Return the branches of a layer."""
+    return model.architecture.branches
 
 
 @lru_cache(maxsize=64)
@@ -83,9 +89,15 @@ def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.norm == "layer" else {})
 
 
-def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the operations of each of a layer's projections, in the order of forward."""
-    return {matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs for matrix in layer_matrices(model)}
+def projection_flops(model: ModelConfig, tokens: int, routers: int = 1) -> dict[str, int]:
+    """Return the operations of each of a layer's projections, in the order of forward.
+
+    `routers` is the number of ranks that all compute a router.
+    """
+    return {
+        matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs * (routers if matrix.is_router else 1)
+        for matrix in layer_matrices(model)
+    }
 
 
 def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:

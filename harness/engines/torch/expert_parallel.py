@@ -23,10 +23,10 @@ ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
     """Shard the weights of all experts on the meta device in place: whole experts along ep, and each along tp."""
-    axes = tuple(axis for axis in ("ep", "tp") if mesh[axis].size() > 1)
+    axes = tuple(axis for axis in ("ep", "tp") if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1)
     for block in model.layers_by_index().values():
         for matrix in layer_matrices(model.config):
-            if not matrix.experts or not axes:
+            if not matrix.experts:
                 continue
             along: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(1 + SHARD_DIM[str(matrix.style)])}
             module = block.get_submodule(matrix.path)
@@ -39,6 +39,11 @@ def exchange_tokens(model: Decoder, group: ProcessGroup) -> None:
     for block in model.layers_by_index().values():
         experts = block.get_submodule("mlp.experts")
         experts.forward = ExchangedExperts(experts.forward, group)  # type: ignore[method-assign]
+
+
+def rows_by_rank(own: Tensor, others: Tensor) -> list[list[int]]:
+    """Return the rows that go to every rank and come from it, by their numbers (ranks, experts); the host waits."""
+    return torch.stack((own.sum(1), others.sum(1))).tolist()  # type: ignore[no-any-return]
 
 
 class ExchangedExperts:
@@ -55,7 +60,7 @@ class ExchangedExperts:
         """
         own = counts.view(self.group.size(), -1)
         others = all_to_all_single(counts, None, None, self.group).view_as(own)  # of this rank's experts, by the sender
-        sent, received = torch.stack((own.sum(1), others.sum(1))).tolist()
+        sent, received = rows_by_rank(own, others)
         rows = all_to_all_single_autograd(rows, received, sent, self.group)
         weights = all_to_all_single_autograd(weights, received, sent, self.group)
         # Rows have arrived by sender, and are sorted by expert; each is one use of itself.
