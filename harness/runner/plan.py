@@ -10,7 +10,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
-from harness.cost_model.memory import MemoryEstimate, estimate_memory, predicted_memory
+from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import fullest_rank
 from harness.data.corpus import Corpus, prepare_corpus
@@ -69,11 +69,6 @@ class RunPlan:
     def memory(self) -> MemoryEstimate:
         """The predicted memory of the fullest rank."""
         return estimate_memory(self.config, self.layout, self.widths, self.machine.device)
-
-    @cached_property
-    def predicted_peak_bytes(self) -> int:
-        """The predicted peak of the fullest rank; activations of a traced model are those of the nearest decoder."""
-        return predicted_memory(self.config, self.layout, self.widths, self.machine.device).peak_bytes
 
     @cached_property
     def prediction(self) -> Prediction | None:
@@ -185,8 +180,8 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     rank, last_rank, release = config.simulate.rank, layout.world_size - 1, torch_release()
     rules = {
         "simulated_compile": is_simulated and config.train.compile,
-        "alone_ep": (is_simulated or is_virtual) and layout.ep_enabled,
-        "simulated_experts": is_simulated and config.model.num_experts > 0 and config.precision.compute != "bfloat16",
+        "simulated_routing": is_simulated and layout.ep_enabled and config.model.routing != "balanced",
+        "virtual_ep": is_virtual and layout.ep_enabled,
         "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
         "simulated_release": is_simulated and release != PLAYED_RELEASE,
         "virtual_release": is_virtual
