@@ -121,7 +121,7 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     copies = offloads and prediction.cluster.device == "cuda"
     facts = {
         "datasheet_only": hardware.datasheet_only,
-        "nearest_decoder": prediction.is_of_nearest_decoder,
+        "of_library": prediction.is_of_library,
         "free_copies": copies and hardware.host_bandwidth is None,
         "host_memory": copies,
         "left_out": [{"whole_bytes": whole_bytes, "processes": processes}],
@@ -132,9 +132,8 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
 def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     """Yield the commands that run a layout and export it, if these engines train it."""
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
-    is_own = not first.is_of_nearest_decoder
-    is_exported = is_own and not first.config.model.num_experts  # a layer that scripts are written for
-    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_exported}
+    is_own = not first.is_of_library
+    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_own}
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 
@@ -151,8 +150,18 @@ def search_sentences(result: SearchResult) -> Iterator[str]:
     """Yield what the choices save, what would make a faster layout fit, and what the search went through."""
     yield from separations(result.choices)
     yield from misfit_sentences(result)
-    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    yield from layout_sentences(result)
     yield say("counts", result=result)
+
+
+def layout_sentences(result: SearchResult) -> Iterator[str]:
+    """Yield what a word of labels stands for, which layouts a simulation refuted, and which had none and why."""
+    yield from say.of({"tuned": any("tuned for speed" in prediction.label() for prediction in result.choices)})
+    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    reasons = dict.fromkeys(prediction.not_simulated for prediction in result.best)
+    for reason in filter(None, reasons):
+        labels = [prediction.label() for prediction in result.best if prediction.not_simulated == reason]
+        yield say("not_simulated", labels=labels, reason=reason)
 
 
 def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list[str]:
