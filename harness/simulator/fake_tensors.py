@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.models import hf_library, init_weights
+from harness.models.layer_trace import run_on_fakes
 from harness.simulator.stand_ins import around
 
 # Functions that compute ranks and boxes by small tensors on the host, and read their values.
@@ -47,11 +48,10 @@ def _wait_tensor(_: FakeTensorMode, __: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _grouped_mm(mode: FakeTensorMode, _: Any, first: Tensor, second: Tensor, offs: Tensor, *__: Any) -> Tensor:
-    """Return the products of groups of rows, in any dtype; torch's meta function has them in bfloat16 alone."""
-    groups = [len(offs)] if second.dim() == 2 else []  # each has a product of its own
+def _grouped_mm(mode: FakeTensorMode, operator: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Return the products of groups of rows, in any dtype."""
     with mode:
-        return first.new_empty([*groups, len(first), second.shape[-1]])
+        return run_on_fakes(operator, arguments, keywords)
 
 
 # By module and function, the value that is read on the host: none changes what is allocated or sent. Gradients are

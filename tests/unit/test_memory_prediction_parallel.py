@@ -40,6 +40,7 @@ from harness.models.decoder import loss_function
 from harness.models.init_weights import materialize
 from harness.probe import Probe
 from tests.support.capacity import capacity_problem
+from tests.support.commands import compose_layout, widths_of
 from tests.support.models import ADAM_FP32, BF16, FP32, PREPARED, Hearing, Live, model_named, run, shaped
 from tests.support.pairwise import pairwise
 from tests.support.rank_memory import estimate_rank_memory
@@ -346,3 +347,15 @@ def test_no_model_is_offered_that_cannot_be_cut_into_the_stages() -> None:
     ]
     offered = [re.findall("model=([^ ]+)", str(reason).partition("choose")[2]) for reason in reasons]
     assert offered == [["1b"], []]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp_pp strategy.pp=4", "fsdp_pp strategy.pp=4 strategy.ep=2 model=moe_tiny"])
+def test_a_stage_without_an_embedding_frees_what_it_has_gathered_in_advance(strategy: str) -> None:
+    """Nothing comes before its first layer, whose gradients lie beside no flat tensor of another group."""
+    sizes = ("model.num_hidden_layers=4", "strategy.zero_stage=3", "train.global_batch=16", "train.micro_batch=1")
+    config, layout = compose_layout(16, *f"strategy={strategy}".split(), *sizes)
+    stages = split_into_stages(config.model, layout)[1:2]
+    step = RankStep(sharding_of(config, layout, widths_of(config, layout), "cuda", stages))
+    tape, _ = step.play(step.starts(1)[0])
+    (last,) = [live for _, phase, live in tape.moments if phase == "backward" and live.get("buffers_gradients")][-1:]
+    assert last.get("buffers_flat", 0) == 0
