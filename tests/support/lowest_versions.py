@@ -12,7 +12,8 @@ from pathlib import Path
 def lowest_versions() -> list[str]:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     requirements = chain(project["dependencies"], *project["optional-dependencies"].values())
-    return [re.sub(">=([^,]+).*", r"==\1", each) for each in requirements if ">=" in each]
+    # A constraint of pip names a library without its extras.
+    return [re.sub(r"(\[.*\])?>=([^,]+).*", r"==\2", each) for each in requirements if ">=" in each]
 
 
 if __name__ == "__main__":
