@@ -11,6 +11,7 @@ divide the batch, the matrices or the depth divide the operations; tensor-parall
 multiply by all of it.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from harness.config.model import ModelConfig
@@ -32,9 +33,10 @@ class Operations(NamedTuple):
     recomputed_to_end: int  # of one that an engine does not stop before a last linear module
 
 
-def operations(config: RunConfig) -> Operations:
+def operations(config: RunConfig, routers: int = 1) -> Operations:
     """Return the operations of a model, by its sizes, or of a library's by its trace of one sequence.
 
+    `routers` is the number of ranks that all compute a router.
     torch stops a second forward before the last projection, unless dropout follows it: the mask is drawn behind it; or
     experts, whose outputs are summed behind it.
     """
@@ -45,7 +47,7 @@ def operations(config: RunConfig) -> Operations:
         traced = (layers, info.forward_flops - layers, info.attention_recompute_flops, again, to_end)
         return Operations(*(train.global_batch * flops for flops in traced))
     depth, tokens = model.num_hidden_layers, train.global_batch * train.seq_len
-    products, scores = [*projection_flops(model, tokens).values()], depth * attention_product_flops(config)
+    products, scores = [*projection_flops(model, tokens, routers).values()], depth * attention_product_flops(config)
     layers = depth * sum(products) + 2 * scores
     stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * products[-1]
     return Operations(layers, 2 * tokens * model.hidden_size * model.vocab_size, scores, stopped, layers)
@@ -56,7 +58,8 @@ def attention_product_flops(config: RunConfig) -> int:
 
     They are queries with keys, and scores with values.
     """
-    return 2 * config.train.global_batch * config.train.seq_len**2 * config.model.hidden_size
+    model = config.model
+    return 2 * config.train.global_batch * config.train.seq_len**2 * model.num_attention_heads * model.head_size
 
 
 def model_flops(config: RunConfig) -> int:
@@ -95,9 +98,10 @@ def executed_flops_parts(
 
     Where the head goes through the tokens in parts, it keeps no part's logits, and runs again in backward. A fused
     kernel keeps no scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Tensor-parallel
-    ranks repeat a head that is not cut.
+    ranks repeat a head that is not cut, and routers.
     """
-    own, skipped = operations(config), config.model.num_hidden_layers * causal_skipped_flops(config, layout)
+    own, repeated = operations(config), operations(config, layout.tp)
+    skipped = config.model.num_hidden_layers * causal_skipped_flops(config, layout)
     logits = own.head if config.train.loss_chunks > 1 else 0
     return {
         "the model": model_flops(config) - (1 + BACKWARD) * 2 * skipped,
@@ -106,6 +110,7 @@ def executed_flops_parts(
         "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
         "a head that every tensor-parallel rank computes": (layout.tp // layout.vocabulary_tp - 1)
         * ((1 + BACKWARD) * own.head + logits),
+        "routers that every tensor-parallel rank computes": (1 + BACKWARD) * (repeated.layers - own.layers),
     }
 
 
@@ -150,24 +155,25 @@ def recomputed_flops(
     calls = sum(recomputed_layers(config, layout, stage) for stage in split_into_stages(model, layout))
     runs_to_end = recomputes_last_projection or train.compile
     if checkpointing.name == "selective":
-        return calls * recomputed_product_flops(model, checkpointing, train.global_batch * train.seq_len, runs_to_end)
+        products = projection_flops(model, train.global_batch * train.seq_len, layout.tp)
+        return calls * recomputed_product_flops(model, checkpointing, products, runs_to_end)
     if checkpointing.name == "attention":
         product, c = attention_product_flops(config) - causal_skipped_flops(config, layout), layout.cp
         of_first_chunk = product * (c + 1) // (4 * c + 2) if c > 1 else 0
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
         return calls * (2 * product if is_fused else product + of_first_chunk)
-    of_all = operations(config).recomputed_to_end if runs_to_end else operations(config).recomputed
+    own = operations(config, layout.tp)
+    of_all = own.recomputed_to_end if runs_to_end else own.recomputed
     return calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout)
 
 
 def recomputed_product_flops(
-    model: ModelConfig, checkpointing: CheckpointingConfig, tokens: int, runs_to_end: bool
+    model: ModelConfig, checkpointing: CheckpointingConfig, products: Mapping[str, int], runs_to_end: bool
 ) -> int:
-    """Return the operations of the products that a selective second forward of one layer computes again.
+    """Return the operations of those products of one layer's that a selective second forward computes again.
 
     The last one is not run, as in every second forward, unless dropout follows it or `runs_to_end` is true.
     """
-    products = projection_flops(model, tokens)
     names = checkpointing.recomputed_products(products)
     is_last_run = runs_to_end or model.dropout > 0 or model.num_experts > 0
     return sum(products[name] for name in names if is_last_run or name != layer_matrices(model)[-1].name)

@@ -39,6 +39,7 @@ class LayerMoment:
     computed: int = 0  # elements of the weight whose gradient this operator computes
     is_accumulation: bool = False  # whether that gradient is now added to the parameter's own, or becomes it
     is_followed_by_matrix: bool = True  # whether the gradient after it is that of another matrix of the same branch
+    leaves_experts: bool = False  # whether it is the first operator behind all those of experts
 
 
 class LayerBackward:
@@ -59,6 +60,7 @@ class LayerBackward:
         weight: int = 0,
         is_accumulation: bool = False,
         is_followed_by_matrix: bool = True,
+        leaves_experts: bool = False,
     ) -> None:
         """Run an operator that makes these results and, if it is a matrix's, the gradient of so many elements.
 
@@ -66,7 +68,8 @@ class LayerBackward:
         """
         self.temporaries |= results
         sizes = (sum(self.saved.values()), sum(self.temporaries.values()), self.arrived, self.freed, self.deferred)
-        self.moments.append(LayerMoment(*sizes, self.weights, weight, is_accumulation, is_followed_by_matrix))
+        place = (is_accumulation, is_followed_by_matrix, leaves_experts)
+        self.moments.append(LayerMoment(*sizes, self.weights, weight, *place))
         self.weights += weight * is_accumulation
         for name in {*frees} - {"residual.grad"}:
             self.freed += self.saved.pop(name, 0) * (name not in self.recomputed)
@@ -178,7 +181,7 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
     elif kind == "dispatch":
         by_row = "by_row.grad"  # a copy in the order of tokens, whose rows are summed
         sizes = {by_row: shape.routed_bytes, "input.grad": shape.whole_hidden_bytes}
-        backward.run(sizes, (gradient, by_row))
+        backward.run(sizes, (gradient, by_row), leaves_experts=True)
     elif kind == "function":
         # The products of the inner activations and a gradient are summed to the weights' gradients.
         backward.run(gradients, (gradient, f"{ROUTING}.grad", *inputs))

@@ -37,6 +37,7 @@ class ShardGroup:
     uneven: int  # those of parameters that need padding, with it
     last: int  # of the last parameter
     largest: int  # of the largest parameter
+    shards: int  # as which data parallelism divides it
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,9 @@ class ShardGroups:
     embedding: ShardGroup
     layer: ShardGroup
     head: ShardGroup
+    # The parts of a layer that are groups of their own: its experts, if expert parallelism divides them, and the rest.
+    rest: ShardGroup
+    experts: ShardGroup
     # Embedding, head or both in the place of the two groups above, where they are tied or not both in the stage. It is
     # whole from the first use to the last one of each pass, and reduced when backward has ended.
     root: ShardGroup
@@ -70,7 +74,7 @@ class ShardGroups:
     @property
     def last_reduced(self) -> ShardGroup:
         """The group whose gradients backward reduces last."""
-        return next(group for group in (self.root, self.embedding, self.layer) if group.elements)
+        return next(group for group in (self.root, self.embedding, self.rest) if group.elements)
 
 
 def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroups:
@@ -88,9 +92,12 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int,
             groups[parameter.group].append((shape, ep if parameter.is_expert else 1))
     if not (groups["embedding"] and groups["head"]):
         groups["root"] = groups.pop("embedding", []) + groups.pop("head", [])
-    names = ("embedding", str(stage.first_layer), "head", "root")
-    embedding, layer, head, root = (_shard_group(groups[name], shards) for name in names)
-    return ShardGroups(embedding, layer, head, root, stage.layers, root.largest * stage.holds_head)
+    of_layer = groups[str(stage.first_layer)]
+    for name, is_divided in (("rest", False), ("experts", True)):
+        groups[name] = [(shape, own) for shape, own in of_layer if (own > 1) == is_divided]
+    names = ("embedding", str(stage.first_layer), "head", "rest", "experts", "root")
+    *parts, root = (_shard_group(groups[name], shards) for name in names)
+    return ShardGroups(*parts, root, stage.layers, root.largest * stage.holds_head)
 
 
 def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> ShardGroup:
@@ -100,7 +107,8 @@ def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> 
         padded.append(-(-rows // own) * own * math.prod(rest))
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
-    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, sum(sizes[-1:]), max(sizes, default=0))
+    own = max(1, shards // max((ep for _, ep in shapes), default=1))
+    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, sum(sizes[-1:]), max(sizes, default=0), own)
 
 
 @lru_cache(maxsize=1024)

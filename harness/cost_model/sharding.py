@@ -167,7 +167,7 @@ class Sharding:
         """
         matrix = self.vocabulary_grad_bytes
         added = matrix if self.is_tied else self.grad_accumulate_bytes
-        accumulated = matrix * self.has_16_bit_grads if each.new_gradients else added
+        accumulated = matrix * self.has_16_bit_grads if self.is_new(each) else added
         each.put(gradients=self.computed(each, 0), temporaries=self.shape.whole_hidden_bytes + accumulated)
         each.live["temporaries_waiting"] = matrix * self.is_tied
 
@@ -183,15 +183,13 @@ class Sharding:
 
         A gradient in fp32 becomes the parameter's own. One in 16 bit is added to it, or widened to become it.
         """
-        width_of_new = each.new_gradients / each.groups.elements
         own = moment.weights + moment.computed * (moment.is_accumulation or not self.has_16_bit_grads)
         computed = moment.computed * self.shape.width
-        if width_of_new and not self.has_16_bit_grads:
+        if each.new_gradients and not self.has_16_bit_grads:
             computed = 0
-        elif moment.is_accumulation and self.has_16_bit_grads and self.is_cpu and not width_of_new:
+        elif moment.is_accumulation and self.has_16_bit_grads and self.is_cpu and not each.new_gradients:
             computed += moment.computed * FP32_BYTES  # a CPU widens it first
-        gradients = self.computed(each, following) + round(own * width_of_new)
-        each.put(gradients=gradients, temporaries_weight=computed)
+        each.put(gradients=self.computed(each, following, own), temporaries_weight=computed)
 
     def leave_layer(self, each: Pass, following: int) -> None:
         """Reduce the gradients of a layer."""
@@ -208,8 +206,8 @@ class Sharding:
             return
         matrix, tied = self.vocabulary_grad_bytes, self.vocabulary_grad_bytes * self.is_tied
         computed = max(matrix + tied + shape.whole_hidden_bytes, (3 - self.sums_in_place) * tied)
-        if not new:
-            each.put(gradients=0, temporaries=max(computed, self.grad_accumulate_bytes))
+        if not self.is_new(each):
+            each.put(gradients=new, temporaries=max(computed, self.grad_accumulate_bytes))
         elif self.has_16_bit_grads:
             each.put(gradients=new - matrix * FP32_BYTES // shape.width, temporaries=computed)
             each.put(gradients=new, temporaries=matrix)
@@ -243,13 +241,18 @@ class Sharding:
         widened = FP32_BYTES * (self.has_16_bit_grads and self.is_cpu)
         return self.vocabulary_grad_bytes * (self.shape.width + widened) // self.shape.width
 
-    def computed(self, each: Pass, following: int) -> int:
+    def is_new(self, each: Pass) -> bool:
+        """Return whether a pass allocates gradients of embedding and head."""
+        return each.new_gradients > 0
+
+    def computed(self, each: Pass, following: int, own: int = 0) -> int:
         """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.
 
-        That of tied matrices is complete only when backward ends.
+        Of the next layer it has computed those of `own` elements. That of tied matrices is complete only when backward
+        ends.
         """
         groups = each.groups
         head = groups.head.elements
         if groups.root.elements and each.activations.stage.holds_head and not self.is_tied:
             head = 0 if self.reduces_groups else groups.root.elements
-        return round(each.new_gradients * (head + following * groups.layer.elements) / groups.elements)
+        return round(each.new_gradients * (head + following * groups.layer.elements + own) / groups.elements)

@@ -27,6 +27,29 @@ class DistributedDataParallel(Sharding):
         """Whether gradients lie in the buckets."""
         return self.config.strategy.gradient_as_bucket_view and not self.is_mixed
 
+    @property
+    def keeps_all_but_experts(self) -> bool:
+        """Whether gradients of experts that are divided, which lie in no bucket, are new in every step."""
+        return self.keeps_gradients and self.layout.ep_enabled
+
+    @cached_property
+    def gradients_at_start(self) -> list[int]:
+        """The bytes of each stage's gradients in buckets."""
+        sizes = (self.bucket_elements([stage]) * self.precision.accumulate_bytes for stage in self.stages)
+        return [round(size * self.keeps_gradients) for size in sizes]
+
+    def is_new(self, each: Pass) -> bool:
+        """Return whether gradients of embedding and head do not lie in buckets already."""
+        return super().is_new(each) and not self.keeps_all_but_experts
+
+    def computed(self, each: Pass, following: int, own: int = 0) -> int:
+        """Return the bytes of a pass's new gradients, which are those of experts where all others lie in buckets."""
+        if not self.keeps_all_but_experts:
+            return super().computed(each, following, own)
+        experts = each.groups.experts.elements
+        done = following * experts + min(own, experts)
+        return round(each.new_gradients * done / (each.groups.layers * experts))
+
     @cached_property
     def bucket_bytes(self) -> int:
         """The bytes of the buckets that exist beside gradients."""
@@ -109,7 +132,7 @@ class DistributedDataParallel(Sharding):
         """Run the optimizer; allocate the buckets anew while gradients of a micro-batch lie in the old ones."""
         super().step(tape)
         if self.rebuilds_buckets and self.micro_batches > 1:
-            in_buckets = sum(self.gradients) * self.keeps_gradients
+            in_buckets = sum(self.gradients_at_start)
             tape.phase = "forward"
             tape.touch(gradients=in_buckets, temporaries=in_buckets + self.bucket_bytes)
 
@@ -163,9 +186,9 @@ class FullyShard(Sharding):
 
     def gather(self, tape: Tape, group: ShardGroup) -> None:
         """Gather a group into a flat tensor, which a single shard has not, beside that of the group before."""
-        flat = self.whole(group) * (self.degree > 1)
-        casts = self.is_mixed and self.degree > 1  # shards are cast to the gathered width before they are sent
-        tape.touch(buffers_gathering=flat + flat // self.degree * casts + flat * self.is_cpu)
+        flat = self.whole(group) * (group.shards > 1)
+        casts = self.is_mixed and group.shards > 1  # shards are cast to the gathered width before they are sent
+        tape.touch(buffers_gathering=flat + flat // group.shards * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
     def reshard(self, each: Pass, layers: int) -> None:
@@ -184,8 +207,8 @@ class FullyShard(Sharding):
         width, flat = self.precision.compute_bytes, self.reduced(group)
         copies = group.elements * width + flat + group.uneven * width * self.is_cpu
         tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
-        copies = (group.last * width + flat * self.is_cpu) * (self.degree > 1)
-        tape.put(buffers_reduced=flat, buffers_copies=flat // self.degree + copies)
+        copies = (group.last * width + flat * self.is_cpu) * (group.shards > 1)
+        tape.put(buffers_reduced=flat, buffers_copies=flat // group.shards + copies)
         tape.drop("buffers_copies")
 
     def begin(self, each: Pass) -> None:
@@ -198,13 +221,16 @@ class FullyShard(Sharding):
         each.live["buffers_flat"] = self.whole(first) * (gathers and self.degree > 1)
 
     def forward(self, each: Pass, following: int) -> None:
-        """Gather a layer, or the head if it is a group of its own."""
-        group = each.groups.layer if following >= 0 else each.groups.head
-        if group.elements and (self.reshards or each.gathers):
-            whole = self.whole(group) if self.reshards else self.whole_but(each, max(0, following), following < 0)
-            each.live["buffers_whole"] = whole - self.whole(group)
-            self.gather(each, group)
-            each.put(buffers_whole=whole)
+        """Gather a layer with its experts, or the head if it is a group of its own."""
+        layer = each.groups.layer if following >= 0 else each.groups.head
+        if layer.elements and (self.reshards or each.gathers):
+            whole = self.whole(layer) if self.reshards else self.whole_but(each, max(0, following), following < 0)
+            missing = self.whole(layer)
+            for group in (each.groups.rest, each.groups.experts) if following >= 0 else (layer,):
+                each.live["buffers_whole"] = whole - missing
+                self.gather(each, group)
+                missing -= self.whole(group)
+                each.put(buffers_whole=whole - missing)
 
     def end_forward(self, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""
@@ -219,7 +245,7 @@ class FullyShard(Sharding):
             self.gather(each, root if root.elements else head)
             each.put(buffers_root=self.whole(root), buffers_whole=self.whole(head))
             each.drop("buffers_flat")
-            self.gather(each, each.groups.layer)
+            self.gather(each, each.groups.rest)
 
     def head_gradient(self, each: Pass) -> None:
         """Keep the head's gradient until its group is reduced."""
@@ -240,19 +266,28 @@ class FullyShard(Sharding):
         super().enter_layer(each, following)
         self.reshard(each, following)
         if self.reshards:
-            each.put(buffers_whole=self.whole(each.groups.layer))
-            each.drop("buffers_flat")
-            is_first = following == each.groups.layers - 1
-            self.gather(each, each.groups.embedding if is_first else each.groups.layer)
+            groups, whole = each.groups, 0
+            before = groups.embedding if following == groups.layers - 1 else groups.rest
+            for group, prefetched in ((groups.rest, groups.experts), (groups.experts, before)):
+                whole += self.whole(group)
+                each.put(buffers_whole=whole)
+                if prefetched.elements:
+                    each.drop("buffers_flat")
+                    self.gather(each, prefetched)
 
     def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
-        """Keep the gradients of a layer, in the width of compute."""
-        each.put(buffers_gradients=(moment.weights + moment.computed) * self.shape.width)
+        """Keep the gradients of a layer, in the width of compute; those of experts of their own are reduced first."""
+        experts = each.groups.experts
+        if experts.elements and moment.leaves_experts:
+            each.live["buffers_whole"] -= self.whole(experts) * self.reshards
+            self.reduce(each, experts)
+        own = moment.weights + moment.computed - experts.elements * (moment.weights >= experts.elements)
+        each.put(buffers_gradients=own * self.shape.width)
 
     def leave_layer(self, each: Pass, following: int) -> None:
         """Free and reduce a layer."""
         self.reshard(each, following + 1)
-        self.reduce(each, each.groups.layer)
+        self.reduce(each, each.groups.rest)
 
     def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""

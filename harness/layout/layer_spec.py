@@ -83,9 +83,15 @@ def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.norm == "layer" else {})
 
 
-def projection_flops(model: ModelConfig, tokens: int) -> dict[str, int]:
-    """Return the operations of each of a layer's projections, in the order of forward."""
-    return {matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs for matrix in layer_matrices(model)}
+def projection_flops(model: ModelConfig, tokens: int, routers: int = 1) -> dict[str, int]:
+    """Return the operations of each of a layer's projections, in the order of forward.
+
+    `routers` is the number of ranks that all compute a router.
+    """
+    return {
+        matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs * (routers if matrix.is_router else 1)
+        for matrix in layer_matrices(model)
+    }
 
 
 def numel(shapes: Mapping[str, tuple[int, ...]]) -> int:

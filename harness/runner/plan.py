@@ -185,8 +185,8 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     rank, last_rank, release = config.simulate.rank, layout.world_size - 1, torch_release()
     rules = {
         "simulated_compile": is_simulated and config.train.compile,
-        "alone_ep": (is_simulated or is_virtual) and layout.ep_enabled,
-        "simulated_experts": is_simulated and config.model.num_experts > 0 and config.precision.compute != "bfloat16",
+        "simulated_routing": is_simulated and layout.ep_enabled and config.model.routing != "balanced",
+        "virtual_ep": is_virtual and layout.ep_enabled,
         "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
         "simulated_release": is_simulated and release != PLAYED_RELEASE,
         "virtual_release": is_virtual

@@ -47,6 +47,13 @@ def _wait_tensor(_: FakeTensorMode, __: Any, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _grouped_mm(mode: FakeTensorMode, _: Any, first: Tensor, second: Tensor, offs: Tensor, *__: Any) -> Tensor:
+    """Return the products of groups of rows, in any dtype; torch's meta function has them in bfloat16 alone."""
+    groups = [len(offs)] if second.dim() == 2 else []  # each has a product of its own
+    with mode:
+        return first.new_empty([*groups, len(first), second.shape[-1]])
+
+
 # By module and function, the value that is read on the host: none changes what is allocated or sent. Gradients are
 # finite, so that no step is skipped.
 READ_VALUES: dict[tuple[str, str], float] = {
@@ -83,6 +90,7 @@ OPERATORS = {
     torch.ops.aten._pin_memory.default: _pin_memory,
     torch.ops._c10d_functional.wait_tensor.default: _wait_tensor,
     torch.ops.aten._local_scalar_dense.default: _read_scalar,
+    torch.ops.aten._grouped_mm.default: _grouped_mm,
 }
 
 

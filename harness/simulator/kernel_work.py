@@ -26,7 +26,10 @@ from harness.measure.collective_rules import iter_tensors
 
 
 class Product(NamedTuple):
-    """A batch of products of an (m, k) with a (k, n) matrix in a dtype by torch's name."""
+    """A batch of products of an (m, k) with a (k, n) matrix in a dtype by torch's name.
+
+    The rows of a grouped product belong to several such matrices.
+    """
 
     batch: int
     m: int
@@ -34,6 +37,7 @@ class Product(NamedTuple):
     k: int
     dtype: str
     width: int  # bytes per element
+    matrices: int = 1
 
 
 class AttentionKernel(NamedTuple):
@@ -101,9 +105,9 @@ def work_seconds(work: Work, hardware: HardwareConfig, gpus_per_node: int) -> fl
     bandwidth = hardware.memory_bandwidth * hardware.fitted.memory_efficiency
     host_bandwidth = hardware.host_bandwidth or math.inf
     match work:
-        case Product(batch, m, n, k, dtype, width):
+        case Product(batch, m, n, k, dtype, width, matrices):
             rates = kernel_rates(hardware, dtype)
-            single = rates.product_seconds(m, n, k, width) - rates.kernel_seconds
+            single = rates.product_seconds(m, n, k, width, matrices) - rates.kernel_seconds
             return batch * single + rates.kernel_seconds
         case AttentionKernel(queries, keys, heads, head_dim, computed_share, dtype, is_backward, is_cudnn):
             rates = kernel_rates(hardware, dtype)
@@ -204,9 +208,11 @@ def kernel_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     if name in _PRODUCTS:
         first, second = (args[place] for place in _PRODUCTS[name])
         *batch, m, k = first.shape
-        return Product(
-            math.prod(batch), m, second.shape[-1], k, str(first.dtype).removeprefix("torch."), first.element_size()
-        )
+        return Product(math.prod(batch), m, second.shape[-1], k, _dtype_name(first), first.element_size())
+    if name == "_grouped_mm":
+        first, second = inputs[:2]
+        m, k = first.shape if second.dim() == 3 else first.shape[::-1]  # a weight's gradient has rows along k
+        return Product(1, m, second.shape[-1], k, _dtype_name(first), first.element_size(), len(args[2]))
     return Movement(moved_bytes(func, args, kwargs, outputs))
 
 
@@ -222,7 +228,7 @@ def _attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Att
         query.shape[heads_dim],
         query.shape[-1],
         computed_share(queries, keys, values.get("is_causal"), values.get("custom_mask_type")),
-        str(query.dtype).removeprefix("torch."),
+        _dtype_name(query),
         is_backward=func._opname.endswith("_backward"),
         is_cudnn="cudnn" in func._opname,
     )
@@ -256,6 +262,10 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
             size *= 2
         total += 0 if _UNREAD.get(name) == place else size
     return total + sum(_tensor_bytes(tensor) for tensor in outputs if id(tensor) not in written)
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

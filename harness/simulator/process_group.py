@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C import _distributed_c10d as reducer
@@ -16,6 +17,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.engines.torch import expert_parallel
+from harness.engines.torch.expert_parallel import ExchangedExperts
+from harness.simulator.cuda_api import current_stream
 from harness.simulator.stand_ins import around
 
 # The second argument must be called `bucket`.
@@ -102,6 +106,28 @@ def assign_as_rebuilt(bucket_bytes: int, assign: Any, parameters: list[Tensor], 
     indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
     last = len(parameters) - 1
     return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
+
+
+def even_exchange() -> AbstractContextManager[Any]:
+    """Return a context in which every rank has as many tokens for each expert as model.routing=balanced gives it."""
+    return around(ExchangedExperts, "__call__", exchange_evenly)
+
+
+def exchange_evenly(call: Any, experts: ExchangedExperts, rows: Tensor, *arguments: Tensor) -> Tensor:
+    """Exchange rows by numbers that the host knows, for which it waits as for those of a real device."""
+    ranks, place = experts.group.size(), experts.group.rank()
+
+    def rows_by_rank(_: Any, own: Tensor, others: Tensor) -> list[list[int]]:
+        torch.stack((own.sum(1), others.sum(1))).cpu()
+        current_stream().synchronize()
+        even, left = divmod(len(rows), own.numel())
+        part = own.shape[1]
+        sent = [even * part + min(part, max(0, left - rank * part)) for rank in range(ranks)]
+        return [sent, [sent[place]] * ranks]
+
+    with around(expert_parallel, "rows_by_rank", rows_by_rank):
+        result: Tensor = call(experts, rows, *arguments)
+        return result
 
 
 def communication_hook(hook: CommunicationHook) -> AbstractContextManager[Any]:

@@ -39,7 +39,13 @@ from harness.simulator.fake_memory import CUBLAS_WORKSPACES, StorageCounter, cou
 from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.operator_stream import StreamRecorder
 from harness.simulator.process import StepRequest
-from harness.simulator.process_group import accelerate_process, ddp_reducer, fake_process_group, pipeline_stages
+from harness.simulator.process_group import (
+    accelerate_process,
+    ddp_reducer,
+    even_exchange,
+    fake_process_group,
+    pipeline_stages,
+)
 from harness.simulator.stage_times import with_stage_waits
 from harness.simulator.stream_schedule import TimedStep, time_step, write_trace
 from harness.tensors.shard import Shard
@@ -62,6 +68,13 @@ class ShapeFingerprinter(Fingerprinter):
     def fingerprint(self, shard: Shard, shape: tuple[int, ...], subtracted: Tensor | None = None) -> TensorFingerprint:
         """Return the fingerprint of a shard of a parameter of this shape, without sums."""
         return TensorFingerprint(shard.name, tuple(shape), shard.box, None, None)
+
+
+class RoutingUnknown(Probe):
+    """The probe of a rank whose tokens are fake: no one can read how many go to each expert."""
+
+    def routed(self, layer: int, counts: Tensor) -> None:
+        """Pass nothing on."""
 
 
 def simulate_ranks(spec: RunSpec, run_dir: Path) -> None:
@@ -135,6 +148,7 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
         cuda_api(capability) if is_cuda else nullcontext(),
         cuda_kernels() if is_cuda else nullcontext(),
         ddp_reducer(),
+        even_exchange(),
         pipeline_stages(),
         attention_backend_priority(is_cuda and capability in CUDNN_FIRST and not layout.cp_enabled),
         fake_process_group(rank, layout.world_size),
@@ -149,7 +163,7 @@ def simulate_steps_of_rank(request: StepRequest, report: RankReport, report_prog
     """
     config, layout, rank = request.config, request.layout, request.rank
     device = torch.device("cuda", 0) if request.device == "cuda" else torch.device("cpu")
-    probe, recorder = Probe(), StreamRecorder(layout, rank, request.device)
+    probe, recorder = RoutingUnknown(), StreamRecorder(layout, rank, request.device)
     for start, stop in layout.sequence_chunks(rank, config.train.seq_len):
         causal_mask_lower_right(stop - start, stop)  # cached before tensors are fake
     with ExitStack() as stack:

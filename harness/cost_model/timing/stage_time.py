@@ -258,8 +258,9 @@ def recomputed_share(step: StepSetting, passes: LayerSeconds) -> float:
     if checkpointing.name == "attention":
         return attention
     if checkpointing.name == "selective":  # keeps the results of attention and of all or some matrix products
-        again = recomputed_product_flops(model, checkpointing, 1, is_compiled)
-        saved_share = 1.0 - again / sum(projection_flops(model, 1).values())
+        products = projection_flops(model, 1)
+        again = recomputed_product_flops(model, checkpointing, products, is_compiled)
+        saved_share = 1.0 - again / sum(products.values())
         product_share = min(1.0, passes.weight_gradient / forward) * 0.95  # of forward, as many as half of backward's
         return 1.0 - attention - saved_share * product_share
     stops_early = not is_compiled and model.dropout == 0

@@ -41,6 +41,11 @@ def exchange_tokens(model: Decoder, group: ProcessGroup) -> None:
         experts.forward = ExchangedExperts(experts.forward, group)  # type: ignore[method-assign]
 
 
+def rows_by_rank(own: Tensor, others: Tensor) -> list[list[int]]:
+    """Return the rows that go to every rank and come from it, by their numbers (ranks, experts); the host waits."""
+    return torch.stack((own.sum(1), others.sum(1))).tolist()  # type: ignore[no-any-return]
+
+
 class ExchangedExperts:
     """Experts that are divided among the ranks of a group, each of which passes rows of tokens for all of them."""
 
@@ -55,7 +60,7 @@ class ExchangedExperts:
         """
         own = counts.view(self.group.size(), -1)
         others = all_to_all_single(counts, None, None, self.group).view_as(own)  # of this rank's experts, by the sender
-        sent, received = torch.stack((own.sum(1), others.sum(1))).tolist()
+        sent, received = rows_by_rank(own, others)
         rows = all_to_all_single_autograd(rows, received, sent, self.group)
         weights = all_to_all_single_autograd(weights, received, sent, self.group)
         # Rows have arrived by sender, and are sorted by expert; each is one use of itself.
