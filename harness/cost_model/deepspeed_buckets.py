@@ -146,7 +146,7 @@ class ZeroStage2(BucketedZero):
         super().begin(each)
         self.large = 0  # the elements of the gradients larger than a bucket that were reduced
 
-    def computed(self, each: Pass, following: int) -> int:
+    def computed(self, each: Pass, following: int, own: int = 0) -> int:
         """Return nothing: the partition is allocated as a whole, with the first reduction."""
         return 0
 

@@ -96,8 +96,9 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int,
     for name, is_divided in (("rest", False), ("experts", True)):
         groups[name] = [(shape, own) for shape, own in of_layer if (own > 1) == is_divided]
     names = ("embedding", str(stage.first_layer), "head", "rest", "experts", "root")
-    *parts, root = (_shard_group(groups[name], shards) for name in names)
-    return ShardGroups(*parts, root, stage.layers, root.largest * stage.holds_head)
+    embedding, layer, head, rest, experts, root = (_shard_group(groups[name], shards) for name in names)
+    waiting = root.largest * stage.holds_head
+    return ShardGroups(embedding, layer, head, rest, experts, root, stage.layers, waiting)
 
 
 def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> ShardGroup:
