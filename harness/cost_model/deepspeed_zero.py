@@ -34,10 +34,6 @@ class RankPartition:
         """The elements of these parameters."""
         return sum(self.sizes)
 
-    def larger_than(self, elements: int) -> int:
-        """Return the elements of those parameters that have more than so many each."""
-        return sum(size for size in self.sizes if size > elements)
-
 
 class DeepSpeedZero(Sharding):
     """What DeepSpeed's stages have in common: no pipeline, and a partition of each kind of state that they divide."""

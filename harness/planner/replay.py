@@ -70,12 +70,13 @@ def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
     """Return the configuration of a simulation with few micro-batches, and the bytes that its peak has less.
 
     They are what a pipeline keeps of each further micro-batch, such as the buffers that it receives hidden states in. A
-    simulated device has as many bytes less.
+    simulated device has as many bytes less. Every expert has as many tokens, as the plan takes it.
     """
     config, layout = prediction.config, prediction.layout
     batch = layout.dp * config.train.micro_batch * max(PASSES, layout.pp)
     train = dataclasses.replace(config.train, global_batch=min(config.train.global_batch, batch))
-    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train)
+    model = dataclasses.replace(config.model, routing="balanced") if config.model.num_experts else config.model
+    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train, model=model)
     absent = prediction.memory.peak_bytes - dataclasses.replace(prediction, config=config).memory.peak_bytes
     if absent <= 0:
         return config, 0

@@ -88,27 +88,22 @@ def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankR
 
 
 def gradient_problems(
-    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
+    model: ModelConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
 ) -> Iterator[str]:
     """Yield which ranks of ZeRO stage 2 or 3 had more gradients than their share and a few single ones in transit.
 
     DeepSpeed's stage 2 keeps the gradients of all parameters that lie in a rank's partition, at least in part, whole.
-    In mixed precision it keeps those larger than a bucket, as backward computed them, beside the sums of its partition.
     """
-    model = config.model
     if layout.zero_stage < 2 or layout.shard_count("gradients") == 1:
         return
     largest = largest_parameter_numel(model)
-    width = widths.gradients + widths.host_gradients
     for rank in ranks:
-        share, beside = rank_numel(model, layout, rank.rank, "gradients"), 0
+        share = rank_numel(model, layout, rank.rank, "gradients")
         if layout.uses_deepspeed_zero and layout.zero_stage == 2:
             partitions = rank_partitions(model, layout, stages_of_rank(model, layout, rank.rank))
             share = max(share, *(partition.owned for partition in partitions))
-            if config.precision.is_mixed:
-                large = max(partition.larger_than(widths.reduce_bucket_elements) for partition in partitions)
-                beside = config.precision.compute_bytes * large
-        allowed = 1.05 * (width * share + beside) + 3 * width * largest
+        width = widths.gradients + widths.host_gradients
+        allowed = 1.05 * width * share + 3 * width * largest
         peak = rank.profiled.gradient_bytes
         if peak > allowed:
             yield (

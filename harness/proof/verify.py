@@ -141,7 +141,7 @@ def prove_layout(run: FinishedRun, shard_problems: ShardProblems) -> Iterator[st
     yield from placement_problems(layout, ranks)
     yield from build_peak_problems(config, layout, widths, ranks)
     if config.strategy.literature:
-        yield from gradient_problems(config, layout, widths, ranks)
+        yield from gradient_problems(config.model, layout, widths, ranks)
 
 
 def prove_steps(run: FinishedRun, whole_world: Sequence[RankReport]) -> Iterator[str]:
