@@ -2,13 +2,13 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
+from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes
 from harness.cost_model.flops import recomputed_layers
-from harness.cost_model.micro_batch_shape import INT64_BYTES, MicroBatchShape, micro_batch_shape
+from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.layout.layer_spec import layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -30,9 +30,6 @@ LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parall
 FLAT_ALIGNMENT = 2  # elements a rank, to which DeepSpeed's stages 1 and 2 pad a group (nccl_start_alignment_factor)
 
 
-RoutedRows = Callable[[int], tuple[float, float]]
-
-
 def expected_bytes(
     config: RunConfig,
     layout: Layout,
@@ -49,14 +46,12 @@ def expected_bytes(
     (`dp_shard gather`), the operation along the others (`tp all_reduce`). Gradient norms and flags are left out. With
     `is_padded` shares are uneven, and padded as the library does it. With `is_sent` gradients count twice where a
     library all-reduces what the papers reduce once. `routed` returns how many rows of tokens the rank sends to others'
-    experts, and receives for its own, in the layer of an index in all micro-batches; by default every expert has as
-    many.
+    experts, and receives for its own, in the layer of an index in all micro-batches; by default they are
+    balanced_rows().
     """
     expected: defaultdict[str, float] = defaultdict(float)
     shape = micro_batch_shape(config, layout, "cpu")  # what is sent is the same on every device
-    if routed is None:
-        even = ring_fraction(layout.ep) * layout.grad_accumulation_steps(config.train) * shape.routed_rows
-        routed = lambda _: (even, even)  # noqa: E731
+    routed = routed or balanced_routing(config, layout, rank, shape)
     passes = 1 + (is_sent and widths.all_reduces_gradients)
     for stage in stages_of_rank(config.model, layout, rank):
         # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
@@ -136,28 +131,6 @@ def tp_bytes(
         "tp all_gather": ring * (sums + branches * recomputed) * hidden,
         "tp reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
-
-
-def ep_bytes(
-    config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape, routed: RoutedRows
-) -> dict[str, float]:
-    """Return the bytes that a rank sends along the expert-parallel axis for a stage.
-
-    A row of hidden states and its weight go to the rank that has the expert, and the output comes back; gradients go
-    the opposite ways (GShard, arXiv 2006.16668, has two all-to-alls in forward, and as many in backward). Before, ranks
-    exchange how many rows each expert has. A second forward repeats forward's. `routed` is that of expected_bytes().
-    """
-    if not layout.ep_enabled:
-        return {}
-    hidden, experts = config.model.hidden_size, config.model.num_experts
-    counted = layout.grad_accumulation_steps(config.train) * experts * INT64_BYTES
-    total = 0.0
-    for index in stage.layer_indices:
-        sent, received = routed(index)
-        forward = (sent * (hidden + 1) + received * hidden) * shape.width + ring_fraction(layout.ep) * counted
-        backward = (sent * hidden + received * (hidden + 1)) * shape.width
-        total += forward * (1 + config.checkpointing.recomputes_layer(index)) + backward
-    return {"ep all_to_all": total}
 
 
 def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape) -> dict[str, float]:

@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import LAYOUT, RoutedRows
+from harness.cost_model.communication import LAYOUT
+from harness.cost_model.expert_communication import RoutedRows
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches

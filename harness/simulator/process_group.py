@@ -17,6 +17,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel, distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from harness.cost_model.expert_communication import balanced_rows
 from harness.engines.torch import expert_parallel
 from harness.engines.torch.expert_parallel import ExchangedExperts
 from harness.simulator.cuda_api import current_stream
@@ -120,9 +121,7 @@ def exchange_evenly(call: Any, experts: ExchangedExperts, rows: Tensor, *argumen
     def rows_by_rank(_: Any, own: Tensor, others: Tensor) -> list[list[int]]:
         torch.stack((own.sum(1), others.sum(1))).cpu()
         current_stream().synchronize()
-        even, left = divmod(len(rows), own.numel())
-        part = own.shape[1]
-        sent = [even * part + min(part, max(0, left - rank * part)) for rank in range(ranks)]
+        sent = balanced_rows(len(rows), own.numel(), ranks)
         return [sent, [sent[place]] * ranks]
 
     with around(expert_parallel, "rows_by_rank", rows_by_rank):

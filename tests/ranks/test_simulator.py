@@ -152,6 +152,8 @@ FOUR_PASSES = "model.vocab_size=4000 train.global_batch=4 train.seq_len=512"
 
 TALL, TIED = "model.vocab_size=20001 model.num_hidden_layers=2 train.seq_len=16", "model.tie_word_embeddings=true"
 
+MIXTURE = f"{TWO_LAYERS} model.routing=balanced train.seq_len=512"
+
 SMALL_VOCABULARY_EAGER = "model.vocab_size=1024 model.attention=eager"
 
 CASES = [
@@ -182,6 +184,10 @@ CASES = [
     f"zero1 x 3 model=tiny precision=bf16_mixed {TALL} train.global_batch=3",
     f"zero2 x 2 model=tiny precision=bf16 {TALL} {TIED} train.global_batch=2",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
+    # Experts: divided, and groups of their own beside their layers.
+    f"ep x 4 model=mixtral_8x7b precision=fp32 {MIXTURE} train.global_batch=4 strategy.ep=4 checkpointing=selective",
+    f"fsdp_ep x 4 model=mixtral_8x7b precision=bf16_mixed {MIXTURE} train.global_batch=4",
+    f"tp_sp x 2 model=qwen3_30b_a3b precision=bf16_mixed {MIXTURE} checkpointing=full",
 ]
 
 LONG_CASES = (
@@ -246,6 +252,22 @@ LONG_CASES = (
         f"zero3 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {SHORT} strategy.engine=accelerate",
         "fsdp_full_shard x 2 model=tiny train.global_batch=2 strategy.engine=accelerate",
         "fsdp_hybrid_shard x 4 model=tiny precision=bf16_mixed train.global_batch=4 strategy.engine=accelerate",
+    ]
+    + [
+        f"{layout} model={model} precision={precision} {MIXTURE} checkpointing={kind} train.global_batch={batch}"
+        for layout, batch in (
+            ("single x 1", 1),
+            ("ddp x 2", 2),
+            ("ep x 2", 2),
+            ("fsdp_ep x 4", 4),
+            ("fsdp_full_shard x 4", 4),
+            ("zero1 x 2", 2),
+            ("zero2 x 2", 2),
+            ("tp x 2", 1),
+        )
+        for model in ("mixtral_8x7b", "qwen3_30b_a3b")
+        for precision in ("fp32", "bf16_mixed")
+        for kind in ("none", "full", "selective")
     ]
     # The peak is in attention, in a second forward, at a sum of the loss's parts, or at the embedding, and elsewhere.
     + [

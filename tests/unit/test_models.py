@@ -9,11 +9,13 @@ from torch import Tensor
 from harness.config.locations import files_in
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
+from harness.cost_model.expert_communication import balanced_rows
 from harness.cost_model.flops import operations, takes_fused_kernel
 from harness.layout.model_profile import ModelProfile, model_profile, parameter_count
 from harness.models.build import build_model
 from harness.models.decoder import Decoder, flash_attention
 from harness.models.init_weights import initial_value, materialize
+from harness.models.mixture import MixtureOfExperts
 from tests.support.commands import compose_config
 from tests.support.models import model_named
 
@@ -193,3 +195,15 @@ def test_tiny_is_small_yet_divisible() -> None:
     tiny = model_named("tiny")
     assert tiny.num_hidden_layers >= 4 and tiny.num_attention_heads >= 4 and tiny.num_key_value_heads == 2
     assert 300_000 < tiny.parameters < 700_000 and tiny.vocab_size == 256
+
+
+@pytest.mark.parametrize(("tokens", "experts", "uses", "ranks"), [(7, 9, 2, 3), (128, 8, 2, 4), (5, 6, 4, 2)])
+def test_balanced_routing_gives_each_expert_its_turn(tokens: int, experts: int, uses: int, ranks: int) -> None:
+    """The rows that plans and simulations send are those of the model, also where experts have unequal numbers."""
+    sizes = (f"model.num_experts={experts}", f"model.num_experts_per_tok={uses}", "model.routing=balanced")
+    config = compose_config("model=moe_tiny", *sizes)
+    mixture = MixtureOfExperts(config.model, "mlp")
+    _, chosen = mixture.route(torch.randn(tokens, config.model.hidden_size))
+    owners = (chosen.flatten() // (experts // ranks)).bincount(minlength=ranks)
+    assert owners.tolist() == balanced_rows(tokens * uses, experts, ranks)
+    assert chosen.sort().values.diff().ne(0).all(), "an expert has a token once"
