@@ -126,7 +126,7 @@ def main(options: Namespace) -> int:
     entries = plans(arguments)
     if options.against:
         entries += plans(against_words(arguments, options.against))
-    if any(prediction.can_be_replayed for entry in entries if entry.result for prediction in entry.result.best):
+    if any(prediction.is_open for entry in entries if entry.result for prediction in entry.result.best):
         from harness.planner.replay import replay_best  # it imports what runs need
 
         entries = [replay_best(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]

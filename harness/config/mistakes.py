@@ -48,6 +48,8 @@ KEY_VALUES = {key: _by_name(names) for key, names in _ALIASES["key_values"].item
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
 
+LENGTHS = ("train.seq_len", "model.context_length")  # in tokens, whose k is 1,024
+
 # What settings mean that are possible but seldom meant, where a key of another program leads to them.
 _OTHER_SETTINGS = {("world_size", "0"): "cluster.device=cpu"} | {
     ("strategy.zero_stage", stage): f"strategy=zero{stage}" for stage in "123"
@@ -185,22 +187,36 @@ def wrong_value(key: str, value: str) -> str | None:
     if typing.get_origin(hint) is dict and not value.startswith(("{", "$")):
         instead = foreign_line([value], ()) or f"type {key}={{KEY: VALUE}}"
         return f"{key}={value} is not a group like {{KEY: VALUE}}: {instead}"
+    kinds = (hint, *typing.get_args(hint))  # text that is allowed stands for itself, such as a size of memory
+    kind: Any = next((kind for kind in kinds if kind in (bool, int, float) and str not in kinds), None)
     meant = {
         bool: _BOOLEANS.get(value.lower()),
-        float: int(duration[1]) * _SECONDS[duration[2]] if duration else None,
-        int: _whole_number(value),
-    }.get(hint)
-    return None if meant is None else f"{key}={value} is not {TYPE_NAMES[hint]}: did you mean {key}={meant}?"
+        float: int(duration[1]) * _SECONDS[duration[2]] if duration else _number(key, value),
+        int: _whole_number(key, value),
+    }.get(kind)
+    return None if meant is None else f"{key}={value} is not {TYPE_NAMES[kind]}: did you mean {key}={meant}?"
 
 
-def _whole_number(value: str) -> int | None:
-    """Return the whole number that a text such as 1e3, 20.0 or 10k stands for; None for digits alone and for others."""
-    text, factor = (value[:-1], 1000) if value[-1:] in ("k", "K") else (value, 1)
+def _amount(key: str, value: str) -> float | None:
+    """Return what a text such as 1e3, 10k, 300B or $2 stands for; None for any other. The k of a length is 1,024."""
+    text, suffix = (value[:-1], value[-1:].lower()) if value[-1:].isalpha() else (value, "")
+    scales = SCALES | {"": 1.0, "k": 1024.0 if key in LENGTHS else 1000.0}
     try:
-        number = float(text) * factor
-    except ValueError:
+        return float(text.removeprefix("$")) * scales[suffix]
+    except (KeyError, ValueError):
         return None
-    return int(number) if number.is_integer() and not value.lstrip("+-").isdigit() else None
+
+
+def _whole_number(key: str, value: str) -> int | None:
+    """Return the whole number that a text stands for; None for digits alone, and where it is none."""
+    number = None if value.lstrip("+-").isdigit() else _amount(key, value)
+    return int(number) if number is not None and number.is_integer() else None
+
+
+def _number(key: str, value: str) -> str | None:
+    """Return the number that a text with a suffix or a $ stands for; None for any other."""
+    number = _amount(key, value) if value[:1] == "$" or value[-1:].isalpha() else None
+    return None if number is None else f"{number:.10g}".replace("e+", "e")
 
 
 FAMILIES = _ALIASES["families"]

@@ -49,6 +49,7 @@ class Prediction:
     stack: StackConfig
     state_widths: Callable[[RunConfig, Layout], StateWidths]  # of the layout's engine
     replay: Replay | None = None  # None where nothing was simulated
+    not_simulated: str = ""  # why nothing was, where the plan leaves open if it fits and a simulation was wanted
 
     @cached_property
     def widths(self) -> StateWidths:
@@ -97,10 +98,9 @@ class Prediction:
         return dataclasses.replace(verdict, fits="tight") if is_tight else verdict
 
     @property
-    def can_be_replayed(self) -> bool:
-        """Whether the plan leaves open if it fits, and a simulation would tell; with offload that takes too long."""
-        is_open = self.verdict.fits == "tight" and self.cluster.device == "cuda" and not self.memory.host_bytes
-        return is_open and self.is_runnable and not self.is_of_nearest_decoder and not self.config.train.compile
+    def is_open(self) -> bool:
+        """Whether the plan leaves open if it fits a GPU, whose allocator a simulation plays."""
+        return self.verdict.fits == "tight" and self.cluster.device == "cuda"
 
     @property
     def judged_stack(self) -> StackMemory:

@@ -21,7 +21,7 @@ from harness.planner.hf_config import hf_values
 from harness.planner.row import SEARCH
 from harness.planner.search import SearchResult, search
 from harness.planner.sentences import say
-from harness.planner.space import SearchedSpace, plan_problems, predict
+from harness.planner.space import SearchedSpace, plan_problems, predict, undivided
 from harness.runner.resolve import AUTO, TRAIN_DEFAULTS, resolve_auto, resolve_run_config
 from harness.util.text import UserError
 
@@ -108,7 +108,8 @@ def search_layouts(space: SearchedSpace) -> tuple[SearchResult, list[str]]:
         batch, model = f"train.global_batch={space.config.train.global_batch}", f"model={space.config.model.name}"
         reason = most or f"no degrees that make up world_size={space.world_size} divide {batch} and {model}"
         raise UserError(f"strategy=search has no layout for world_size={space.world_size}: {reason}")
-    return result, notes
+    problem = undivided(space)
+    return result, [*notes, *say.of({"undivided": bool(problem)}, problem=problem)]
 
 
 def combinations(arguments: Sequence[str]) -> list[LayoutPlan]:

@@ -7,6 +7,7 @@ read by the next plan.
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from harness.config.command import CommandConfig, read_command_config
 from harness.config.hydra import compose_values
@@ -16,7 +17,7 @@ from harness.hardware.machine import described_machine
 from harness.planner.plan import LayoutPlan
 from harness.planner.sentences import say
 from harness.runner.launch_run import RunContext
-from harness.runner.plan import make_plan
+from harness.runner.plan import find_problems, make_plan
 from harness.runner.run import execute
 
 # Micro-batches of a rank: the second one finds the gradients of the first. A pipeline has at least as many as ranks.
@@ -31,7 +32,7 @@ def replay_best(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
     command = command_of(plan)
     if plan.result is None or not command.plan.simulate:
         return plan
-    return with_best(plan, list(simulated_until_one_fits(plan.result.best, command, log)))
+    return with_best(plan, simulated_until_one_fits(plan.result.best, partial(simulate, command=command, log=log)))
 
 
 def command_of(plan: LayoutPlan) -> CommandConfig:
@@ -53,17 +54,14 @@ def with_best(plan: LayoutPlan, simulated: Sequence[Prediction]) -> LayoutPlan:
 
 
 def simulated_until_one_fits(
-    predictions: Sequence[Prediction], command: CommandConfig, log: Callable[[str], None]
-) -> Iterator[Prediction]:
-    """Yield the predictions, fastest first, those that were simulated with what came of it."""
-    is_settled = False
+    predictions: Sequence[Prediction], simulate: Callable[[Prediction], Prediction]
+) -> list[Prediction]:
+    """Return the predictions, fastest first, those that were simulated with what came of it."""
+    shown: list[Prediction] = []
     for prediction in predictions:
-        is_settled = is_settled or prediction.verdict.fits == "likely"
-        if not is_settled and prediction.can_be_replayed:
-            log(say("replaying", entry=prediction))
-            prediction = dataclasses.replace(prediction, replay=simulate(prediction, command, log))
-            is_settled = prediction.verdict.fits == "likely"
-        yield prediction
+        is_settled = any(entry.verdict.fits == "likely" for entry in shown)
+        shown.append(simulate(prediction) if prediction.is_open and not is_settled else prediction)
+    return shown
 
 
 def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
@@ -84,13 +82,31 @@ def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
     return dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=budget)), absent
 
 
-def simulate(prediction: Prediction, command: CommandConfig, log: Callable[[str], None]) -> Replay | None:
-    """Return how the fullest rank of a prediction ends on a simulated device, None if it cannot be simulated."""
+def simulation_problems(prediction: Prediction) -> Iterator[str]:
+    """Yield every reason why a simulation cannot tell whether a prediction fits, a line each."""
+    facts = {
+        "stack_alone": not prediction.is_runnable,
+        "other_layers": prediction.is_of_nearest_decoder,
+        "slow_offload": prediction.memory.host_bytes > 0,
+    }
+    yield from say.of(facts, entry=prediction)
+    config, _ = shortened(prediction)
+    yield from find_problems(config, prediction.layout, described_machine(prediction.cluster))
+
+
+def simulate(prediction: Prediction, command: CommandConfig, log: Callable[[str], None]) -> Prediction:
+    """Return a prediction with how its fullest rank ends on a simulated device, or with why it was not simulated."""
+    if problem := next(simulation_problems(prediction), None):
+        return dataclasses.replace(prediction, not_simulated=problem)
+    log(say("replaying", entry=prediction))
     config, absent = shortened(prediction)
     record = execute(make_plan(config, described_machine(prediction.cluster), command), RunContext(log=log))
-    if record is not None and record.row["status"] == "interrupted":
+    if record is None:
+        return dataclasses.replace(prediction, not_simulated="another command simulates it now")
+    status, reserved = record.row["status"], record.row.get("peak_reserved_bytes")
+    if status == "interrupted":
         raise KeyboardInterrupt
-    if record is None or record.row["status"] not in ("ok", "oom"):
-        return None
-    reserved = record.row.get("peak_reserved_bytes")
-    return Replay(record.row["status"] == "ok", reserved and reserved + absent, record.row["run_id"])
+    if status not in ("ok", "oom"):
+        return dataclasses.replace(prediction, not_simulated=f"{status}: {record.row.get('reason')}")
+    replay = Replay(status == "ok", reserved and reserved + absent, record.row["run_id"])
+    return dataclasses.replace(prediction, replay=replay)

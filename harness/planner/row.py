@@ -32,7 +32,7 @@ _CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.", "plan.
 # The columns of plans.csv before those of a planned row. A layout may have a place in one of the lists or in both.
 PLACE_COLUMNS = {
     "place_among_choices": "The place among the choices, the fastest that fits first; empty for all others.",
-    "place_on_front": "The place on the front of memory against speed, from 1; empty for all others.",
+    "place_on_front": "The place among those that are faster than all with less memory, from 1; else empty.",
 }
 
 # The columns of plans that runs.csv does not have, with what they are; the guide's table is made of them.

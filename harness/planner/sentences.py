@@ -151,8 +151,18 @@ def search_sentences(result: SearchResult) -> Iterator[str]:
     """Yield what the choices save, what would make a faster layout fit, and what the search went through."""
     yield from separations(result.choices)
     yield from misfit_sentences(result)
-    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    yield from layout_sentences(result)
     yield say("counts", result=result)
+
+
+def layout_sentences(result: SearchResult) -> Iterator[str]:
+    """Yield what a word of labels stands for, which layouts a simulation refuted, and which had none and why."""
+    yield from say.of({"tuned": any("tuned for speed" in prediction.label() for prediction in result.choices)})
+    yield from (say("refuted", entry=prediction) for prediction in result.refuted)
+    reasons = dict.fromkeys(prediction.not_simulated for prediction in result.best)
+    for reason in filter(None, reasons):
+        labels = [prediction.label() for prediction in result.best if prediction.not_simulated == reason]
+        yield say("not_simulated", labels=labels, reason=reason)
 
 
 def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list[str]:

@@ -144,6 +144,21 @@ def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
     return (dict(zip(MODEL_AXES, sizes, strict=True)) for sizes in degrees)
 
 
+def undivided(space: SearchedSpace) -> str | None:
+    """Return why the least tensor-parallel degree of a node that a run would refuse is refused; None if there is none.
+
+    A fixed degree leaves nothing out.
+    """
+    if not space.stack.memory.has_model_parallelism or "strategy.tp" in space.fixed:
+        return None
+    for tp in divisors(math.gcd(space.world_size, space.cluster.gpus_per_node)):
+        strategy = StrategyConfig("search", tp=tp)
+        problems = incompatibilities(dataclasses.replace(space.config, strategy=strategy), resolve_layout(strategy, tp))
+        if problem := next((line for line in problems if line.startswith("strategy.tp=")), None):
+            return problem
+    return None
+
+
 def expert_degrees(model: ModelConfig, way: Mapping[str, Any]) -> list[int]:
     """Return the degrees of expert parallelism for a way of sharing state: those that divide experts and ranks."""
     divides_elements = way.get("zero_stage") == 1 or way.get("engine") == "deepspeed"  # of all parameters alike

@@ -17,6 +17,7 @@ from harness.planner.sentences import (
     basis_sentences,
     choice_sentences,
     explanation,
+    layout_sentences,
     misfit_sentences,
     say,
     separations,
@@ -83,8 +84,8 @@ def _sections(plan: LayoutPlan, result: SearchResult, overrides: Sequence[str]) 
     yield from section("Choices", *(_choices(choices) if choices else ()))
     yield from section("With more memory, or another batch", bullets(misfit_sentences(result)))
     yield from section("Which layouts fit", *(_front(front) if front else ()))
-    refuted = (say("refuted", entry=entry) for entry in result.refuted)
-    yield from section("How it was found", bullets([say("counts", result=result), *refuted, *plan.notes]))
+    search = [say("counts", result=result), *layout_sentences(result), *plan.notes]
+    yield from section("How it was found", bullets(search))
     arithmetic = bullets(explanation(choices[0])) if choices else None
     yield from section("The arithmetic of the fastest", arithmetic, is_folded=True)
     swept = [("This search of it", plan.swept)] if plan.swept else []
@@ -110,7 +111,9 @@ def _front(front: Sequence[Prediction]) -> tuple[Paragraph, MemorySlider, Table]
     device = front[0].available_bytes / GIB
     fitting = [entry for entry in entries if entry[0] <= device]
     start = sentence("slider_start", device_gib=device, fitting=fitting, entries=entries)
-    table = _table([_front_row(entry) for entry in front], "The front, the fastest first")
+    table = _table(
+        [_front_row(entry) for entry in front], "Layouts that are faster than all with less memory, the fastest first"
+    )
     return outside, MemorySlider(device, entries, start), table
 
 

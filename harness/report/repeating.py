@@ -21,6 +21,7 @@ def repeating(view: View) -> list[Section]:
     commands, commits = (
         list(dict.fromkeys(filter(None, map(text_of, view.records)))) for text_of in (command_text, commit_text)
     )
+    codes = list(dict.fromkeys(str(code) for record in view.records if (code := record.versions.get("code"))))
     settings = {line.label: _settings(line.record) for line in view.lines if line.record.config}
     keys = dict.fromkeys(key for flat in settings.values() for key in flat)
     usual = {key: statistics.mode(flat.get(key, _UNSET) for flat in settings.values()) for key in keys}
@@ -35,8 +36,10 @@ def repeating(view: View) -> list[Section]:
     tables = {("group", "settings that most configurations have"): groups, ("configuration", "its other settings"): own}
     return section(
         "Repeating this comparison",
-        Paragraph(sentence("repeating", commands=commands, commits=commits)) if commands or commits else None,
-        bullets(commands),
+        Paragraph(sentence("repeating", commands=commands, commits=commits, codes=codes))
+        if commands or commits
+        else None,
+        bullets([*(f"git checkout {commit.partition(' ')[0]}" for commit in commits), *commands]),
         *(
             Table(header, [(name, _text(group)) for name, group in of.items() if group], label_columns=2)
             for header, of in tables.items()

@@ -47,6 +47,16 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     assert fastest.label() not in map(Prediction.label, after.result.front)
 
 
+def test_a_search_says_what_it_did_not_simulate(tmp_path: Path) -> None:
+    """A compiled step cannot be simulated, for the reason that refuses a run of it. Nothing is started."""
+    lines: list[str] = []
+    after = replay_best(planned(*SEARCH, "train.compile=true", f"results_dir={tmp_path}"), lines.append)
+    assert after.result is not None and not lines and not list(tmp_path.iterdir())
+    assert after.result.best[0].is_open
+    (line,) = (line for line in search_sentences(after.result) if "not simulated" in line)
+    assert line.startswith(after.result.best[0].label()) and "train.compile=true cannot be simulated" in line
+
+
 PIPELINES = ("pp_1f1b", "pp_interleaved", "pp_gpipe")
 
 

@@ -95,7 +95,7 @@ def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
     """Return what a plan decides on its fastest layout, and how sure that is, as far as the row says it."""
     peak, needed_bytes = row["predicted_peak_bytes"], row["device_bytes"]
     beyond = needed_bytes - needed(row)
-    reserve = f", {size_text(beyond)} held in reserve by torch" if beyond else ""
+    reserve = f", {size_text(beyond)} more that torch's allocator takes" if beyond else ""
     seconds = tokens * row["predicted_step_seconds"] / row["global_batch"] / row["seq_len"]
     price = row["cost_per_billion_tokens"]
     hour = price and price / row["world_size"] / (seconds * 1e9 / tokens / 3600)

@@ -19,7 +19,14 @@ import pandas as pd
 from harness.config.strategy import DEGREES
 from harness.cost_model.prediction import Prediction, Replay
 from harness.planner.plan import LayoutPlan
-from harness.planner.replay import command_of, replay_best, simulate, with_best
+from harness.planner.replay import (
+    command_of,
+    replay_best,
+    simulate,
+    simulated_until_one_fits,
+    simulation_problems,
+    with_best,
+)
 from harness.planner.row import csv_text, planned_row
 from harness.records.schema import Row
 from harness.report.plan_page import write_page
@@ -129,7 +136,7 @@ def with_fastest_simulated(plan: LayoutPlan) -> LayoutPlan:
     """Return a plan with its fastest layout alone, simulated; with none if that one was, or would take too long."""
     chosen = [entry for entry in plan.predictions[:1] if entry.replay is None and not entry.memory.host_bytes]
     command = command_of(plan)
-    return with_best(plan, [dataclasses.replace(entry, replay=simulate(entry, command, print)) for entry in chosen])
+    return with_best(plan, [simulate(entry, command, print) for entry in chosen])
 
 
 def simulated_lines(search: str, plan: LayoutPlan) -> Iterator[Line]:
@@ -151,9 +158,14 @@ def with_recorded_simulations(search: str, plan: LayoutPlan) -> LayoutPlan:
         name: Replay(line["is_enough"] == "True", int(float(line["reserved_bytes"] or 0)) or None, line["run_id"])
         for name, line in lines.items()
     }
+
+    def of_file(entry: Prediction) -> Prediction:
+        """Return a prediction with its simulation, or with why it had none."""
+        reason = "" if entry.label() in replays else next(simulation_problems(entry), "")
+        return dataclasses.replace(entry, replay=replays.get(entry.label()), not_simulated=reason)
+
     assert plan.result is not None
-    simulated = [dataclasses.replace(entry, replay=replays.get(entry.label())) for entry in plan.result.best]
-    return with_best(plan, simulated)
+    return with_best(plan, simulated_until_one_fits(plan.result.best, of_file))
 
 
 def pages(rows: Sequence[dict[str, str]]) -> dict[Path, str]:

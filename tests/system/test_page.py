@@ -456,7 +456,7 @@ def test_front_and_captions_follow_what_is_visible(opened: Opened, written: Path
     expect(caption).to_contain_text("ddp")
     for strategy in ("zero1", "pp_1f1b"):
         page.get_by_label(strategy, exact=True).uncheck()
-    expect(caption).to_contain_text("On the front: tp, fsdp_full_shard, fsdp_shard_grad_op, ddp.")
+    expect(caption).to_contain_text("The line joins tp, fsdp_full_shard, fsdp_shard_grad_op, ddp.")
     expect(caption).not_to_contain_text("pp_1f1b")
     expect(line).to_have_attribute("d", four)
     assert "zero2" not in page.locator("#comparison td:has(.mark)").all_inner_texts()

@@ -77,7 +77,7 @@ def test_sentences_are_those_of_the_terminal_or_have_the_figures_of_the_rows(pla
     figures = [
         f"{row['model']}, with {row['parameters']:,} parameters, on {row['world_size']:,} devices (NVIDIA ",
         f"{sequences:,} sequences of {length:,} tokens, {sequences * length:,} in all",
-        f"{len(data['front'])} layouts are on the front",
+        f"{len(data['front'])} layouts are each faster than all that need less memory",
         f"from {rate(last)} tokens/s in {gib(last)} GiB to {rate(first)} tokens/s in {gib(first)} GiB of a device.",
         f"cannot give back, and {size_text(row['process_bytes'])} outside",
         "This project's engines have run on one H100 and one H200, never on several GPUs at once",

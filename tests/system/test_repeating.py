@@ -137,7 +137,7 @@ def test_every_row_has_the_command_that_made_it(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "two"), "--to", str(tmp_path / "again")]) == 0
     again = (tmp_path / "again" / "report.md").read_text()
     assert all(f"- {command}\n" in again for command in expected)
-    assert rows[0]["commit"] in again
+    assert rows[0]["commit"] in again and f"- git checkout {rows[0]['commit'].partition(' ')[0]}\n" in again
 
 
 def test_the_page_has_the_whole_configuration_of_every_row() -> None:

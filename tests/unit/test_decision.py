@@ -58,7 +58,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         [*DDP, *runs(2, "zero1", 1000, 1001, 1002, peak=18), *TP],
         f"Three strategies {ON}",
         f"{WHERE}take ddp for speed: 1.60 × the speed of zero1, the next, in 20.00 {AT}; take tp for memory:"
-        f" 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed.",
+        f" 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed of ddp.",
         GPUS,
     ),
     "the fastest is the smallest": (
@@ -71,7 +71,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         [*DDP, *ZERO1, *TP],
         f"Three strategies {ON}",
         f"{WHERE}ddp and zero1 tie for speed: take zero1, with the least memory of these, 18.00 {AT}, 90 % of"
-        f" ddp's; take tp for memory: 12.00 {AT}, 67 % of zero1's, at 0.25 × the speed.",
+        f" ddp's; take tp for memory: 12.00 {AT}, 67 % of zero1's, at 0.25 × the speed of zero1.",
         GPUS,
     ),
     "a tie of all": (
@@ -84,7 +84,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         [*DDP, *TP, *runs(4, "zero1", 1700.0, peak=18)],
         f"Three strategies {ON}",
         f"{WHERE}take ddp for speed, of what can be ranked, in 20.00 {AT}; take tp for memory: 12.00 {AT}, 60"
-        " % of ddp's, at 0.25 × the speed.",
+        " % of ddp's, at 0.25 × the speed of ddp.",
         f"zero1 ran too few times to be ranked, and may be as fast. {GPUS}",
     ),
     "each ran once": (
@@ -145,7 +145,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         "Three strategies for tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, 2 January 2026",
         "For tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, take ddp for speed by a model of"
         f" the device: 4.00 × the speed of tp, the next, in 20.00 {AT}; take tp for memory: 12.00 {AT}, 60 %"
-        " of ddp's, at 0.25 × the speed.",
+        " of ddp's, at 0.25 × the speed of ddp.",
         "",
     ),
     "simulations that a model cannot tell apart": (
@@ -153,7 +153,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         "Three strategies for tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, 2 January 2026",
         "For tiny (1.0 M parameters) on 2 simulated ranks of NVIDIA H200, ddp and zero1 tie for speed within 3 %, which"
         f" a model of the device cannot tell apart: take zero1, with the least memory of these, in 18.00 {AT}; take tp"
-        f" for memory: 12.00 {AT}, 67 % of zero1's, at 0.25 × the speed.",
+        f" for memory: 12.00 {AT}, 67 % of zero1's, at 0.25 × the speed of zero1.",
         "",
     ),
     "no step was timed": (
@@ -175,7 +175,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         [*DDP, *TP, *changed(runs(7, "cp", 9000.0), **SIMULATED)],
         "Three strategies for tiny (1.0 M parameters) on 2 ranks of cpu and NVIDIA H200, 2 January 2026",
         f"{WHERE}take ddp for speed: 4.00 × the speed of tp, the next, in 20.00 {AT}; take tp for memory:"
-        f" 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed.",
+        f" 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed of ddp.",
         GPUS,
     ),
     "parallelisms on two and four ranks": (
@@ -188,7 +188,7 @@ DECISIONS: dict[str, tuple[list[Record], str, str, str]] = {
         changed([*DDP, *TP], measured_on="NVIDIA H200", model=None),
         "Two strategies on 2 ranks of NVIDIA H200, 2 January 2026",
         f"On 2 ranks of NVIDIA H200, take ddp for speed: 4.00 × the speed of tp, the next, in 20.00 {AT};"
-        f" take tp for memory: 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed.",
+        f" take tp for memory: 12.00 {AT}, 60 % of ddp's, at 0.25 × the speed of ddp.",
         "",
     ),
 }

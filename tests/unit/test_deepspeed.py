@@ -53,7 +53,7 @@ def test_the_report_says_which_settings_a_speed_belongs_to() -> None:
     names = ("zero3", "zero3_defaults", "zero3_tuned")
     records = [by_deepspeed(3 * n + repeat, name, repeat=repeat) for n, name in enumerate(names) for repeat in range(3)]
     volumes = "the papers' volumes: zero3"
-    by_settings = f"{volumes}; DeepSpeed's defaults: zero3_defaults; those tuned for speed: zero3_tuned"
+    by_settings = f"{volumes}; DeepSpeed's defaults: zero3_defaults; those that it recommends for speed: zero3_tuned"
     assert page_text(records).count(by_settings) == 1
     ddp = record_of(row(9, "ddp", "torch", 0))
     for others in ([ddp], records[:3]):  # no speed of DeepSpeed's, or nothing to compare one with

@@ -212,3 +212,12 @@ def test_a_further_axis_that_gains_nothing_is_not_among_the_best(monkeypatch: py
     assert ties() == []
     monkeypatch.setattr("harness.planner.search.gains_nothing", lambda *_: False)
     assert {"tp", "cp"} in ties()
+
+
+@pytest.mark.parametrize(("heads", "fixed", "degree"), [(8, (), 0), (4, (), 8), (2, (), 4), (2, ("strategy.tp",), 0)])
+def test_a_search_says_which_tensor_parallelism_a_run_refuses(heads: int, fixed: tuple[str, ...], degree: int) -> None:
+    """The fault was silence: degrees that do not divide the heads were left out without a word."""
+    model = dataclasses.replace(MODEL, num_attention_heads=8, num_key_value_heads=heads)
+    _, notes = search_layouts(space(run(model, checkpointing="full", global_batch=16), "checkpointing", *fixed))
+    rule = f"strategy.tp={degree} does not divide model.num_key_value_heads={heads}"
+    assert [rule in note for note in notes] == [True] * bool(degree)

@@ -4,6 +4,7 @@ A curve has its name at its end; where there are many, each strategy has a small
 there is space: neither on each other nor on points.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle, pairwise
@@ -208,6 +209,17 @@ _SIDES = (
     *(("left", 2, 12, 1), ("right", -2, 12, -1), ("left", 2, -12, 1), ("right", -2, -12, -1)),
 )
 
+# Where there is no space beside the point: farther away, the nearest first, at the end of a line from the point.
+_FAR = tuple(
+    ("left" if x > 0 else "right", round(distance * x), round(distance * y), 1 if x > 0 else -1)
+    for distance in range(24, 170, 12)
+    for turn in map(math.radians, (-60, 60, -30, 30, -80, 80, 0))
+    for x, y in ((math.cos(turn), math.sin(turn)), (-math.cos(turn), math.sin(turn)))
+)
+
+
+_Box = tuple[float, float, float, float]  # what is occupied: the middle, and the distance of the edges from it
+
 
 def shortened(text: str) -> str:
     """Return a label cut to its longest length."""
@@ -217,9 +229,11 @@ def shortened(text: str) -> str:
 class Points(Plot):
     """Points of the fields x and y, of which `name` is the label, and those with `first` have theirs first."""
 
-    def labels(self, name: str) -> VegaLite:
-        """Return the layer of labels with this name of their data."""
-        return self.mark("text beside", data=name, text="short")
+    def labels(self, name: str) -> list[VegaLite]:
+        """Return the layers of labels with this name of their data, and of lines to those that are far away."""
+        line = self.mark("rule leader", data=name, test="datum.far", x2="x", y2="y")
+        line["mark"] |= {"xOffset": {"expr": "datum.dx"}, "yOffset": {"expr": "datum.dy"}}
+        return [line, self.mark("text beside", data=name, text="short")]
 
     def placed(
         self,
@@ -227,7 +241,7 @@ class Points(Plot):
         lines: Sequence[Sequence[Datum]],
         size: tuple[int, int] = (style.WIDTH - 70, style.HEIGHT),
     ) -> list[Datum]:
-        """Return the data of the labels that have space.
+        """Return the data of the labels, each where there is space for it; one that no place is left for has none.
 
         Args:
             points: The data of the points.
@@ -238,20 +252,29 @@ class Points(Plot):
         def pixels(datum: Datum) -> tuple[float, float]:
             return share(self.x, datum["x"]) * size[0], (1 - share(self.y, datum["y"])) * size[1]
 
-        # The boxes that are occupied: the middle, and the distance of the edges from it.
+        def is_free(box: _Box) -> bool:
+            middle, level, half, tall = box
+            is_inside = half <= middle <= size[0] - half and tall <= level <= size[1] - tall
+            return is_inside and all(
+                abs(middle - at) >= half + w or abs(level - to) >= tall + h for at, to, w, h in occupied
+            )
+
         occupied = [(*pixels(point), _POINT, _POINT) for point in points]
-        segments = [ends for line in lines for ends in pairwise(map(pixels, line))]
-        occupied += [(x, y, 1.0, 1.0) for ends in segments for x, y in np.linspace(*ends, _STEPS)]
+        occupied += [box for line in lines for ends in pairwise(map(pixels, line)) for box in _boxes(*ends)]
         labels: dict[int, Datum] = {}
         for place, point in sorted(enumerate(points), key=lambda entry: not entry[1].get("first")):
             text, (x, y) = shortened(point["name"]), pixels(point)
             half, tall = len(text) * _MEAN / 2, _LINE / 2
-            for align, right, down, halves in _SIDES if text else ():
-                middle, level = x + right + halves * half, y + down
-                is_inside = half <= middle <= size[0] - half and tall <= level <= size[1] - tall
-                is_free = all(abs(middle - at) >= half + w or abs(level - to) >= tall + h for at, to, w, h in occupied)
-                if is_inside and is_free:
-                    occupied.append((middle, level, half, tall))
-                    labels[place] = point | {"align": align, "dx": right, "dy": down, "short": text}
+            for align, right, down, halves in _SIDES + _FAR if text else ():
+                box = (x + right + halves * half, y + down, half, tall)
+                if is_free(box):
+                    is_far = (align, right, down, halves) in _FAR
+                    occupied += [box, *_boxes((x, y), (x + right, y + down))[:: 1 if is_far else _STEPS]]
+                    labels[place] = point | {"align": align, "dx": right, "dy": down, "short": text, "far": is_far}
                     break
         return [labels[place] for place in sorted(labels)]
+
+
+def _boxes(start: tuple[float, float], end: tuple[float, float]) -> list[_Box]:
+    """Return the boxes that a line occupies."""
+    return [(x, y, 1.0, 1.0) for x, y in np.linspace(start, end, _STEPS)]

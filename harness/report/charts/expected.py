@@ -53,7 +53,7 @@ def predicted(view: View) -> Chart | None:
     plot = Points(view, Rows(lines, fields), x, y)
     ends = [{"strategy": "", "x": end, "y": end} for end in plot.x["scale"]["domain"]]
     data = {"ends": ends, "labels": plot.placed(plot.rows.data, [ends])}
-    layers = single([plot.mark("line reference", data="ends"), plot.mark("point"), plot.labels("labels")])
+    layers = single([plot.mark("line reference", data="ends"), plot.mark("point"), *plot.labels("labels")])
     return draw(view, "predicted", "Predicted and measured peak memory", plot.rows, "error", layers, data=data)
 
 

@@ -160,7 +160,11 @@ def exposed_communication(view: View) -> Chart | None:
     # What is overlapped follows the parts of a step, so that exposed communication has its own color in both charts.
     stack = plot.stack([*STEP_TITLES.values(), behind], MILLISECONDS, _EXACT)
     return plot.chart(
-        "exposed", "Exposed communication", title, [stack], facts={"has_pipelines": len(lines) < len(ranks)}
+        "exposed",
+        "Exposed communication",
+        title,
+        [stack],
+        facts={"has_pipelines": len(lines) < len(ranks), "is_repeated": any(len(line.runs) > 1 for line in lines)},
     )
 
 

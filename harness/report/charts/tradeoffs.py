@@ -44,7 +44,7 @@ def trade(view: View) -> Chart | None:
         "low": replace(speeds["low"], cells=()),
         "high": replace(speeds["high"], cells=()),
         "runs": speeds["runs"],
-        "on": column("on the front", ["yes" if line.is_on_front else "" for line in lines]),
+        "on": column("on the line", ["yes" if line.is_on_front else "" for line in lines]),
         "first": unseen([line.is_on_front for line in lines]),
         "ranked": speeds["ranked"],
         "group": unseen([line.group for line in lines]),
@@ -83,7 +83,10 @@ def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[
     y = spanning(rows.fields["y"].title.replace(")", ", lower is better)"), [point["y"] for point in points])
     plot = Points(view, rows, x, y)
     front = sorted((point for point in points if point["first"]), key=lambda point: point["x"])
-    ranges = [[point | {"x": point[end]} for end in ("low", "high")] for point in points if point["ranked"]]
+    # On the page the plot may be twice as wide: a label that is clear of twice the range is clear of the range there.
+    ranges = [
+        [point | {"x": 2 * point[end] - point["x"]} for end in ("low", "high")] for point in points if point["ranked"]
+    ]
     title = view.groups[number].title
     cell = {
         "layer": [
@@ -95,7 +98,7 @@ def _panel(view: View, rows: Rows, number: int, size: tuple[int, int]) -> tuple[
             plot.mark("rule spread", "low", test="datum.ranked", x2="high"),
             plot.mark("point", test="datum.ranked"),
             plot.mark("point hollow", test="!datum.ranked"),
-            plot.labels(f"labels{number}"),
+            *plot.labels(f"labels{number}"),
         ],
         "title": {"text": sanitize(title[:1].upper() + title[1:]), "fontSize": style.FONT_SIZE, "offset": 4},
         "transform": [{"filter": f"datum.group === {number}"}],

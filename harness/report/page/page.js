@@ -379,7 +379,7 @@
     if (chart.source?.usermeta?.clearance) {
       const places = front(chart.source);
       const labels = new Map(Object.values(chart.source.datasets).flat().map((datum) => [datum.position, datum.label]));
-      text += places.length ? ` On the front: ${places.map((place) => labels.get(place)).filter(Boolean).join(", ")}.` : " No front is drawn.";
+      text += places.length ? ` The line joins ${places.map((place) => labels.get(place)).filter(Boolean).join(", ")}.` : " No line is drawn.";
     }
     caption.textContent = text;
   }
