@@ -174,38 +174,30 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchS
     return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
 
 
-def per_matrix_tp_bytes(
-    config: RunConfig, layout: Layout, shape: MicroBatchShape, gradient_bytes: float
-) -> dict[str, float]:
+def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape, width: float) -> dict[str, float]:
     """Return the bytes that a rank sends along the tensor-parallel axis where every matrix communicates by itself.
 
     A column-parallel matrix sums its input's gradient, a row-parallel one its output. A vocabulary-parallel embedding
     sums its output; a gathered output is gathered in forward, and the gradient of a split input in backward. A layer's
-    second forward, where it has one, sums and gathers again for all modules that it runs to their end. Of modules that
-    every rank has whole, `gradient_bytes` of each element are summed in a step, or the gradients of latent attention's
-    rotated keys.
+    second forward, where it has one, sums and gathers again for all modules that it runs to their end. Gradients of
+    parameters that every rank has whole are summed in `width` bytes a step, those of rotated keys like activations.
     """
     ring, profile, model = ring_fraction(layout.tp), model_profile(config.model), config.model
-    shapes, summed, gathered = profile.parameter_shapes, 0.0, 0.0  # features per token
-    gradients = 0  # elements of parameters
+    shapes, gradients, summed, gathered = profile.parameter_shapes, 0, 0.0, 0.0  # elements, and features per token
     for module, style in profile.tensor_plan.items():
         if style == WHOLE_PARAMETERS:
             gradients += sum(math.prod(shapes.get(f"{module}.{leaf}", (0,))) for leaf in ("weight", "bias"))
-            continue
-        if style == WHOLE_KEYS:
+        elif style == WHOLE_KEYS:
             summed += profile.rotated_key_features
-            continue
-        # A tied head has no weight of its own.
-        outputs, inputs = shapes.get(f"{module}.weight", (model.vocab_size, model.hidden_size))
-        layer = profile.layer_index(module)
-        is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
-        forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
-        takes_part = style == "rowwise_split_input"  # of a whole input, whose gradient it gathers
-        summed += outputs * forwards if style == "row" or takes_part else inputs
-        gathered += outputs * forwards * (style == "gathered") + inputs * takes_part
+        else:  # a tied head has no weight of its own
+            outputs, inputs = shapes.get(f"{module}.weight", (model.vocab_size, model.hidden_size))
+            layer, splits_input = profile.layer_index(module), style == "rowwise_split_input"
+            is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
+            forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
+            summed += outputs * forwards if style == "row" or splits_input else inputs
+            gathered += outputs * forwards * (style == "gathered") + inputs * splits_input
     sent = ring * layout.grad_accumulation_steps(config.train) * shape.sequences * shape.seq_len * shape.width
-    all_reduced = sent * summed + ring * gradients * gradient_bytes
-    return {"tp all_reduce": 2 * all_reduced, "tp all_gather": sent * gathered}
+    return {"tp all_reduce": 2 * (sent * summed + ring * gradients * width), "tp all_gather": sent * gathered}
 
 
 def ring_fraction(ranks: int) -> float:
