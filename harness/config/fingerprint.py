@@ -45,12 +45,13 @@ _NEW_KEYS = {old: new for new, old in _OLD_KEYS.items()}
 
 
 def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
-    """Return the values of a model with the keys of itself and of its trace renamed."""
+    """Return the values of a model with the keys of itself and of its trace renamed, without those that have none."""
     if not isinstance(values, Mapping):
         return values
     return {
         new_names.get(key, key): _rename_keys(value, new_names) if key in ("hf_info", "asked") else value
         for key, value in values.items()
+        if new_names.get(key, key) is not None
     }
 
 

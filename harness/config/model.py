@@ -100,8 +100,8 @@ class HFModelInfo:
     shapes: dict[str, tuple[int, ...]] = field(hash=False)
     layers: tuple[str, ...]  # The paths of the decoder layers, in order.
     head: str  # The path of the head.
-    # The tensor-parallel style of each module by its path: a key of harness.layout.layer_spec.SHARD_DIM, or the
-    # library's name of a style that is not supported.
+    # The tensor-parallel style of each module by its path: one of harness.layout.layer_spec.STYLES, or the library's
+    # name of a style that is not supported.
     tensor_plan: dict[str, str] = field(hash=False)
     # The paths of modules in layers that the recomputation of a checkpointed layer does not run to their end.
     not_recomputed_modules: tuple[str, ...] = field(metadata={"old_key": "unfinished"})
@@ -114,6 +114,9 @@ class HFModelInfo:
     attention_recompute_flops: int = field(metadata={"old_key": "remade_flops"})
     # The FLOPs that full checkpointing adds to step_flops.
     checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})
+    # What every tensor-parallel rank repeats by the plan: FLOPs of forward, of attention_recompute_flops, and of
+    # checkpoint_recompute_flops. They follow from the other fields, and are no part of a run's identity.
+    repeated_flops: tuple[int, ...] = field(default=(0, 0, 0), metadata={"old_key": None})
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
-from harness.layout.layer_spec import layer_branches, norm_shapes, numel
+from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, is_expert_weight, local_numel, local_shapes, stages_of_rank
@@ -104,10 +104,12 @@ def tp_bytes(
     """
     if not layout.tp_enabled:
         return {}
-    if not model_profile(config.model).is_project_decoder:
-        return per_matrix_tp_bytes(config, layout, shape)
     train, model = config.train, config.model
     micro_batches = layout.grad_accumulation_steps(train)
+    in_every_micro_batch = micro_batches * config.precision.compute_bytes
+    width = in_every_micro_batch if layout.data_parallel == "fsdp" else config.precision.reduce_bytes
+    if not model_profile(model).is_project_decoder:
+        return per_matrix_tp_bytes(config, layout, shape, width)
     vocabulary_is_cut = layout.vocabulary_parallel
     sums = allreduces_per_layer * stage.layers + vocabulary_is_cut * (stage.holds_embedding + stage.holds_head)
     recomputed = recomputed_layers(config, layout, stage) if config.checkpointing.name != "attention" else 0
@@ -118,8 +120,6 @@ def tp_bytes(
     # Each part of a loss in parts runs a second time.
     loss_bytes = has_loss * (1 + (train.loss_chunks > 1)) * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
-    in_every_micro_batch = micro_batches * config.precision.compute_bytes
-    width = in_every_micro_batch if layout.data_parallel == "fsdp" else config.precision.reduce_bytes
     gradients = stage.layers * model.num_experts * model.hidden_size
     if not layout.sequence_parallel:
         return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes + gradients * width)}
@@ -147,26 +147,30 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchS
     return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
 
 
-def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape) -> dict[str, float]:
+def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape, width: float) -> dict[str, float]:
     """Return the bytes that a rank sends along the tensor-parallel axis where every matrix communicates by itself.
 
     A column-parallel matrix sums its input's gradient, a row-parallel one its output. A vocabulary-parallel embedding
-    sums its output; a gathered output is gathered in forward. A layer's second forward, where it has one, sums and
-    gathers again for all modules that it runs to their end.
+    sums its output; a gathered output is gathered in forward, and the gradient of a split input in backward. A layer's
+    second forward, where it has one, sums and gathers again for all modules that it runs to their end. Gradients of
+    parameters that every rank has whole are summed in `width` bytes a step, those of rotated keys like activations.
     """
-    ring, profile = ring_fraction(layout.tp), model_profile(config.model)
-    summed = gathered = 0.0  # features per token
-    for name, matrix in profile.parameter_shapes.items():
-        module, _, leaf = name.rpartition(".")
-        style, layer = profile.tensor_plan.get(module), profile.layer_index(name)
-        if leaf == "weight" and style is not None:
-            outputs, inputs = matrix
+    ring, profile, model = ring_fraction(layout.tp), model_profile(config.model), config.model
+    shapes, gradients, summed, gathered = profile.parameter_shapes, 0, 0.0, 0.0  # elements, and features per token
+    for module, style in profile.tensor_plan.items():
+        if style == WHOLE_PARAMETERS:
+            gradients += sum(math.prod(shapes.get(f"{module}.{leaf}", (0,))) for leaf in ("weight", "bias"))
+        elif style == WHOLE_KEYS:
+            summed += profile.rotated_key_features
+        else:  # a tied head has no weight of its own
+            outputs, inputs = shapes.get(f"{module}.weight", (model.vocab_size, model.hidden_size))
+            layer, splits_input = profile.layer_index(module), style == "rowwise_split_input"
             is_recomputed = layer is not None and config.checkpointing.recomputes_layer(layer)
             forwards = 2 if is_recomputed and profile.recomputes_to_end(module) else 1
-            summed += outputs * forwards if style == "row" else inputs
-            gathered += outputs * forwards * (style == "gathered")
+            summed += outputs * forwards if style == "row" or splits_input else inputs
+            gathered += outputs * forwards * (style == "gathered") + inputs * splits_input
     sent = ring * layout.grad_accumulation_steps(config.train) * shape.sequences * shape.seq_len * shape.width
-    return {"tp all_reduce": 2 * sent * summed, "tp all_gather": sent * gathered}
+    return {"tp all_reduce": 2 * (sent * summed + ring * gradients * width), "tp all_gather": sent * gathered}
 
 
 def ring_fraction(ranks: int) -> float:

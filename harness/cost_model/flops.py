@@ -98,20 +98,31 @@ def executed_flops_parts(
 
     Where the head goes through the tokens in parts, it keeps no part's logits, and runs again in backward. A fused
     kernel keeps no scores, and multiplies queries with keys again (arXiv 2205.14135, algorithm 4). Tensor-parallel
-    ranks repeat a head that is not cut, and routers.
+    ranks repeat a head that is not cut, routers, and what a library's plan leaves whole.
     """
     own, repeated = operations(config), operations(config, layout.tp)
     skipped = config.model.num_hidden_layers * causal_skipped_flops(config, layout)
     logits = own.head if config.train.loss_chunks > 1 else 0
+    whole_head = (layout.tp // layout.vocabulary_tp - 1) * ((1 + BACKWARD) * own.head + logits)
     return {
         "the model": model_flops(config) - (1 + BACKWARD) * 2 * skipped,
         "logits computed again": logits,
         "attention scores computed again": own.scores - skipped if fused else 0,
         "checkpointed layers computed again": recomputed_flops(config, layout, recomputes_last_projection, fused),
-        "a head that every tensor-parallel rank computes": (layout.tp // layout.vocabulary_tp - 1)
-        * ((1 + BACKWARD) * own.head + logits),
-        "routers that every tensor-parallel rank computes": (1 + BACKWARD) * (repeated.layers - own.layers),
+        "what every tensor-parallel rank computes": whole_head
+        + repeated_flops(config, layout, fused)
+        + (1 + BACKWARD) * (repeated.layers - own.layers),
     }
+
+
+def repeated_flops(config: RunConfig, layout: Layout, fused: bool) -> int:
+    """Return the operations of all ranks but one where a library's plan lets each compute the same; 0 without one."""
+    info, layers = config.model.hf_info, config.model.num_hidden_layers
+    if info is None:
+        return 0
+    forward, scores, checkpointed = (config.train.global_batch * flops for flops in info.repeated_flops)
+    calls = sum(recomputed_layers(config, layout, stage) for stage in split_into_stages(config.model, layout))
+    return (layout.tp - 1) * ((1 + BACKWARD) * forward + scores * fused + calls * checkpointed // layers)
 
 
 def takes_fused_kernel(config: RunConfig, device: Device) -> bool:

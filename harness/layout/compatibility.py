@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from harness.config.from_dict import divisors_text
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
-from harness.layout.layer_spec import SHARD_DIM
+from harness.layout.layer_spec import SHARD_DIM, STYLES
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.partition import split_into_stages
 from harness.util.text import UserError
@@ -111,13 +111,18 @@ def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelIn
     for path, style in info.tensor_plan.items() if is_cut else ():
         dimension, shape = SHARD_DIM.get(style), info.shapes.get(f"{path}.weight")
         size = 0 if dimension is None or shape is None else shape[dimension]
-        rules = {"hf_style": dimension is None, "hf_dimension": size % layout.tp != 0}
+        rules = {"hf_style": style not in STYLES, "hf_dimension": size % layout.tp != 0}
         yield from refusals(rules, config, layout, path=path, style=style, dimension=dimension, size=size)
         if any(rules.values()):
             return
+    divides_heads = any(style == "column" and "att" in path for path, style in info.tensor_plan.items())
     for key in ("num_attention_heads", "num_key_value_heads"):
         size = getattr(model, key)
-        rules = {"hf_heads": size % layout.tp != 0}
+        rules = {"hf_heads": divides_heads and size % layout.tp != 0}
         yield from refusals(rules, config, layout, key=key, size=size, divisors=divisors_text(size))
-    rules = {"hf_tied": is_cut and model.tie_word_embeddings, "hf_dropout": is_cut and model.dropout > 0}
+    has_whole_table = "vocabulary" not in info.tensor_plan.values()
+    rules = {
+        "hf_tied": is_cut and model.tie_word_embeddings and has_whole_table,
+        "hf_dropout": is_cut and model.dropout > 0,
+    }
     yield from refusals(rules, config, layout)

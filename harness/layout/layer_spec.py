@@ -2,7 +2,8 @@
 
 The styles are Megatron-LM's (arXiv 1909.08053): a column-parallel matrix computes its own outputs from the whole input,
 and the row-parallel one behind it sums over the ranks; embedding and head are cut along the vocabulary. A gathered
-matrix is column-parallel, and its output is made whole.
+matrix is column-parallel, and its output is made whole. Two styles have the names that transformers gives them: a
+row-parallel matrix whose input is whole, of which each rank takes its part, and modules that every rank has whole.
 """
 
 import math
@@ -17,7 +18,12 @@ Shapes = dict[str, tuple[int, ...]]
 # The dimension of a weight of shape (out, in) that each style cuts; a bias is cut as its outputs are. Of experts'
 # weights, of shape (experts, out, in), it is the same of each expert.
 MATRIX_DIMS = 2
-SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1}
+SHARD_DIM = {"vocabulary": 0, "column": 0, "gathered": 0, "row": 1, "rowwise_split_input": 1}
+
+# Styles of modules that every rank has whole, and which compute for this rank's heads: of all parameters each rank has
+# a summand of the gradient, or of the last features of the output, which are latent attention's rotated keys.
+WHOLE_PARAMETERS, WHOLE_KEYS = "replicated_with_grad_allreduce", "mla_kv_a_proj"
+STYLES = (*SHARD_DIM, WHOLE_PARAMETERS, WHOLE_KEYS)
 
 
 class Matrix(NamedTuple):

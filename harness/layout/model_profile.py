@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, Matrix, Shapes, layer_matrices, norm_shapes, numel
+from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, STYLES, Matrix, Shapes, layer_matrices, norm_shapes, numel
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,12 +24,13 @@ class ModelProfile:
     parameter_shapes: Shapes  # of every parameter; a tied one appears once
     layers: tuple[str, ...]  # the paths of the decoder layers
     head: tuple[str, ...]  # the paths of the modules that a pipeline's last stage has
-    # The style of each module that tensor parallelism cuts, by its path. A library's style that no rank can apply here
-    # is none of them, and incompatibilities() refuses to cut the model.
+    # The style of each module that tensor parallelism changes, by its path. A library's style that no rank can apply
+    # here is none of them, and incompatibilities() refuses to cut the model.
     tensor_plan: Mapping[str, str]
     layer_matrices: tuple[Matrix, ...]  # of the first layer, in the order of its parameters
     # Paths, or ends of paths, of modules that a second forward does not run to their end.
     not_recomputed: tuple[str, ...]
+    rotated_key_features: int = 0  # of latent attention, the features of a key that all heads share
 
     @cached_property
     def layer_shapes(self) -> Shapes:
@@ -98,15 +99,18 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
 
 def traced_profile(info: HFModelInfo) -> ModelProfile:
     """Return the profile of a library's model, with the library's own plan."""
-    plan = {path: style for path, style in info.tensor_plan.items() if style in SHARD_DIM}
+    plan = {path: style for path, style in info.tensor_plan.items() if style in STYLES}
+    cut = {path: style for path, style in plan.items() if style in SHARD_DIM}
     weights = {name.rpartition(".")[0]: shape for name, shape in info.shapes.items() if len(shape) == MATRIX_DIMS}
     first = f"{info.layers[0]}."
     matrices = tuple(
-        Matrix(path.rpartition(".")[2], path.removeprefix(first), shape[0], shape[1], plan.get(path))
+        Matrix(path.rpartition(".")[2], path.removeprefix(first), shape[0], shape[1], cut.get(path))
         for path, shape in weights.items()
         if path.startswith(first)
     )
-    return ModelProfile(False, info.shapes, info.layers, (info.head,), plan, matrices, info.not_recomputed_modules)
+    rotated: int = info.config.get("qk_rope_head_dim") or 0
+    of_layers, head = info.not_recomputed_modules, (info.head,)
+    return ModelProfile(False, info.shapes, info.layers, head, plan, matrices, of_layers, rotated)
 
 
 def active_parameter_count(model: ModelConfig) -> int:

@@ -27,7 +27,7 @@ def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool =
     style = model_profile(model).tensor_plan.get(module)
     if leaf == "bias":  # cut with the outputs that a rank computes alone; whole behind a sum over the ranks
         return 0 if style in ("column", "gathered") else None
-    if style is None or (style == "vocabulary" and not vocabulary_parallel):
+    if style not in SHARD_DIM or (style == "vocabulary" and not vocabulary_parallel):
         return None
     return SHARD_DIM[style] + len(model_profile(model).parameter_shapes[parameter]) - MATRIX_DIMS
 

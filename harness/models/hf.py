@@ -10,6 +10,7 @@ import itertools
 import json
 import re
 import sys
+from collections import Counter
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,16 +18,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.from_dict import GroupValues, require
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.model_files import config_file, refuse_experts
 from harness.cost_model.flops import BACKWARD
+from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM
 from harness.models.activation_checkpoint import checkpoint_block
 from harness.models.decoder import loss_function
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, decoder_layers, instantiate, load_hf_config
-from harness.tensors.flops import operator_flops
+from harness.tensors.flops import ATTENTION_FLOPS, operator_flops
 from harness.util.text import UserError, one_line, run_command
 
 # The styles of harness.layout.layer_spec by the library's names (transformers/distributed/tensor_parallel.py).
@@ -38,6 +41,9 @@ STYLES = {
     "colwise_rep": "gathered",
 }
 
+
+# FLOPs by the path of the innermost module that runs them, and whether they are of a fused kernel of attention.
+FlopsOfModules = Counter[tuple[str, bool]]
 
 # Keys of the built-in families, for which a configuration of the library has its own keys.
 MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range")
@@ -167,10 +173,10 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
             model = instantiate(config, attention, path)
             layers_path, layers = decoder_layers(model)
             # No fused attention of a CPU supports dropout, so its recomputation shows in evaluation mode only.
-            eval_forward, _, eval_step = count_flops(model.eval(), layers, seq_len)
-            forward, in_layers, step = count_flops(model.train(), layers, seq_len)
+            of_eval, eval_step = count_flops(model.eval(), seq_len)
+            of_modules, step = count_flops(model.train(), seq_len)
             recomputed = checkpoint_layers(layers)
-            _, _, checkpointed_step = count_flops(model, layers, seq_len)
+            _, checkpointed_step = count_flops(model, seq_len)
     except UserError:
         raise
     except Exception as error:  # a library's model can raise anything
@@ -183,19 +189,30 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
         for name, module in layers.named_modules()
         if module._parameters and module not in recomputed
     }
+    plan = expand_tensor_plan(model)
+    whole = {key: flops for key, flops in of_eval.items() if is_repeated(model.get_submodule(key[0]), key[0], plan)}
+    whole_in_layers = {name: flops for (name, _), flops in whole.items() if name.startswith(f"{layers_path}.")}
+    in_layers = sum(flops for (name, _), flops in of_modules.items() if name.startswith(f"{layers_path}."))
+    divided_kernels = sum(flops for key, flops in of_eval.items() if key[1] and key not in whole)
+    scores = eval_step - (1 + BACKWARD) * of_eval.total()
     return HFModelInfo(
         config=json.loads(config.to_json_string()) | {"tie_word_embeddings": bool(config.tie_word_embeddings)},
         shapes={name: tuple(parameter.shape) for name, parameter in model.named_parameters()},
         layers=tuple(f"{layers_path}.{index}" for index in range(len(layers))),
         head=next(name for name, module in model.named_modules() if module is model.get_output_embeddings()),  # type: ignore[operator]
-        tensor_plan=expand_tensor_plan(model),
+        tensor_plan=plan,
         not_recomputed_modules=tuple(not_recomputed),
         not_recomputed_are_linear=all(isinstance(module, nn.Linear) for module in not_recomputed.values()),
-        forward_flops=forward,
+        forward_flops=of_modules.total(),
         layers_flops=in_layers,
         step_flops=step,
-        attention_recompute_flops=eval_step - (1 + BACKWARD) * eval_forward,
+        attention_recompute_flops=scores,
         checkpoint_recompute_flops=checkpointed_step - step,
+        repeated_flops=(
+            sum(whole.values()),
+            scores - divided_kernels // 2,  # one of a kernel's two products
+            sum(flops for name, flops in whole_in_layers.items() if name not in not_recomputed),
+        ),
     )
 
 
@@ -213,34 +230,54 @@ def expand_tensor_plan(model: nn.Module) -> dict[str, str]:
     }
 
 
+def is_repeated(module: nn.Module, path: str, plan: dict[str, str]) -> bool:
+    """Return whether every tensor-parallel rank multiplies what a module itself multiplies.
+
+    They are the module's own matrix if it is whole, else products of what is computed by the modules in it.
+    """
+    if any(parameter.dim() >= MATRIX_DIMS for parameter in module.parameters(recurse=False)):
+        return plan.get(path) not in SHARD_DIM
+    return not any(style == "column" and other.startswith(f"{path}.") for other, style in plan.items())
+
+
 class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that adds up FLOPs by the same formulas as the profiled step of a run.
 
     torch.utils.flop_counter.FlopCounterMode lacks the formula of attention on a CPU (see harness.tensors.flops).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0
+        self.paths = {module: path for path, module in model.named_modules()}
+        self.inside = [""]  # the paths of the modules whose forward runs, outermost first
+        self.flops: FlopsOfModules = Counter()
+
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        """Count for this module from now on."""
+        self.inside.append(self.paths.get(module, self.inside[-1]))  # a function may be a module outside the model
+
+    def leave(self, *_: Any) -> None:
+        """Count for the module around the last one from now on."""
+        self.inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.flops += operator_flops(func, args, kwargs or {}, result)
+        key = self.inside[-1], getattr(func, "_overloadpacket", None) in ATTENTION_FLOPS
+        self.flops[key] += operator_flops(func, args, kwargs or {}, result)
         return result
 
 
-def count_flops(model: nn.Module, layers: nn.ModuleList, seq_len: int) -> tuple[int, int, int]:
-    """Return the FLOPs of one sequence: of forward, of forward in the layers, of forward and backward."""
+def count_flops(model: nn.Module, seq_len: int) -> tuple[FlopsOfModules, int]:
+    """Return the FLOPs of one sequence: of forward by module, and of forward and backward."""
     tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-    bounds: list[int] = []  # the FLOPs before and after each call of a layer
-    with FlopCounterMode() as counter:
-        for layer in layers:
-            layer.register_forward_pre_hook(lambda *_: bounds.append(counter.flops))
-            layer.register_forward_hook(lambda *_: bounds.append(counter.flops))
+    with FlopCounterMode(model) as counter:
+        hooks = (register_module_forward_pre_hook(counter.enter), register_module_forward_hook(counter.leave))
         loss = loss_function(model(tokens), tokens)
-        forward = counter.flops
+        forward = counter.flops.copy()
         loss.backward()  # type: ignore[no-untyped-call]
-    return forward, sum(bounds[1::2]) - sum(bounds[::2]), counter.flops
+    for hook in hooks:
+        hook.remove()
+    return forward, counter.flops.total()
 
 
 def checkpoint_layers(layers: nn.ModuleList) -> set[nn.Module]:

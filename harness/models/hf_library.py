@@ -15,6 +15,10 @@ from harness.util.text import UserError, one_line
 ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}  # model.attention to transformers' attn_implementation
 
 
+# Text parts of models that also see, without a causal model in the library: the models that they are without images.
+TEXT_PARTS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+
+
 def import_transformers() -> Any:
     """Return the transformers library; raise UserError if it is not installed."""
     require_library()
@@ -126,6 +130,10 @@ def load_hf_config(values: dict[str, Any], path: object) -> Any:
         of_text = getattr(text, "tie_word_embeddings", False)
         text.tie_word_embeddings = values.get("tie_word_embeddings", of_text)
         config = text
+    if config.model_type in TEXT_PARTS:  # positions along time, height and width are one where all tokens are text
+        same = config.to_dict() | {"model_type": TEXT_PARTS[config.model_type]}
+        same["rope_parameters"].pop("mrope_section", None)
+        config = transformers.AutoConfig.for_model(**same)
     causal, masked = transformers.AutoModelForCausalLM, transformers.AutoModelForMaskedLM
     is_encoder = type(config) in masked._model_mapping and not getattr(config, "is_decoder", True)
     if type(config) not in causal._model_mapping or is_encoder or getattr(config, "is_encoder_decoder", False):

@@ -47,15 +47,24 @@ COMMON = SIZES | {"intermediate_size": 128, "max_position_embeddings": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": COMMON | {"num_key_value_heads": 2},
     "qwen2": COMMON | {"num_key_value_heads": 2},  # biases of q, k and v
-    # Their plans have styles that torch's tensor parallelism here does not have: norms of queries, and split inputs.
-    "qwen3": COMMON | {"num_key_value_heads": 2, "head_dim": 16},
-    "phi3": COMMON | {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1},
+    "qwen3": COMMON | {"num_key_value_heads": 2, "head_dim": 16},  # norms of queries and keys
+    "phi3": COMMON | {"num_key_value_heads": 2, "pad_token_id": 0, "eos_token_id": 1},  # fused; the attention is whole
+    "glm4": COMMON | {"num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0},  # a fused MLP
+    "olmo2": COMMON | {"num_key_value_heads": 2},  # norms of all queries and keys, so that the attention is whole
+    "minicpm3": COMMON  # latent attention
+    | {"num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 32, "kv_lora_rank": 16}
+    | {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16},
+    "qwen3_5_text": COMMON  # layers whose attention is whole, and others whose is not
+    | {"num_key_value_heads": 2, "head_dim": 16, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
     "gemma": COMMON | {"num_key_value_heads": 2, "head_dim": 16},  # tied, and scaled by a buffer
     "gpt_neox": COMMON,  # one matrix for q, k and v; attention beside the MLP
     "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128},  # drops 0.1; no plan
     "gptj": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": 128, "rotary_dim": 8},
     "opt": COMMON | {"ffn_dim": 128, "word_embed_proj_dim": 64},
 }
+
+WHOLE = ("phi3", "glm4", "olmo2", "minicpm3", "qwen3_5_text")  # every tensor-parallel rank repeats a part of these
 
 BATCH = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
 
@@ -127,6 +136,16 @@ def test_operations_of_a_library_model_are_those_of_our_formula(
         ("gpt2", "strategy=ddp checkpointing=full"),
         ("qwen3", "strategy=zero3"),
         ("phi3", "strategy=fsdp_full_shard precision=bf16_mixed checkpointing=full"),
+        ("qwen3", "strategy=fsdp_tp strategy.tp=2 world_size=4 model.tie_word_embeddings=true"),
+        ("phi3", "strategy=tp checkpointing=full"),
+        ("gemma", "strategy=tp"),
+        ("minicpm3", "strategy=tp checkpointing=full"),
+        long("phi3", "strategy=tp world_size=4"),
+        long("olmo2", "strategy=tp world_size=4"),
+        long("minicpm3", "strategy=fsdp_tp strategy.tp=2 world_size=4"),
+        long("minicpm3", "strategy=tp world_size=4"),
+        long("qwen3_5_text", "strategy=tp checkpointing=full"),
+        long("glm4", "strategy=tp precision=bf16_mixed"),
     ],
 )
 def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
@@ -137,13 +156,13 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
     drops = kind == "gpt2" and "dropout" not in overrides
     assert record.config["model"]["dropout"] == (0.1 if drops else 0)
     assert row["loss_deviation"] < (0 if drops else 1e-3 if "bf16" in overrides else 1e-4) or row["loss_deviation"] == 0
-    assert row["predicted_peak_bytes"] / row["peak_allocated_bytes"] == pytest.approx(
-        1, abs=0.2
-    )  # by a nearest decoder
+    keeps_whole = "strategy=tp" in overrides and kind in WHOLE  # activations that the nearest decoder divides
+    within = 0.2 if not keeps_whole else 0.55
+    assert row["predicted_peak_bytes"] / row["peak_allocated_bytes"] == pytest.approx(1, abs=within)
     assert row["predicted_activation_bytes"] is None  # not known, so empty
     stored = read_run_config(record.config)  # a report needs neither the library nor the path
     assert model_flops(stored) == row["model_flops"]
-    layout = resolve_layout(stored.strategy, 2)
+    layout = resolve_layout(stored.strategy, row["world_size"])
     if layout.tp > 1:
         estimate = estimate_memory(stored, layout, load_engine("torch").state_widths(stored, layout), "cpu")
         assert row["parameter_bytes"] == estimate.parameter_bytes and row["optimizer_bytes"] == estimate.optimizer_bytes
@@ -229,7 +248,7 @@ def test_grouped_heads_run_as_a_fused_kernel_on_cuda(tmp_path: Path) -> None:
 @pytest.mark.parametrize("precision", ("fp32", "bf16_mixed"))
 def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, precision: str) -> None:
     strategies = ["ddp", "zero1", "zero2", "zero3", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard"]
-    strategies += ["tp"] if kind in ("llama", "qwen2", "gpt_neox") else []
+    strategies += ["tp"] if kind not in ("gpt2", "gptj") else []
     for strategy in strategies:
         options = [
             f"strategy={strategy}",
@@ -243,14 +262,16 @@ def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, pr
 
 
 @pytest.mark.parametrize(
-    ("fault", "overrides", "problem"),
+    ("kind", "fault", "overrides", "problem"),
     [
-        (faults.rows_not_summed, "strategy=tp", "0.69 x the"),
-        (faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
+        ("llama", faults.rows_not_summed, "strategy=tp", "0.69 x the"),
+        ("llama", faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
+        ("qwen3", faults.whole_parameters_apart, "strategy=tp", "gradient deviates"),
+        ("minicpm3", faults.rotated_keys_apart, "strategy=tp", "gradient deviates"),
     ],
 )
-def test_a_fault_is_an_error(results: Path, fault: Entry, overrides: str, problem: str) -> None:
-    record = run_with(results, "llama", *overrides.split(), entry=fault)
+def test_a_fault_is_an_error(results: Path, kind: str, fault: Entry, overrides: str, problem: str) -> None:
+    record = run_with(results, kind, *overrides.split(), entry=fault)
     assert_not_proven(record, problem)
 
 
@@ -260,13 +281,6 @@ def test_a_fault_is_an_error(results: Path, fault: Entry, overrides: str, proble
         ("llama", "strategy=pp_1f1b", "strategy.pp=2 needs a model cut into stages"),
         ("llama", "strategy=tp_sp", "strategy.sequence_parallel=true is not part of the plan of model=small-llama"),
         ("gpt2", "strategy=tp", "strategy.tp=2 needs a tensor-parallel plan, and model=small-gpt2 (gpt2) brings none"),
-        (
-            "qwen3",
-            "strategy=tp",
-            "strategy.tp=2: the tensor-parallel plan of model=small-qwen3 has model.layers.0.",
-        ),
-        ("phi3", "strategy=tp", "strategy.tp=2: the tensor-parallel plan of model=small-phi3 has model.layers.0."),
-        ("gemma", "strategy=tp", "model.tie_word_embeddings=true of model=small-gemma ties what strategy.tp=2 cuts"),
         ("llama", "strategy=tp world_size=4", "strategy.tp=4 does not divide num_key_value_heads=2"),
         ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
     ],
@@ -275,6 +289,21 @@ def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, override
     config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
     problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
     assert any(problem.startswith(reason) and "choose" in problem for problem in problems), problems
+
+
+def test_a_plan_that_cannot_be_applied_is_refused(tmp_path: Path) -> None:
+    """It has a style that is not known here, or leaves whole a table whose tied head it cuts."""
+    config = config_of(folder(tmp_path, "gemma"), "strategy=tp", "world_size=2")
+    info = config.model.hf_info
+    assert info is not None
+    for plan, reason in (
+        (info.tensor_plan | {"model.layers.0.mlp.up_proj": "packed_colwise"}, "has model.layers.0.mlp.up_proj as"),
+        ({"lm_head": "gathered"}, "model.tie_word_embeddings=true of model=small-gemma ties what strategy.tp=2 cuts"),
+    ):
+        model = dataclasses.replace(config.model, hf_info=dataclasses.replace(info, tensor_plan=plan))
+        changed = dataclasses.replace(config, model=model)
+        (problem,) = incompatibilities(changed, resolve_layout(config.strategy, 2))
+        assert reason in problem and ": choose" in problem
 
 
 def complaint(root: Path, content: str, **values: Any) -> str:
@@ -336,18 +365,41 @@ def test_every_causal_model_of_the_library_trains_or_is_refused_in_one_line(tmp_
         materialize(model, config.model, 0, torch.device("cpu"), torch.float32)
         tokens = torch.zeros((1, 32), dtype=torch.int64)
         model(tokens).float().mean().backward()
+        cut = dataclasses.replace(config, strategy=config_of(path, "strategy=tp", "world_size=2").strategy)
+        problems = list(incompatibilities(cut, resolve_layout(cut.strategy, 2)))
+        assert not any("is not supported" in problem for problem in problems), problems
         assert sum(map(torch.numel, model.parameters())) == config.model.parameters, config_class
         trained.append(config_class.model_type)
     assert len(trained) >= LEAST_TYPES and {"qwen3", "phi3", "gemma3_text", "olmo2", "smollm3"} <= {*trained}, trained
 
 
-@pytest.mark.parametrize("kind", ["llava", "gemma3", "mistral3"])
+@pytest.mark.parametrize("kind", ["llava", "gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
 def test_the_text_part_of_a_model_of_several_kinds_of_input_is_a_model(tmp_path: Path, kind: str) -> None:
     types = {"llava": "llama", "gemma3": "gemma3_text", "mistral3": "mistral"}
-    text = {"model_type": types[kind]} | SHRUNKEN
+    text = {"model_type": types.get(kind, f"{kind}_text")} | SHRUNKEN
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
     config = config_of(tmp_path)
     assert config.model.vocab_size == 320 and config.model.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(("kind", "same"), [("qwen2_vl", "qwen2"), ("qwen2_5_vl", "qwen2"), ("qwen3_vl", "qwen3")])
+def test_text_that_has_no_causal_model_of_its_own_is_computed_as_by_the_library(
+    tmp_path: Path, kind: str, same: str
+) -> None:
+    rotations = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {"model_type": f"{kind}_text", "rope_parameters": rotations} | SHRUNKEN
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "text_config": text}))
+    model = config_of(tmp_path, "train.seq_len=24").model
+    assert model.hf_info is not None and model.hf_info.config["model_type"] == same
+    ours = build_model(model)
+    materialize(ours, model, 0, torch.device("cpu"), torch.float32)
+    theirs = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(kind, text_config=text).text_config)
+    weights = {name.removeprefix("model."): each for name, each in ours.state_dict().items()}
+    head = weights.pop("lm_head.weight")
+    theirs.load_state_dict(weights)
+    tokens = torch.arange(24).view(1, 24)
+    logits = theirs.eval()(tokens).last_hidden_state @ head.T
+    torch.testing.assert_close(ours.eval()(tokens), logits, rtol=1e-5, atol=1e-6)
 
 
 def test_lists_with_an_entry_for_each_layer_have_as_many(tmp_path: Path) -> None:

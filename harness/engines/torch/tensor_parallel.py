@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,6 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config.model import ModelConfig
+from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS
 from harness.layout.model_profile import model_profile
 from harness.models.decoder import Decoder, Head
 from harness.models.grouped import GroupedLinear, WidenedProduct
@@ -66,17 +68,69 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
 
 def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
     """Shard a Hugging Face model along its own tensor-parallel plan, in place, each matrix by itself."""
+    profile = model_profile(model)
     styles: dict[str, ParallelStyle] = {
         "column": ColwiseParallel(),
         "gathered": ColwiseParallel(output_layouts=Replicate()),
         "row": RowwiseParallel(),
+        "rowwise_split_input": RowwiseParallel(input_layouts=Replicate()),
         "vocabulary": VocabularyParallelEmbedding(Replicate()),
+        WHOLE_PARAMETERS: PartialGradients(),
+        WHOLE_KEYS: PartialKeys(profile.rotated_key_features),
     }
-    profile = model_profile(model)
     for path, part in list(module.named_modules()):
         style = profile.tensor_plan.get(path)
         if style is not None and part._parameters:
             parallelize_module(part, mesh, styles[style])
+    module.tie_weights()  # type: ignore[operator]
+
+
+class PartialGradients(ParallelStyle):
+    """A module with whole parameters that computes for this rank's heads: gradients of the parameters are summands."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, sharded_parameter(parameter, device_mesh, Replicate()))
+        module.forward = partial(with_local_parameters, module, module.forward, [Partial()])  # type: ignore[method-assign]
+        return module
+
+
+def with_local_parameters(
+    module: nn.Module, forward: Callable[..., Tensor], gradients: Sequence[Placement] | None, *inputs: Any
+) -> Tensor:
+    """Return the output of a module's forward on this rank's parts of its parameters.
+
+    Their gradients are placed as the parameters are, unless `gradients` says how.
+    """
+    placed = dict(module._parameters)
+    for name, parameter in placed.items():
+        if isinstance(parameter, DTensor):
+            module._parameters[name] = parameter.to_local(grad_placements=gradients)
+    try:
+        return forward(*inputs)
+    finally:
+        module._parameters |= placed
+
+
+class PartialKeys(ParallelStyle):
+    """The projection of latent attention to what all heads share, which every rank has whole.
+
+    Of its output's last features, the rotated keys, each rank's gradient is that of its heads. Those of the others are
+    summed by the column-parallel matrix behind them.
+    """
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.features = features
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def sum_gradients(_module: nn.Module, _inputs: object, output: Tensor) -> Tensor:
+            latent, keys = output.tensor_split([-self.features], dim=-1)
+            placed = DTensor.from_local(keys, device_mesh, [Replicate()], run_check=False)
+            return torch.cat((latent, placed.to_local(grad_placements=[Partial()])), dim=-1)
+
+        module.register_forward_hook(sum_gradients)
+        return module
 
 
 class PartialExperts(ParallelStyle):
@@ -91,15 +145,15 @@ class PartialExperts(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         router = module.get_submodule("gate")
-        router.weight = sharded_parameter(router, device_mesh, Replicate())
+        router.weight = sharded_parameter(router.weight, device_mesh, Replicate())  # type: ignore[arg-type]
         router.forward = partial(route_partial, router)  # type: ignore[method-assign]
         module.forward = partial(mix_partial, module.forward, device_mesh, self.outside)  # type: ignore[method-assign]
         return module
 
 
-def sharded_parameter(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    """Return a module's weight on the meta device as a parameter that is placed on a mesh."""
-    return nn.Parameter(distribute_tensor(module.weight, mesh, [placement]))  # type: ignore[arg-type]
+def sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
+    """Return a parameter on the meta device as one that is placed on a mesh."""
+    return nn.Parameter(distribute_tensor(parameter, mesh, [placement]))
 
 
 def route_partial(router: nn.Module, tokens: Tensor) -> Tensor:
@@ -139,20 +193,30 @@ class VocabularyParallelEmbedding(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self._partition_embedding_fn("", module, device_mesh)  # type: ignore[no-untyped-call]
-        module.forward = partial(vocab_parallel_lookup, module, device_mesh, self.output_layouts)  # type: ignore[method-assign]
+        (first, end), _ = local_box(module.weight)  # type: ignore[arg-type]
+        padding = module.padding_idx  # its row has no gradient
+        module.padding_idx = padding - first if padding is not None and first <= padding < end else None  # type: ignore[operator,assignment]
+        lookup = partial(with_local_parameters, module, module.forward, None)
+        module.forward = partial(vocab_parallel_lookup, module, lookup, device_mesh, self.output_layouts)  # type: ignore[method-assign]
         return module
 
 
-def vocab_parallel_lookup(module: nn.Module, mesh: DeviceMesh, output: Sequence[Placement], tokens: Tensor) -> Tensor:
+def vocab_parallel_lookup(
+    module: nn.Module,
+    lookup: Callable[[Tensor], Tensor],
+    mesh: DeviceMesh,
+    output: Sequence[Placement],
+    tokens: Tensor,
+) -> Tensor:
     """Return this rank's part of the hidden states (batch, seq, hidden) of token ids (batch, seq).
 
-    The token ids are the same on every rank.
+    The token ids are the same on every rank. `lookup` is the embedding's own, which may scale the rows.
     """
     weight = module.weight
     assert isinstance(weight, DTensor)
     (first, end), _ = local_box(weight)
     is_foreign = (tokens < first) | (tokens >= end)
-    rows = F.embedding((tokens - first).masked_fill(is_foreign, 0), weight.to_local())
+    rows = lookup((tokens - first).masked_fill(is_foreign, 0))
     partial_sum = DTensor.from_local(
         rows.masked_fill(is_foreign.unsqueeze(-1), 0.0), mesh, [Partial()], run_check=False
     )
@@ -163,7 +227,7 @@ class SequenceParallelPositions(ParallelStyle):
     """A table of learned positions, replicated; each rank looks up its part of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.weight = sharded_parameter(module, device_mesh, Replicate())
+        module.weight = sharded_parameter(module.weight, device_mesh, Replicate())  # type: ignore[arg-type]
         module.forward = partial(lookup_partial, module, device_mesh)  # type: ignore[method-assign]
         return module
 

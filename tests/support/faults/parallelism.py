@@ -58,6 +58,18 @@ def rows_not_summed(ordinary: Any, self: Any, *arguments: Any, **keywords: Any) 
     return ordinary(self, *arguments, **keywords)
 
 
+@replaces(f"{TORCH}.tensor_parallel.with_local_parameters")
+def whole_parameters_apart(ordinary: Any, module: Any, forward: Any, gradients: Any, *inputs: Any) -> Any:
+    """Leave the gradient of norms of queries and keys that of this rank's heads."""
+    return ordinary(module, forward, gradients and [Replicate()], *inputs)
+
+
+@replaces(f"{TORCH}.tensor_parallel.PartialKeys._apply")
+def rotated_keys_apart(_: Any, self: Any, module: Any, mesh: Any) -> Any:
+    """Leave the gradient of latent attention's rotated keys that of this rank's heads."""
+    return module
+
+
 STAGE = f"{TORCH}.pipeline_parallel.PipelineStage"
 
 
