@@ -22,6 +22,9 @@ _NO_IDENTITY = {
     "cluster": ("name", "partition", "account", "time", "hardware"),
 }
 
+# The keys of a model's trace that predict memory alone.
+_OF_MEMORY = ("modules_in_order", "traced_layers")
+
 # By group, the keys that were added with defaults that every earlier run had.
 _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {
@@ -66,6 +69,8 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
             affecting[group] = {k: v for k, v in items if k not in names and (k, v) != ("memory_budget", None)}
     if "model" in affecting:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
+        if isinstance(affecting["model"], dict) and isinstance(info := affecting["model"].get("hf_info"), Mapping):
+            affecting["model"]["hf_info"] = {key: info[key] for key in info if key not in _OF_MEMORY}
     cluster = affecting.get("cluster")
     if isinstance(cluster, dict) and "memory_budget" in cluster:
         with suppress(UserError):  # the values are those of a rejected combination

@@ -12,7 +12,8 @@ from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
-from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, predicted_memory
+from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
+from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
@@ -56,9 +57,15 @@ class Prediction:
         return self.state_widths(self.config, self.layout)
 
     @property
-    def is_of_nearest_decoder(self) -> bool:
-        """Whether activations are those of another model, the nearest one whose layers have formulas."""
+    def is_of_library(self) -> bool:
+        """Whether the model is one of the transformers library."""
         return not model_profile(self.config.model).is_project_decoder
+
+    @property
+    def has_traced_layers(self) -> bool:
+        """Whether its activations are those of a trace; of a library's model others are those of the nearest family."""
+        shape = micro_batch_shape(self.config, self.layout, self.cluster.device)
+        return shape.traced_layer("none") is not None
 
     @property
     def is_runnable(self) -> bool:
@@ -75,7 +82,7 @@ class Prediction:
         """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
         config, layout, device = self.config, self.layout, self.cluster.device
         if self.has_own_memory:
-            estimate = predicted_memory(config, layout, self.widths, device)
+            estimate = estimate_memory(config, layout, self.widths, device)
             return own_memory(self.stack.memory, estimate, layout, self.widths, device)
         return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)
 
@@ -100,13 +107,13 @@ class Prediction:
     def can_be_replayed(self) -> bool:
         """Whether the plan leaves open if it fits, and a simulation would tell; with offload that takes too long."""
         is_open = self.verdict.fits == "tight" and self.cluster.device == "cuda" and not self.memory.host_bytes
-        return is_open and self.is_runnable and not self.is_of_nearest_decoder and not self.config.train.compile
+        return is_open and self.is_runnable and not self.is_of_library and not self.config.train.compile
 
     @property
     def judged_stack(self) -> StackMemory:
-        """The stack with the errors on file for this model: none for one whose activations are another model's."""
+        """The stack with the errors on file for this model: none for a library's."""
         memory = self.stack.memory
-        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_nearest_decoder else memory
+        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_library else memory
 
     @cached_property
     def time(self) -> StepTime:
