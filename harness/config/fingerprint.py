@@ -22,6 +22,9 @@ _NO_IDENTITY = {
     "cluster": ("name", "partition", "account", "time", "hardware"),
 }
 
+# The keys of a model's trace that follow from its configuration, and are no part of a run's identity.
+_DERIVED = ("repeated_flops", "modules_in_order", "traced_layers")
+
 # By group, the keys that were added with defaults that every earlier run had.
 _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "model": {
@@ -45,13 +48,12 @@ _NEW_KEYS = {old: new for new, old in _OLD_KEYS.items()}
 
 
 def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
-    """Return the values of a model with the keys of itself and of its trace renamed, without those that have none."""
+    """Return the values of a model with the keys of itself and of its trace renamed."""
     if not isinstance(values, Mapping):
         return values
     return {
         new_names.get(key, key): _rename_keys(value, new_names) if key in ("hf_info", "asked") else value
         for key, value in values.items()
-        if new_names.get(key, key) is not None
     }
 
 
@@ -67,6 +69,8 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
             affecting[group] = {k: v for k, v in items if k not in names and (k, v) != ("memory_budget", None)}
     if "model" in affecting:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
+        if isinstance(affecting["model"], dict) and isinstance(info := affecting["model"].get("hf_info"), Mapping):
+            affecting["model"]["hf_info"] = {key: info[key] for key in info if key not in _DERIVED}
     cluster = affecting.get("cluster")
     if isinstance(cluster, dict) and "memory_budget" in cluster:
         with suppress(UserError):  # the values are those of a rejected combination

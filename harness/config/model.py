@@ -79,12 +79,32 @@ class Architecture:
         return any(operator.kind == "router" for operator in self.mlp)
 
 
+GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
+
 ATTENTION = [from_dict(Operator, row) for row in _TABLES["attention"]]
 ARCHITECTURES = {name: from_dict(Architecture, facts, name) for name, facts in _TABLES["families"].items()}
 
 Family = Annotated[str, one_of(*ARCHITECTURES, "hf")]
 AttentionKernel = Annotated[str, one_of("flash", "eager")]
 Routing = Annotated[str, one_of("learned", "balanced")]
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """The memory of a decoder layer of a library's model in a pass of TRACED_SEQUENCES of train.seq_len tokens.
+
+    It is that of a CPU without other ranks. Parameters and their gradients are left out.
+    """
+
+    saved_bytes: int  # that forward keeps for backward, with its input if that is kept and without its output
+    forward_bytes: int  # of all tensors at the worst moment of forward
+    # The worst moments of backward, each with the bytes of saved or recomputed tensors, those of all others, the
+    # elements of matrices whose gradients are complete, those of gradients that are not yet added to the parameters'
+    # own, and whether one of them is added then.
+    moments: tuple[tuple[int, ...], ...]
+
+
+TRACED_SEQUENCES = 2  # as some operators copy tensors of several sequences
 
 
 @dataclass(frozen=True)
@@ -115,8 +135,12 @@ class HFModelInfo:
     # The FLOPs that full checkpointing adds to step_flops.
     checkpoint_recompute_flops: int = field(metadata={"old_key": "again_flops"})
     # What every tensor-parallel rank repeats by the plan: FLOPs of forward, of attention_recompute_flops, and of
-    # checkpoint_recompute_flops. They follow from the other fields, and are no part of a run's identity.
-    repeated_flops: tuple[int, ...] = field(default=(0, 0, 0), metadata={"old_key": None})
+    # checkpoint_recompute_flops.
+    repeated_flops: tuple[int, ...] = (0, 0, 0)
+    # The paths of all modules with parameters of their own, in the order in which forward runs them.
+    modules_in_order: tuple[str, ...] = ()
+    # The memory of the last layer, by the bytes of an element and the checkpointing: `4 none`.
+    traced_layers: dict[str, TracedLayer] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -143,8 +167,8 @@ class ModelConfig:
     layer_norm_epsilon: float = 1e-5  # The epsilon of LayerNorm, for family gpt.
     initializer_range: float = 0.02  # The standard deviation of the initial weights.
     head_dim: Positive | None = None  # The size of a head; null divides hidden_size by the number of query heads.
-    num_experts: Natural = 0  # The number of experts in each layer, for family moe.
-    num_experts_per_tok: Natural = 0  # The number of experts that compute each token, for family moe.
+    num_experts: Natural = 0  # The number of experts in each layer, for families moe and hf.
+    num_experts_per_tok: Natural = 0  # The number of experts that compute each token, for families moe and hf.
     norm_topk_prob: bool = True  # Whether the weights of a token's experts are divided by their sum.
     # How tokens are given to experts: learned by the router, or balanced, in turn, to measure without uneven loads.
     routing: Routing = "learned"
@@ -194,10 +218,15 @@ class ModelConfig:
         rule = "makes every weight 1 where a token has one expert, and the router has no gradient: choose false"
         require(of_token > 1 or not self.norm_topk_prob, "model.norm_topk_prob", self.norm_topk_prob, rule)
 
-    @property
+    @cached_property
     def architecture(self) -> Architecture:
-        """The parts of a decoder layer; KeyError is raised for the family hf, whose layers only the library knows."""
-        return ARCHITECTURES[self.family]
+        """The parts of a decoder layer; of a library's model those of the nearest family, by its MLPs."""
+        info = self.hf_info
+        if info is None:
+            return ARCHITECTURES[self.family]
+        shapes = (shape for name, shape in info.shapes.items() if name.startswith(f"{info.layers[0]}."))
+        has_gate = sum(self.intermediate_size in shape for shape in shapes if len(shape) > 1) >= GATED_MATRICES
+        return ARCHITECTURES["moe" if self.num_experts else "llama" if has_gate else "gpt"]
 
     @property
     def head_size(self) -> int:

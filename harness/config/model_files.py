@@ -2,16 +2,11 @@
 
 import importlib.util
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from harness.util.text import UserError, one_line
 
 FILE = "config.json"
-
-# The keys by which configurations of the transformers library count the experts of a layer.
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_layer")
 
 
 def names_model(setting: str) -> bool:
@@ -39,15 +34,6 @@ def require_library() -> None:
     """Raise UserError if the transformers library, which trains and traces such models, is not installed."""
     if importlib.util.find_spec("transformers") is None:
         raise UserError("model=hf needs the transformers library: pip install 'training-harness[hf]'")
-
-
-def refuse_experts(values: Mapping[str, Any], path: object) -> None:
-    """Raise UserError for the configuration of a mixture of experts."""
-    for key in EXPERTS:
-        if isinstance(experts := values.get(key), int) and experts > 1:
-            raise UserError(
-                f"model.path={path} has {key}={experts}: mixtures of experts are not trained here, choose a dense model"
-            )
 
 
 def _file_of_hub(name: str, choices: str) -> Path:

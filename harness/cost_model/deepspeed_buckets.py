@@ -216,18 +216,18 @@ class ZeroStage3(BucketedZero):
     def forward(self, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
         layer = each.groups.layers - 1 - following
-        self.gather(each, "forward", *([layer] if following >= 0 else ["lm_head", "gather"]))
+        self.gather(each, "forward", *([layer] if following >= 0 else ["head", "gather"]))
 
     def end_forward(self, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""
         runs_again = self.shape.loss_chunks > 1
-        self.gather(each, *(("backward", "lm_head", "enter") if runs_again else ("forward", "", "leave")))
+        self.gather(each, *(("backward", "head", "enter") if runs_again else ("forward", "", "leave")))
 
     def enter_backward(self, each: Pass) -> None:
         """Gather the head again."""
-        self.gather(each, "backward", "lm_head", "gather")
+        self.gather(each, "backward", "head", "gather")
         each.put()
-        self.gather(each, "backward", "lm_head", "enter")
+        self.gather(each, "backward", "head", "enter")
 
     def head_gradient(self, each: Pass) -> None:
         """Free the head."""

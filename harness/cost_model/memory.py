@@ -7,15 +7,12 @@ that tensor and pipeline parallelism keep were checked on CPU; for CUDA they are
 
 import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 
-from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.rank_memory import RankStep, highest_rank, rank_steps
 from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
 from harness.layout.state_widths import STATE_KINDS, StateWidths
 
@@ -27,8 +24,6 @@ from harness.layout.state_widths import STATE_KINDS, StateWidths
 # default stream alone.
 CUBLAS_WORKSPACE_BYTES = (8 * 2**20 + 128 * 2**10, 32 * 2**20)
 WORKSPACE_BYTES = 2 * CUBLAS_WORKSPACE_BYTES[1]  # allocated from a rank's first products to its end
-
-GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
 # Bytes outside torch's allocator. cpu: resident size of a rank after three steps of DeepSpeed ZeRO-3 on a 66 kB model
 # (psutil's rss, torch 2.13, DeepSpeed 0.19.8: 0.399e9; plain torch 0.343e9). cuda: in use on one H200
@@ -73,12 +68,10 @@ def estimate_memory(config: RunConfig, layout: Layout, widths: StateWidths, devi
 
     `device` is cpu or cuda: torch keeps different tensors on each. Model state is ZeRO's (arXiv 1910.02054, section 5).
     The peak is the worst moment of the step's backwards (at a loss, at a head, in a layer, in its attention, or at
-    an end), or it is the optimizer's. For a model whose activations are not known it is the optimizer's alone. Raises
-    UserError if the global batch leaves a remainder.
+    an end), or it is the optimizer's. Raises UserError if the global batch leaves a remainder.
     """
     highest = rank_estimate(*highest_rank(rank_steps(config, layout, widths, device)))
-    has_products = device == "cuda" and model_profile(config.model).is_project_decoder
-    workspaces = {"workspaces": WORKSPACE_BYTES} if has_products else {}
+    workspaces = {"workspaces": WORKSPACE_BYTES} if device == "cuda" else {}
     return dataclasses.replace(highest, at_peak=highest.at_peak | workspaces)
 
 
@@ -111,40 +104,3 @@ def saved_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int)
     stages = split_into_stages(config.model, layout)[pp_rank :: layout.pp]
     step = RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
     return step.most_saved(pp_rank), step.most_offloaded(pp_rank)
-
-
-def predicted_memory(config: RunConfig, layout: Layout, widths: StateWidths, device: Device) -> MemoryEstimate:
-    """Return the memory of a model; of a traced one its state as it is, all else as in the nearest decoder."""
-    own = estimate_memory(config, layout, widths, device)
-    if model_profile(config.model).is_project_decoder:
-        return own
-    near = estimate_memory(dataclasses.replace(config, model=nearest_decoder(config.model)), layout, widths, device)
-    ratio = own.parameter_bytes / near.parameter_bytes
-    return dataclasses.replace(
-        near,
-        parameter_bytes=own.parameter_bytes,
-        gradient_bytes=own.gradient_bytes,
-        optimizer_bytes=own.optimizer_bytes,
-        host_bytes=round(near.host_bytes * ratio),
-        at_peak={part: round(size * ratio) if part in STATE_KINDS else size for part, size in near.at_peak.items()},
-    )
-
-
-@lru_cache(maxsize=64)
-def nearest_decoder(model: ModelConfig) -> ModelConfig:
-    """Return the decoder of this project whose layers are nearest to a traced model's."""
-    sides = [(each.outputs, each.inputs) for each in model_profile(model).layer_matrices]
-    has_gate = sum(model.intermediate_size in own for own in sides) >= GATED_MATRICES
-    # Heads divide the hidden size, and where they are rotated into halves.
-    numbers = range(1, model.num_attention_heads + 1)
-    heads = max(number for number in numbers if model.hidden_size % (number * (1 + has_gate)) == 0)
-    groups = max(number for number in range(1, min(model.num_key_value_heads, heads) + 1) if heads % number == 0)
-    return dataclasses.replace(
-        model,
-        family="llama" if has_gate else "gpt",
-        num_attention_heads=heads,
-        num_key_value_heads=groups,
-        dropout=0.0 if has_gate else model.dropout,
-        path=None,
-        hf_info=None,
-    )

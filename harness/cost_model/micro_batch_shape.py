@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from harness.config.model import ModelConfig
+from harness.config.model import ModelConfig, TracedLayer
 from harness.config.schema import DTYPE_BYTES, Device, RunConfig
 from harness.layout.layout import Layout
 
@@ -114,8 +114,8 @@ class MicroBatchShape:
 
     @cached_property
     def norm_is_decomposed(self) -> bool:
-        """Whether torch computes the norm by plain operations in fp32, without a kernel of its own."""
-        return self.device == "cpu" and self.model.architecture.norm == "rms"
+        """Whether the norm is plain operations in fp32, as torch's is on a CPU and a library's own everywhere."""
+        return (self.device == "cpu" or self.model.hf_info is not None) and self.model.architecture.norm == "rms"
 
     @cached_property
     def norm_gradient_bytes(self) -> int:
@@ -156,6 +156,16 @@ class MicroBatchShape:
         """Whether keys and values are repeated for every head: CUDA has no fused kernel for grouped heads in fp32."""
         is_grouped = self.model.num_key_value_heads < self.model.num_attention_heads
         return is_grouped and self.model.attention == "flash" and self.device == "cuda" and self.width == FP32_BYTES
+
+    def traced_layer(self, checkpointing: str) -> TracedLayer | None:
+        """Return a layer's memory by the trace of a library's model; None where it has none of such a layer.
+
+        It is a whole layer's of a CPU, which has no fused kernel with dropout.
+        """
+        is_alike = self.tp == 1 and (self.device == "cpu" or self.model.dropout == 0)
+        if self.model.hf_info is None or not is_alike:
+            return None
+        return self.model.hf_info.traced_layers.get(f"{self.width} {checkpointing}")
 
     def mask_width(self, width: int) -> int:
         """Return the bytes per element of a dropout's mask: a CPU multiplies by it in the width of what it drops."""

@@ -12,7 +12,8 @@ from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import expected_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
-from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, predicted_memory
+from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
+from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
@@ -57,9 +58,15 @@ class Prediction:
         return self.state_widths(self.config, self.layout)
 
     @property
-    def is_of_nearest_decoder(self) -> bool:
-        """Whether activations are those of another model, the nearest one whose layers have formulas."""
+    def is_of_library(self) -> bool:
+        """Whether the model is one of the transformers library."""
         return not model_profile(self.config.model).is_project_decoder
+
+    @property
+    def has_traced_layers(self) -> bool:
+        """Whether its activations are those of a trace; of a library's model others are those of the nearest family."""
+        shape = micro_batch_shape(self.config, self.layout, self.cluster.device)
+        return shape.traced_layer("none") is not None
 
     @property
     def is_runnable(self) -> bool:
@@ -76,7 +83,7 @@ class Prediction:
         """The memory of the rank with the highest peak, and what torch's allocator reserves for it."""
         config, layout, device = self.config, self.layout, self.cluster.device
         if self.has_own_memory:
-            estimate = predicted_memory(config, layout, self.widths, device)
+            estimate = estimate_memory(config, layout, self.widths, device)
             return own_memory(self.stack.memory, estimate, layout, self.widths, device)
         return predict_highest_rank(config, layout, self.stack, self.cluster.hardware.compute_capability)
 
@@ -104,9 +111,9 @@ class Prediction:
 
     @property
     def judged_stack(self) -> StackMemory:
-        """The stack with the errors on file for this model: none for one whose activations are another model's."""
+        """The stack with the errors on file for this model: none for a library's."""
         memory = self.stack.memory
-        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_nearest_decoder else memory
+        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_library else memory
 
     @cached_property
     def time(self) -> StepTime:

@@ -19,7 +19,6 @@ from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
 from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths
 
@@ -108,13 +107,8 @@ class RankStep:
         return others
 
     def starts(self, pp_rank: int) -> list[BackwardStart]:
-        """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike.
-
-        Those of a model whose activations are not known are left out.
-        """
+        """Return the backwards of a rank's step; without a pipeline all between the first and the last are alike."""
         own = self.sharding
-        if not model_profile(own.config.model).is_project_decoder:
-            return []
         micro_batches = own.micro_batches if own.layout.pp_enabled else min(3, own.micro_batches)
         return backward_starts(own.layout, micro_batches, pp_rank)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from harness.config.model import TRACED_SEQUENCES, TracedLayer
 from harness.config.schema import CheckpointingConfig
 from harness.cost_model.activations import (
     block_tensors,
@@ -67,6 +68,16 @@ def one_layer_activations(
     )
 
 
+@lru_cache(maxsize=1024)
+def traced_activations(traced: TracedLayer, scale: float) -> LayerActivations:
+    """Return what a layer of a library's model keeps, of so many times the sequences of its trace."""
+    moments = (
+        LayerMoment(round(saved * scale), round(others * scale), weights=done, computed=own, is_accumulation=adds > 0)
+        for saved, others, done, own, adds in traced.moments
+    )
+    return LayerActivations(round(traced.saved_bytes * scale), round(traced.forward_bytes * scale), 0, tuple(moments))
+
+
 @dataclass(frozen=True, eq=False)
 class StageActivations:
     """The bytes that a pass through one of a rank's stages keeps, sends and computes.
@@ -116,7 +127,11 @@ class StageActivations:
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
-        return one_layer_activations(self.shape, self.checkpointing, is_recomputed)
+        kind = "none" if not is_recomputed else "selective" if self.checkpointing.name == "selective" else "full"
+        traced = self.shape.traced_layer(kind)
+        if traced is None:
+            return one_layer_activations(self.shape, self.checkpointing, is_recomputed)
+        return traced_activations(traced, self.shape.sequences / TRACED_SEQUENCES)
 
     def outside(self, following: int) -> int:
         """Return the bytes on the device in the backward of this layer, without those of the layer itself."""

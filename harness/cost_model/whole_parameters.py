@@ -17,7 +17,7 @@ from harness.config.schema import CheckpointingConfig
 from harness.layout.model_profile import model_profile
 
 # The most elements of whole parameters, by the moment. Outside of layers that is an event: the phase, the module (the
-# embedding, or else its path) and what happens to it; `gather` is its entering with copies.
+# embedding, the norm, the head, or else its path) and what happens to it; `gather` is its entering with copies.
 # A layer's forward is one moment. In its backward, moments are those when a matrix's gradient is computed, when it is
 # forgotten as it becomes the parameter's, and all between two matrices; the last number is the matrices before.
 WholeParameters = Mapping[tuple[str | int, ...], int]
@@ -33,15 +33,11 @@ OPTIONS = {
 
 
 class Module(NamedTuple):
-    """A module of the model and the names of its own parameters."""
+    """A module of the model, the names of its own parameters, and how many of these are matrices."""
 
     path: str
     parameters: tuple[str, ...] = ()
-
-    @property
-    def layer(self) -> int | None:
-        """The index of the decoder layer that it is, or is part of."""
-        return int(self.path.split(".")[1]) if "." in self.path else None
+    matrices: int = 0
 
     @property
     def chain(self) -> list["Module"]:
@@ -50,15 +46,12 @@ class Module(NamedTuple):
         around = [Module(".".join(parts[:end])) for end in range(len(parts)) if not parts[end].isdigit()]
         return [*around, self]
 
-    @property
-    def is_matrix(self) -> bool:
-        """Whether it is a matrix: all modules with parameters are, but norms."""
-        return bool(self.parameters) and not self.path.endswith("norm")
-
 
 # What happens to a module, and when: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
 Event = tuple[
-    Literal["enter", "leave", "refer", "compute", "forget"], Module, Literal["forward", "backward", "recompute"]
+    Literal["enter", "leave", "refer", "compute", "forget", "between"],
+    Module,
+    Literal["forward", "backward", "recompute"],
 ]
 
 
@@ -71,43 +64,52 @@ def whole_parameters(
     `options` are the values of OPTIONS. `backend_copies` is whether the backend copies what a module waits for, as gloo
     does.
     """
-    modules = modules_in_order(model)
+    profile, modules = model_profile(model), modules_in_order(model)
+    places = {modules[0].path: "embedding", modules[-2].path: "norm", modules[-1].path: "head"}
     events = list(micro_batch_events(model, checkpointing, modules))
-    sizes = {name: math.prod(shape) for name, shape in model_profile(model).parameter_shapes.items()}
+    sizes = {name: math.prod(shape) for name, shape in profile.parameter_shapes.items()}
     coordinator = ParameterCoordinator(sizes, [module for kind, module, _ in events if kind == "enter"], options)
     most = defaultdict[tuple[str | int, ...], int](int)
     behind = Counter[int]()  # matrices that backward has left, by their layer
     for kind, module, phase in events:
-        waited = getattr(coordinator, kind)(module) if kind != "compute" else 0
-        layer, copied = module.layer, waited if kind == "enter" and backend_copies else 0
+        waited = getattr(coordinator, kind)(module) if kind not in ("compute", "between") else 0
+        layer, copied = profile.layer_index(module.path), waited if kind == "enter" and backend_copies else 0
         moments: dict[tuple[str | int, ...], int] = {}  # with their copies
         if layer is None:
-            place = (phase, "embedding" if module is modules[0] else module.path)
+            place = (phase, places.get(module.path, module.path))
             moments = {(*place, kind): 0, (*place, "gather"): copied}
         elif phase == "forward":
             moments = {(phase, layer): copied}
         elif kind in ("compute", "forget"):
             moments = {(phase, layer, kind, behind[layer]): 0}
-        elif phase == "recompute" or kind == "leave" or not module.is_matrix:
-            behind[layer] += module.is_matrix and phase == "backward"
+        elif phase == "recompute" or kind in ("leave", "between") or not module.matrices:
             moments = {("backward", layer, "between", behind[layer]): 0}
         for moment, copies in moments.items():
             most[moment] = max(most[moment], coordinator.elements + copies)
+        if layer is not None:
+            behind[layer] += kind == "forget"
     return dict(most)
 
 
 def modules_in_order(model: ModelConfig) -> list[Module]:
     """Return the modules with parameters in the order in which forward runs them; a tied head is one of them."""
-    profile = model_profile(model)
-    names = {path: tuple(own) for path, own in groupby(profile.parameter_shapes, lambda name: name.rpartition(".")[0])}
+    shapes = model_profile(model).parameter_shapes
+    names = {path: tuple(own) for path, own in groupby(shapes, lambda name: name.rpartition(".")[0])}
+    paths = decoder_order(model) if model.hf_info is None else list(model.hf_info.modules_in_order or names)
+    of_modules = [(path, names.get(path, names[paths[0]])) for path in paths]
+    return [Module(path, own, sum(len(shapes[name]) > 1 for name in own)) for path, own in of_modules]
+
+
+def decoder_order(model: ModelConfig) -> list[str]:
+    """Return the paths of the modules of the project's decoder in the order in which forward runs them."""
     in_layer = [
         path
         for branch in model.architecture.branches
         for path in (branch.norm, *[f"{branch.module}.{each.matrix}" for each in branch.operators if each.matrix])
     ]
-    paths = [name.removesuffix(".weight") for name in profile.embedding_shapes]
-    paths += [f"layers.{index}.{path}" for index in range(model.num_hidden_layers) for path in in_layer]
-    return [Module(path, names.get(path, names[paths[0]])) for path in (*paths, "norm", "lm_head")]
+    paths = [name.removesuffix(".weight") for name in model_profile(model).embedding_shapes]
+    layers = [f"layers.{index}.{path}" for index in range(model.num_hidden_layers) for path in in_layer]
+    return [*paths, *layers, "norm", "lm_head"]
 
 
 def micro_batch_events(
@@ -118,31 +120,38 @@ def micro_batch_events(
     Backward never leaves an embedding, whose input has no gradient. It enters a layer's last matrix before it runs the
     layer's second forward, which ends as soon as that matrix refers to its parameters again.
     """
-    embeddings = {name.rpartition(".")[0] for name in model_profile(model).embedding_shapes}
-    last_matrices = {module.layer: module for module in modules if module.is_matrix}
+    profile = model_profile(model)
+    embeddings = {module.path for module in modules[:-2] if profile.layer_index(module.path) is None}
+    by_layer = defaultdict[int | None, list[Module]](list)
+    for module in modules:
+        by_layer[profile.layer_index(module.path)].append(module)
+    last_matrices = {layer: [each for each in own if each.matrices][-1] for layer, own in by_layer.items()}
+    depth = len(Module(profile.layers[0]).chain)
     forward = list(nested(modules))
     yield from ((kind, module, "forward") for kind, module in forward)
     for kind, module in reversed(forward):
         if kind == "leave":
             yield "enter", module, "backward"
-            layer = module.layer
+            layer = profile.layer_index(module.path)
             if layer is not None and module is last_matrices[layer] and checkpointing.recomputes_layer(layer):
-                yield from second_forward([other for other in modules if other.layer == layer])
+                yield from second_forward(by_layer[layer], depth)
         else:
-            if module.is_matrix:
+            for number in range(module.matrices):
+                if number:
+                    yield "between", module, "backward"
                 yield "compute", module, "backward"
                 yield "forget", module, "backward"
             if module.path not in embeddings:
                 yield "leave", module, "backward"
 
 
-def second_forward(modules: Sequence[Module]) -> Iterator[Event]:
-    """Yield what happens to a layer's modules in its second forward, which is inside of the model and of the layer."""
-    for kind, module in nested(modules, depth=2):
+def second_forward(modules: Sequence[Module], depth: int) -> Iterator[Event]:
+    """Yield what happens to a layer's modules in its second forward, which is inside of so many outer modules."""
+    for kind, module in nested(modules, depth):
         yield kind, module, "recompute"
-        if kind == "enter" and module.is_matrix:
+        if kind == "enter" and module.matrices:
             yield "refer", module, "recompute"
-            if module is modules[-1]:
+            if module is [each for each in modules if each.matrices][-1]:
                 return
 
 

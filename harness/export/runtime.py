@@ -23,6 +23,13 @@ And for what is this project's own and no call of a library:
 - VocabularyParallelEmbedding(output): the parallel style of an embedding whose gradient is sharded as its table is.
 - SequenceParallelPositions(): the parallel style of a table of learned positions under sequence parallelism.
 - VocabularyParallelHead(input_layouts, use_local_output): the parallel style of a head that may return the loss itself.
+- shard_experts(model, mesh): each rank has a part of the experts along the axis ep, and of each expert along tp.
+- PartialExperts(output): the parallel style of a mixture of experts of which each rank has a part of every expert.
+- exchange_tokens(model, group): experts compute the tokens of all ranks of a group, of which each has some experts.
+- hsdp_mesh(mesh, layout): the mesh for fully_shard of the ranks that share state.
+- replica_group(mesh): the ranks that have copies.
+- DividedExperts(copies, ranks): how ReplicatedParams.reduce_experts() averages the gradients of divided experts.
+- average_over(experts, ranks, is_sharded): the same for experts that are sharded by fully_shard.
 - offload_activations(model): what decoder layers save for backward lies in the host's memory.
 - selective_contexts(checkpointing): the contexts of checkpoint() for selective checkpointing under DeepSpeed's stage 3.
 - reduce_gradients(part): reduces the gradients of a sharded part that a backward for weights alone has left.
@@ -37,9 +44,12 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from harness.config.schema import CheckpointingConfig
 from harness.engines.deepspeed.initialize import materialize_partitioned
 from harness.engines.torch.context_parallel import apply_context_parallel
-from harness.engines.torch.ddp import ReplicatedParams
-from harness.engines.torch.fsdp import FSDPParams
+from harness.engines.torch.ddp import DividedExperts, ReplicatedParams
+from harness.engines.torch.expert_parallel import exchange_tokens, shard_experts
+from harness.engines.torch.fsdp import FSDPParams, average_over
+from harness.engines.torch.mesh import hsdp_mesh, replica_group
 from harness.engines.torch.tensor_parallel import (
+    PartialExperts,
     SequenceParallelPositions,
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
@@ -56,12 +66,17 @@ from harness.worker.batches import Batches
 
 __all__ = [
     "Batches",
+    "DividedExperts",
+    "PartialExperts",
     "ReplicatedParams",
     "SequenceParallelPositions",
     "VocabularyParallelEmbedding",
     "VocabularyParallelHead",
     "apply_context_parallel",
+    "average_over",
     "build_model",
+    "exchange_tokens",
+    "hsdp_mesh",
     "initial_value",
     "loss_function",
     "materialize",
@@ -69,7 +84,9 @@ __all__ = [
     "offload_activations",
     "read_run_spec",
     "reduce_gradients",
+    "replica_group",
     "selective_contexts",
+    "shard_experts",
     "stages_of_rank",
 ]
 

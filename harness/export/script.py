@@ -66,7 +66,8 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
     recomputes = checkpointing.name != "none"
     transforms = recomputes or config.train.compile or layout.cp_enabled
     shards = is_fsdp and not is_accelerate
-    has_own_masters = precision.is_mixed and not is_fsdp and not zero
+    experts, divides_experts = config.model.num_experts > 0, layout.ep_enabled or layout.tp_enabled
+    has_own_masters = (precision.is_mixed or layout.ep_enabled) and not is_fsdp and not zero
     needs_last = run.micro_batches > 1 and not pp and (is_fsdp or (is_ddp and not is_accelerate))
     inside = run.target == run.directory / "export"
     others = "Path(__file__).resolve().parent" if run.is_planned else f"Path({os.fspath(Path(run.directory))!r})"
@@ -74,7 +75,7 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
     own_library = "DeepSpeed" if zero else "torch"
     stage_1 = zero and layout.zero_stage == 1 and precision.is_mixed
     splits_tables = pp and config.model.tie_word_embeddings
-    own_clip = pp or layout.tp_enabled or layout.offload != "none"
+    own_clip = pp or divides_experts or layout.offload != "none"
     # No device may have room for all parameters before they are sharded.
     on_host = ', storage_device=torch.device("cpu")' if is_fsdp and (is_accelerate or layout.offload != "none") else ""
     return {
@@ -90,6 +91,9 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "is_fsdp": is_fsdp,
         "is_ddp": is_ddp,
         "offloads": layout.offload != "none",
+        "experts": experts,
+        "shards_experts": experts and divides_experts,
+        "shares_experts": layout.of_experts.axes_size(layout.of_experts.sharding_axes) > 1,
         "has_replicas": len(data_axes(layout)) > 1,
         "has_own_masters": has_own_masters,
         "replaces_optimizer_choice": stage_1 and reduces_to_owner_rank(config),
@@ -139,8 +143,11 @@ def mesh(layout: Layout) -> dict[str, int]:
     """Return the axes of the device mesh with their sizes, outermost first: those that divide something.
 
     Ranks that divide sequences are among those that shard the model's state, or that have copies of it. Data
-    parallelism by itself needs an axis for fully_shard alone.
+    parallelism by itself needs an axis for fully_shard alone. Where ranks divide experts, these are groups along other
+    axes than all other parameters, and the mesh has all axes.
     """
+    if layout.ep_enabled:
+        return layout.axis_sizes
     sizes = {"pp": layout.pp}
     if layout.data_parallel == "fsdp":
         axes = {"dp_replicate": layout.replica_axes, "dp_shard": layout.sharding_axes}
@@ -159,7 +166,7 @@ def quoted(names: Iterable[str]) -> str:
 def tensor_names(layout: Layout, clips: bool) -> list[str]:
     """Return what a script imports from torch.distributed.tensor."""
     used = {
-        "DTensor": clips and (layout.tp_enabled or layout.data_parallel == "fsdp"),
+        "DTensor": clips and (layout.tp_enabled or layout.ep_enabled or layout.data_parallel == "fsdp"),
         "Replicate": layout.tp_enabled,
         "Shard": layout.sequence_parallel,
     }

@@ -98,7 +98,8 @@ def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelIn
     rules = {
         "hf_offload": config.checkpointing.offload_activations,
         "hf_context": config.train.seq_len > model.context_length,
-        "hf_checkpointing": config.checkpointing.name in ("selective", "attention"),
+        "hf_checkpointing": config.checkpointing.name == "attention",
+        "hf_saved_products": config.checkpointing.saved_products != "all",
         "hf_loss_chunks": config.train.loss_chunks > 1,
         "hf_compile": config.train.compile,
         "hf_cp": layout.cp_enabled,

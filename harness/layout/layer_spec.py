@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
-from harness.config.model import ARCHITECTURES, Branch, ModelConfig
+from harness.config.model import Branch, ModelConfig
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -57,8 +57,8 @@ class Matrix(NamedTuple):
 
 
 def layer_branches(model: ModelConfig) -> tuple[Branch, ...]:
-    """Return the branches of a layer; a library's are taken to be a llama's, as most MLPs have a gate."""
-    return (ARCHITECTURES["llama"] if model.family == "hf" else model.architecture).branches
+    """Return the branches of a layer."""
+    return model.architecture.branches
 
 
 @lru_cache(maxsize=64)

@@ -68,7 +68,7 @@ class ModelProfile:
 @lru_cache(maxsize=64)
 def model_profile(model: ModelConfig) -> ModelProfile:
     """Return the profile of a model."""
-    return decoder_profile(model) if model.hf_info is None else traced_profile(model.hf_info)
+    return decoder_profile(model) if model.hf_info is None else traced_profile(model, model.hf_info)
 
 
 def decoder_profile(model: ModelConfig) -> ModelProfile:
@@ -97,16 +97,27 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, matrices, not_recomputed)
 
 
-def traced_profile(info: HFModelInfo) -> ModelProfile:
-    """Return the profile of a library's model, with the library's own plan."""
+def traced_profile(model: ModelConfig, info: HFModelInfo) -> ModelProfile:
+    """Return the profile of a library's model, with the library's own plan.
+
+    A parameter of more than two dimensions is the matrices of all experts.
+    """
     plan = {path: style for path, style in info.tensor_plan.items() if style in STYLES}
     cut = {path: style for path, style in plan.items() if style in SHARD_DIM}
-    weights = {name.rpartition(".")[0]: shape for name, shape in info.shapes.items() if len(shape) == MATRIX_DIMS}
     first = f"{info.layers[0]}."
+    weights = {name.removesuffix(".weight"): shape for name, shape in info.shapes.items() if name.startswith(first)}
     matrices = tuple(
-        Matrix(path.rpartition(".")[2], path.removeprefix(first), shape[0], shape[1], cut.get(path))
+        Matrix(
+            path.rpartition(".")[2],
+            path.removeprefix(first),
+            shape[-2],
+            shape[-1],
+            cut.get(path),
+            experts=model.num_experts if len(shape) > MATRIX_DIMS else 0,
+            uses=model.num_experts_per_tok if len(shape) > MATRIX_DIMS else 1,
+        )
         for path, shape in weights.items()
-        if path.startswith(first)
+        if len(shape) == MATRIX_DIMS or (len(shape) > MATRIX_DIMS and model.num_experts)
     )
     rotated: int = info.config.get("qk_rope_head_dim") or 0
     of_layers, head = info.not_recomputed_modules, (info.head,)
@@ -116,7 +127,9 @@ def traced_profile(info: HFModelInfo) -> ModelProfile:
 def active_parameter_count(model: ModelConfig) -> int:
     """Return the number of parameters that compute a token: of experts, those that a token has."""
     unused = sum(
-        (each.experts - each.uses) * each.outputs * each.inputs for each in layer_matrices(model) if each.experts
+        (each.experts - each.uses) * each.outputs * each.inputs
+        for each in model_profile(model).layer_matrices
+        if each.experts
     )
     return parameter_count(model) - model.num_hidden_layers * unused
 

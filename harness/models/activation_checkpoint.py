@@ -45,19 +45,24 @@ def apply_checkpointing(model: Decoder, checkpointing: CheckpointingConfig, prob
     matrix products, or of every second one, and of attention; `attention` recomputes the operators between its
     projections (arXiv 2205.05198).
     """
-
-    def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        caching, cached = create_selective_checkpoint_contexts(list(SAVED_OPS))  # type: ignore[no-untyped-call]
-        first = SavedOperatorsMode(caching, checkpointing, probe if probe.listener else None)
-        return first, nested(probe.recompute(), SavedOperatorsMode(cached, checkpointing))
-
-    contexts = selective if checkpointing.name == "selective" else full_contexts(probe)
+    contexts = layer_contexts(checkpointing, probe)
     for index, block in model.layers_by_index().items():
         if checkpointing.recomputes_layer(index):
             checkpoint_block(block, contexts)
         elif checkpointing.name == "attention":
             attention: Any = block.get_submodule("self_attn")
             attention.core = checkpointed(attention.core, contexts)
+
+
+def layer_contexts(checkpointing: CheckpointingConfig, probe: Probe) -> ContextFn:
+    """Return the contexts of a part that is checkpointed so."""
+
+    def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        caching, cached = create_selective_checkpoint_contexts(list(SAVED_OPS))  # type: ignore[no-untyped-call]
+        first = SavedOperatorsMode(caching, checkpointing, probe if probe.listener else None)
+        return first, nested(probe.recompute(), SavedOperatorsMode(cached, checkpointing))
+
+    return selective if checkpointing.name == "selective" else full_contexts(probe)
 
 
 def checkpoint_block(block: nn.Module, contexts: ContextFn) -> None:

@@ -1,8 +1,6 @@
 """The construction of a run's model on the meta device, and the transforms that are applied to it."""
 
 import sys
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -37,9 +35,8 @@ def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> N
 
     Experts announce to the probe how many tokens they have.
     """
-    for index, block in model.layers_by_index().items() if config.model.num_experts else ():
-        mixture: Any = block.get_submodule("mlp")
-        mixture.announce = partial(probe.routed, index)
+    if config.model.num_experts:
+        model.listen_to_routers(probe.routed)
     if config.train.compile:
         apply_compile(model)
     apply_checkpointing(model, config.checkpointing, probe)

@@ -1,5 +1,9 @@
 """The decoder-only transformer that every strategy trains, in the family `llama`, `gpt` or `moe`."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -147,6 +151,12 @@ class Decoder(nn.Module):
     def layers_by_index(self) -> dict[int, nn.Module]:
         """Return this stage's decoder layers by their index in the whole model."""
         return {int(index): block for index, block in self.layers.items()}
+
+    def listen_to_routers(self, listener: Callable[[int, Tensor], None]) -> None:
+        """Call a listener in each forward of a layer with its index and the number of tokens of each expert."""
+        for index, block in self.layers_by_index().items():
+            mixture: Any = block.get_submodule("mlp")
+            mixture.announce = partial(listener, index)
 
     def embedding_and_head_groups(self) -> list[list[nn.Module]]:
         """Return the modules before the layers and those behind them, as two lists or as one where weights are tied."""

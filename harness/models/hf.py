@@ -23,12 +23,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.from_dict import GroupValues, require
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.config.model_files import config_file, refuse_experts
+from harness.config.model_files import config_file
 from harness.cost_model.flops import BACKWARD
 from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM
+from harness.layout.partition import is_expert_weight
 from harness.models.activation_checkpoint import checkpoint_block
 from harness.models.decoder import loss_function
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, decoder_layers, instantiate, load_hf_config
+from harness.models.layer_trace import run_on_fakes, trace_layers
 from harness.tensors.flops import ATTENTION_FLOPS, operator_flops
 from harness.util.text import UserError, one_line, run_command
 
@@ -46,7 +48,7 @@ STYLES = {
 FlopsOfModules = Counter[tuple[str, bool]]
 
 # Keys of the built-in families, for which a configuration of the library has its own keys.
-MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range")
+MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "norm_topk_prob", "routing")
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")
@@ -65,7 +67,6 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     changes = {key: model[key] for key in ("tie_word_embeddings", "vocab_size", "num_hidden_layers") if model.get(key)}
     if changes:
         config = load_hf_config(changed_values(config, changes), path)
-    refuse_experts(config.to_dict(), path)
     if model.get("dropout") is not None:
         set_dropout(config, float(model["dropout"]), path)
     defaults = {entry.name: entry.default for entry in dataclasses.fields(ModelConfig)}
@@ -81,9 +82,11 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
     if not isinstance(context, int):
         raise UserError(f"model.path={path} has no max_position_embeddings: set model.context_length")
     attention = model.get("attention") or "flash"
-    width = of_model.get("intermediate_size") or 4 * config.hidden_size  # of each layer in some
     hf_info = trace_model(config, ATTENTION_IMPLEMENTATIONS.get(attention, attention), seq_len or context, path)
     count = sum(torch.Size(shape).numel() for shape in hf_info.shapes.values())
+    experts = expert_count(hf_info)
+    width = of_model.get("intermediate_size") or 4 * config.hidden_size  # of each layer in some
+    width = of_model.get("moe_intermediate_size", width) if experts else width
     return {
         **sizes,
         "num_key_value_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
@@ -92,6 +95,8 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         "tie_word_embeddings": bool(config.tie_word_embeddings),
         "context_length": context,
         "initializer_range": float(getattr(config, "initializer_range", 0.02)),
+        "num_experts": experts,
+        "num_experts_per_tok": config.num_experts_per_tok if experts else 0,
         "parameters": count,
         "source": f"the Hugging Face configuration of model type {config.model_type}",
         "family": "hf",
@@ -99,7 +104,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         "path": str(path),
         "name": model.get("name") or default_model_name(str(path), values, count),
         "dropout": max(dropout_fields(config).values(), default=0.0),
-        "hf_info": vars(hf_info),
+        "hf_info": dataclasses.asdict(hf_info),
     }
 
 
@@ -172,11 +177,14 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
         with FakeTensorMode():
             model = instantiate(config, attention, path)
             layers_path, layers = decoder_layers(model)
+            require_alike_experts(config, layers, path)
+            modules_in_order = record_order(model)
             # No fused attention of a CPU supports dropout, so its recomputation shows in evaluation mode only.
             of_eval, eval_step = count_flops(model.eval(), seq_len)
             of_modules, step = count_flops(model.train(), seq_len)
             recomputed = checkpoint_layers(layers)
             _, checkpointed_step = count_flops(model, seq_len)
+            traced_layers = trace_layers(config, attention, seq_len, path)
     except UserError:
         raise
     except Exception as error:  # a library's model can raise anything
@@ -213,7 +221,46 @@ def trace_model(config: Any, attention: str, seq_len: int, path: object) -> HFMo
             scores - divided_kernels // 2,  # one of a kernel's two products
             sum(flops for name, flops in whole_in_layers.items() if name not in not_recomputed),
         ),
+        modules_in_order=tuple(modules_in_order),
+        traced_layers=traced_layers,
     )
+
+
+def require_alike_experts(config: Any, layers: nn.ModuleList, path: object) -> None:
+    """Raise UserError for a mixture of experts of another kind than is trained here: stacked ones, in all layers alike.
+
+    Its attention is ordinary: it has neither latent vectors nor sinks.
+    """
+    shapes = [{name: parameter.shape for name, parameter in layer.named_parameters()} for layer in layers]
+    stacked = [name for name, shape in shapes[-1].items() if is_expert_weight(name) and len(shape) > MATRIX_DIMS]
+    names = {**shapes[0], **shapes[-1]}  # the first layers may be dense, or all where these are few
+    if not (stacked or getattr(config, "n_routed_experts", None) or any("expert" in name for name in names)):
+        return
+    reasons = {
+        "latent attention (model type {0}, kv_lora_rank)": bool(getattr(config, "kv_lora_rank", None)),
+        "attention sinks (model type {0})": any(name.endswith("sinks") for name in shapes[-1]),
+        "layers of several kinds (model type {0})": any(each != shapes[-1] for each in shapes),
+        "experts that are not stacked (model type {0})": not stacked,
+        "no num_experts_per_tok (model type {0})": not isinstance(getattr(config, "num_experts_per_tok", None), int),
+    }
+    for reason, holds in reasons.items():
+        rule = f"is a mixture of experts with {reason.format(config.model_type)}: choose a dense model or mixtral_8x7b"
+        require(not holds, "model.path", path, rule)
+
+
+def expert_count(info: HFModelInfo) -> int:
+    """Return the number of experts of each layer; 0 for a dense model."""
+    stacked = (shape for name, shape in info.shapes.items() if is_expert_weight(name) and len(shape) > MATRIX_DIMS)
+    return next((shape[0] for shape in stacked), 0)
+
+
+def record_order(model: nn.Module) -> dict[str, None]:
+    """Return the paths of the modules with parameters of their own, which forwards will fill in their order."""
+    order: dict[str, None] = {}
+    for path, module in model.named_modules():
+        if module._parameters:
+            module.register_forward_pre_hook(lambda *_, path=path: order.setdefault(path))
+    return order
 
 
 def expand_tensor_plan(model: nn.Module) -> dict[str, str]:
@@ -261,7 +308,7 @@ class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.inside.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        result = run_on_fakes(func, args, kwargs)
         key = self.inside[-1], getattr(func, "_overloadpacket", None) in ATTENTION_FLOPS
         self.flops[key] += operator_flops(func, args, kwargs or {}, result)
         return result

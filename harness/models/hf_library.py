@@ -1,6 +1,8 @@
 """The one module that builds models with the transformers library."""
 
 import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.config.model_files import require_library
+from harness.layout.layer_spec import MATRIX_DIMS
 from harness.models.decoder import repeats_grouped_heads
+from harness.models.grouped import GroupedProduct, count_tokens
 from harness.util.text import UserError, one_line
 
 ATTENTION_IMPLEMENTATIONS = {"flash": "sdpa", "eager": "eager"}  # model.attention to transformers' attn_implementation
@@ -28,7 +32,7 @@ def import_transformers() -> Any:
     return transformers
 
 
-def instantiate(config: Any, attention: str, path: object) -> nn.Module:
+def instantiate(config: Any, attention: str, path: object, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return a model of the library whose call takes token ids and returns logits.
 
     Raise UserError if it has no such attention.
@@ -36,11 +40,10 @@ def instantiate(config: Any, attention: str, path: object) -> nn.Module:
     from transformers.initialization import no_init_weights
 
     transformers = import_transformers()
+    use_own_kernels()
     with no_init_weights():
         try:
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, attn_implementation=attention, dtype=torch.float32
-            )
+            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
         except ValueError as error:
             if attention not in str(error) and "attention implementation" not in str(error):
                 raise
@@ -56,7 +59,6 @@ def build_hf_model(model: ModelConfig, info: HFModelInfo) -> nn.Module:
     """Return the model that a run trains: parameters on the meta device, buffers on the host with their values."""
     from accelerate import init_empty_weights
 
-    repeat_grouped_heads()
     config = load_hf_config(info.config, model.path)
     with init_empty_weights(include_buffers=False):
         built = instantiate(config, ATTENTION_IMPLEMENTATIONS[model.attention], model.path)
@@ -65,20 +67,32 @@ def build_hf_model(model: ModelConfig, info: HFModelInfo) -> nn.Module:
 
 
 @functools.cache
-def repeat_grouped_heads() -> None:
-    """Let the library's attention repeat grouped heads wherever the decoder does, for as long as this process lives.
+def use_own_kernels() -> None:
+    """Let the library call torch's kernels as the decoder does, for as long as this process lives.
 
-    Its own rule (transformers/integrations/sdpa_attention.py) hands grouped keys to torch unless there is a mask, in
-    fp32 on CUDA too, where torch then materializes the scores. Keys that the rule refuses are repeated by the library.
+    Its own rule of attention (transformers/integrations/sdpa_attention.py) hands grouped keys to torch unless there is
+    a mask, in fp32 on CUDA too, where torch then materializes the scores. Keys that the rule refuses are repeated by
+    the library. Its experts (transformers/integrations/moe.py) multiply by a view of their weights, which autograd
+    would keep where DeepSpeed's stage 3 has freed the weights themselves. Its masks (transformers/masking_utils.py) are
+    of packed sequences wherever positions cannot be read, as those of fake tensors, and no sequence here is packed.
     """
-    from transformers.integrations import sdpa_attention
+    from transformers import masking_utils
+    from transformers.integrations import moe, sdpa_attention
 
-    rule_of_library = sdpa_attention.use_gqa_in_sdpa
+    rule_of_library, product_of_library = sdpa_attention.use_gqa_in_sdpa, moe._grouped_linear
+
+    def grouped_linear(
+        rows: Tensor, weight: Tensor, offs: Tensor, bias: Any = None, is_transposed: bool = False
+    ) -> Any:
+        if is_transposed or bias is not None:
+            return product_of_library(rows, weight, offs, bias, is_transposed)
+        return GroupedProduct.apply(rows.to(weight.dtype), weight, offs)  # type: ignore[no-untyped-call]
 
     def use_gqa_in_sdpa(attention_mask: Tensor | None, key: Tensor, *others: Tensor) -> bool:
         return not repeats_grouped_heads(key) and rule_of_library(attention_mask, key, *others)
 
-    sdpa_attention.use_gqa_in_sdpa = use_gqa_in_sdpa
+    masking_utils.find_packed_sequence_indices = lambda *_: None  # type: ignore[assignment]
+    sdpa_attention.use_gqa_in_sdpa, moe._grouped_linear = use_gqa_in_sdpa, grouped_linear  # type: ignore[assignment]
 
 
 @functools.cache
@@ -97,6 +111,13 @@ def causal_lm_adapter(base: type) -> type:
             """Return the decoder layers by their index."""
             return dict(enumerate(decoder_layers(self)[1]))
 
+        def listen_to_routers(self, listener: Callable[[int, Tensor], None]) -> None:
+            """Call a listener in each forward of a layer with its index and the number of tokens of each expert."""
+            for index, layer in self.layers_by_index().items():
+                for experts in filter(has_stacked_weights, layer.modules()):
+                    count = partial(announce_tokens, partial(listener, index))
+                    experts.register_forward_pre_hook(count)
+
         def embedding_and_head_groups(self) -> list[list[nn.Module]]:
             """Return embedding and head as two lists; tied weights are left to the model's root."""
             if self.config.tie_word_embeddings:
@@ -105,6 +126,16 @@ def causal_lm_adapter(base: type) -> type:
 
     CausalLM.__name__ = base.__name__
     return CausalLM
+
+
+def has_stacked_weights(module: nn.Module) -> bool:
+    """Return whether the module itself has the weights of several experts, stacked."""
+    return any(parameter is not None and parameter.dim() > MATRIX_DIMS for parameter in module._parameters.values())
+
+
+def announce_tokens(listener: Callable[[Tensor], None], experts: Any, args: tuple[Tensor, ...]) -> None:
+    """Call a listener with the number of tokens of each expert; `args` are hidden states, indices and weights."""
+    listener(count_tokens(args[1], experts.num_experts))
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:

@@ -4,6 +4,7 @@ This process imports no torch.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import subprocess
@@ -12,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import GroupValues
-from harness.config.model_files import config_file, refuse_experts, require_library
+from harness.config.model import HFModelInfo
+from harness.config.model_files import config_file, require_library
 from harness.records.provenance import versions
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, one_line
@@ -37,8 +39,9 @@ _KEYS = {
         "context_length": "n_positions",
     },
 }
+_KEYS["moe"] = _KEYS["llama"] | {"num_experts": "num_local_experts", "num_experts_per_tok": "num_experts_per_tok"}
 
-_FAMILIES = {"llama": "llama", "mistral": "llama", "gpt2": "gpt"}  # by model_type
+_FAMILIES = {"llama": "llama", "mistral": "llama", "mixtral": "moe", "gpt2": "gpt"}  # by model_type
 
 # The settings of model=hf that count before its config.json.
 _CHANGED = ("context_length", "dropout", "num_hidden_layers", "vocab_size", "tie_word_embeddings")
@@ -48,14 +51,13 @@ def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValu
     """Return the values of a model of family hf, from its config.json alone or from a trace.
 
     Traces are file in the folder `cache`, by the hash of what they depend on. Raises UserError for a model that
-    is not there, is no dense causal language model, or cannot be traced.
+    is not there, is no causal language model, or cannot be traced.
     """
     if not model.get("path"):
         raise UserError("model.path=null: name a config.json, a folder that has one, or a model in the hub")
     path = config_file(str(model["path"]))
     try:
         config: dict[str, Any] = json.loads(path.read_text())
-        refuse_experts(config, model["path"])
         # Of a model of the hub it is the last part of its name there.
         of_path = str(model["path"]).rpartition("/")[2] if "snapshots" in path.parts else path.resolve().parent.name
         name = str(model.get("name") or of_path)
@@ -106,7 +108,8 @@ def traced_values(config: dict[str, Any], model: GroupValues, seq_len: int | Non
     require_library()
     settings = {key: value for key, value in model.items() if key != "path"}
     of_packages = {package: versions()[package] for package in ("harness", "transformers", "torch")}
-    depends_on = json.dumps([config, settings, seq_len, of_packages], sort_keys=True)
+    facts = [entry.name for entry in dataclasses.fields(HFModelInfo)]
+    depends_on = json.dumps([config, settings, seq_len, of_packages, facts], sort_keys=True)
     file = cache / "traces" / f"{hashlib.sha256(depends_on.encode()).hexdigest()[:32]}.json"
     with contextlib.suppress(FileNotFoundError, ValueError):  # a ValueError: half a file, of a machine that stopped
         values: GroupValues = json.loads(file.read_text())

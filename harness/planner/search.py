@@ -98,11 +98,9 @@ def backward_start_bytes(step: RankStep) -> int:
 def lower_bound(of_rank: Callable[[RankStep], int], prediction: Prediction) -> int:
     """Return bytes of the first or of the last kind of the pipeline's ranks, with workspaces of matrix products.
 
-    A traced model has no bound, nor has a layout that breaks a rule of the model's stages.
+    A layout that breaks a rule of the model's stages has no bound.
     """
     config, layout, cluster, memory = prediction.config, prediction.layout, prediction.cluster, prediction.stack.memory
-    if prediction.is_of_nearest_decoder:
-        return 0
     try:
         if prediction.has_own_memory:
             steps, workspaces = rank_steps(config, layout, prediction.widths, cluster.device), WORKSPACE_BYTES

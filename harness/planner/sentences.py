@@ -121,7 +121,7 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     copies = offloads and prediction.cluster.device == "cuda"
     facts = {
         "datasheet_only": hardware.datasheet_only,
-        "nearest_decoder": prediction.is_of_nearest_decoder,
+        "of_library": prediction.is_of_library,
         "free_copies": copies and hardware.host_bandwidth is None,
         "host_memory": copies,
         "left_out": [{"whole_bytes": whole_bytes, "processes": processes}],
@@ -132,9 +132,8 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
 def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     """Yield the commands that run a layout and export it, if these engines train it."""
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
-    is_own = not first.is_of_nearest_decoder
-    is_exported = is_own and not first.config.model.num_experts  # a layer that scripts are written for
-    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_exported}
+    is_own = not first.is_of_library
+    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_own}
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 

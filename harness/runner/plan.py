@@ -10,7 +10,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
-from harness.cost_model.memory import MemoryEstimate, estimate_memory, predicted_memory
+from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.rank_memory import fullest_rank
 from harness.data.corpus import Corpus, prepare_corpus
@@ -69,11 +69,6 @@ class RunPlan:
     def memory(self) -> MemoryEstimate:
         """The predicted memory of the fullest rank."""
         return estimate_memory(self.config, self.layout, self.widths, self.machine.device)
-
-    @cached_property
-    def predicted_peak_bytes(self) -> int:
-        """The predicted peak of the fullest rank; activations of a traced model are those of the nearest decoder."""
-        return predicted_memory(self.config, self.layout, self.widths, self.machine.device).peak_bytes
 
     @cached_property
     def prediction(self) -> Prediction | None:

@@ -114,8 +114,8 @@ def build_record(
 def predicted_columns(plan: RunPlan) -> Cells:
     """Return the predicted peak, activations and step time of a run; none for compiled layers.
 
-    Of a model of transformers only the peak is predicted, with the activations of the nearest decoder. The compiler
-    decides what a compiled layer saves and allocates, and which of its operators become one kernel.
+    Of a model of transformers only the peak is predicted. The compiler decides what a compiled layer saves and
+    allocates, and which of its operators become one kernel.
     """
     if plan.config.train.compile:
         return {}
@@ -124,7 +124,7 @@ def predicted_columns(plan: RunPlan) -> Cells:
     if model_profile(config.model).is_project_decoder:
         activations = max(saved_bytes(config, layout, plan.machine.device, rank)[0] for rank in range(layout.pp))
     return {
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
+        "predicted_peak_bytes": plan.memory.peak_bytes,
         "predicted_activation_bytes": activations,
         "predicted_step_seconds": None if prediction is None else prediction.step_seconds,
     }

@@ -110,4 +110,4 @@ def needs_at_least(plan: RunPlan, row: Row) -> bool:
     predicted = row.get("predicted_peak_bytes")
     if predicted is None:  # nothing is predicted for compiled layers
         return not plan.layout.pp_enabled
-    return plan.predicted_peak_bytes >= int(predicted)
+    return plan.memory.peak_bytes >= int(predicted)

@@ -2,11 +2,9 @@
 
 import functools
 import math
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from harness.measure.native_allocator import LogLines
 from harness.simulator import cuda_api
 from harness.simulator.stand_ins import around
+from harness.tensors.autograd import is_accumulation
 
 # They stand for identities, which no storage has.
 WORKSPACE = -1  # of a kernel's own memory
@@ -172,39 +171,6 @@ def count_storages(device_type: str) -> Iterator[StorageCounter]:
         counter,
     ):
         yield counter
-
-
-def is_accumulation(earlier: Any, gradient: Any) -> bool:
-    """Return whether autograd's engine sums two gradients that it would sum in place if they were not fake.
-
-    It does so with the last reference to the earlier one and to its storage, to which a view is a second one, and never
-    while a dispatch mode is entered (can_accumulate_inplace in torch/csrc/autograd/input_buffer.cpp).
-    """
-    tensors = isinstance(earlier, Tensor) and isinstance(gradient, Tensor)
-    if torch.is_grad_enabled() or not tensors or not is_called_by_engine():
-        return False
-    references = torch._C._storage_Use_Count(earlier.untyped_storage()._cdata)
-    is_last = earlier._use_count() <= gradient._use_count()  # the engine has one reference to each of them
-    return is_last and references == STORAGE_AND_ITS_OBJECT
-
-
-STORAGE_AND_ITS_OBJECT = 2  # references to a storage with one tensor, while Python has an object of it
-
-
-def is_called_by_engine() -> bool:
-    """Return whether autograd's engine has called the operator that is dispatched, with no Python code between.
-
-    The engine's thread of a device has no frames of its own, and that of a CPU is the one that calls backward.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
-        if frame.f_globals["__name__"] not in DISPATCHERS:
-            return False
-        frame = frame.f_back
-    return True
-
-
-DISPATCHERS = (__name__, "harness.measure.step_profiler", "torch._ops")
 
 
 def chunk_cat_bytes(tensors: Sequence[Tensor], dim: int, num_chunks: int, **_: Any) -> int:

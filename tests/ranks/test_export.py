@@ -68,6 +68,15 @@ BY_TORCHRUN = (
     "strategy=tp_pp model.tie_word_embeddings=true world_size=4",
     *(f"strategy=ddp_pp precision={precision} world_size=4" for precision in ("fp32", "bf16_mixed")),
     "strategy=fsdp_pp strategy.schedule=zero_bubble checkpointing=full world_size=4",
+    *(
+        f"strategy={strategy} model=moe_tiny"
+        for strategy in (
+            *("ddp", "ep", "zero2 precision=bf16_mixed", "fsdp_full_shard checkpointing=selective", "tp"),
+            *("ep precision=bf16_mixed", "fsdp_ep precision=bf16_mixed", "tp_sp precision=bf16_mixed", "pp_1f1b"),
+            *("fsdp_ep strategy.tp=2 world_size=4", "ep strategy.pp=2 world_size=4", "ep strategy.cp=2 world_size=4"),
+            *("fsdp_ep strategy.dp_replicate=2 world_size=4", "fsdp_ep strategy.zero_stage=2 world_size=4"),
+        )
+    ),
 )
 
 # A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded.
@@ -81,6 +90,7 @@ BY_ACCELERATE = (
     ("launch", "overrides"),
     [
         (TORCHRUN, "strategy=pp_1f1b"),
+        (TORCHRUN, "strategy=fsdp_ep model=moe_tiny world_size=4"),
         *(long(TORCHRUN, overrides) for overrides in BY_TORCHRUN),
         *(long(ACCELERATE, overrides) for overrides in BY_ACCELERATE),
     ],

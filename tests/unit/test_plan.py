@@ -57,7 +57,6 @@ FILES = {
     "conf/cluster/bare.yaml": "name: bare\ngpus_per_node: 8\n",
     "conf/cluster/broken.yaml": 'name: "a: b\n',
     "own_7b/config.json": json.dumps(LLAMA | SIZES_OF_7B | {"max_position_embeddings": 4096}),
-    "experts/config.json": json.dumps({"model_type": "mixtral", "num_local_experts": 8}),
     "sizeless/config.json": json.dumps({"model_type": "llama"}),
     "list/config.json": "[1]",
     "sweeps/mine.yaml": "# @package _global_\nname: mine\ntrain: {global_batch: 16}\nhydra:\n  mode: MULTIRUN\n"
@@ -241,7 +240,6 @@ def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> 
         ("plan model=7b cluster=broken", "broken.yaml"),
         ("plan --report plan.html model=1b cluster=eight strategy=ddp", "--report="),
         ("plan sweeps=mine model=1b cluster=eight world_size=12", "none of the other 3 combinations has a plan"),
-        ("plan model=hf model.path=experts cluster=eight", "num_local_experts=8: mixtures of experts"),
         ("plan model=hf model.path=sizeless cluster=eight", "no readable config.json of a causal language model"),
         ("plan model=hf model.path=list cluster=eight", "no readable config.json of a causal language model"),
         ("cluster=broken", "broken.yaml"),

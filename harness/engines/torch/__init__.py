@@ -63,7 +63,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
                 apply_hf_tensor_plan(part, config.model, mesh["tp"])
             else:
                 apply_tensor_parallel(part, mesh["tp"], layout.sequence_parallel)
-        if config.model.num_experts:
+        if config.model.num_experts and (layout.tp_enabled or layout.ep_enabled):
             shard_experts(part, mesh)
         if layout.ep_enabled:
             exchange_tokens(part, mesh.get_group("ep"))

@@ -23,10 +23,10 @@ ExpertsForward = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 def shard_experts(model: Decoder, mesh: DeviceMesh) -> None:
     """Shard the weights of all experts on the meta device in place: whole experts along ep, and each along tp."""
-    axes = tuple(axis for axis in ("ep", "tp") if mesh[axis].size() > 1)
+    axes = tuple(axis for axis in ("ep", "tp") if axis in (mesh.mesh_dim_names or ()) and mesh[axis].size() > 1)
     for block in model.layers_by_index().values():
         for matrix in layer_matrices(model.config):
-            if not matrix.experts or not axes:
+            if not matrix.experts:
                 continue
             along: dict[str, Placement] = {"ep": Shard(0), "tp": Shard(1 + SHARD_DIM[str(matrix.style)])}
             module = block.get_submodule(matrix.path)

@@ -42,6 +42,16 @@ def router_detached(ordinary: Any, self: Any, tokens: Any) -> Any:
     return weights.detach() + 0 * weights, experts
 
 
+@replaces("harness.models.hf_library.build_hf_model")
+def router_of_library_detached(ordinary: Any, *arguments: Any) -> Any:
+    """Give the experts of a library's model the weights of their outputs without their gradients."""
+    built = ordinary(*arguments)
+    for module in built.modules():
+        if hasattr(module, "gate_up_proj") and hasattr(module, "num_experts"):
+            module.register_forward_pre_hook(lambda _, args: (*args[:2], args[2].detach() + 0 * args[2]))
+    return built
+
+
 @replaces(EXCHANGE)
 def tokens_in_another_order(ordinary: Any, *arguments: Any) -> Any:
     """Return the outputs of two neighboring tokens in each other's places."""
