@@ -10,7 +10,6 @@ import itertools
 import json
 import re
 import sys
-from collections import Counter
 from contextlib import nullcontext
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -18,8 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.from_dict import GroupValues, require
 from harness.config.model import HFModelInfo, ModelConfig
@@ -28,10 +25,9 @@ from harness.cost_model.flops import BACKWARD
 from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM
 from harness.layout.partition import is_expert_weight
 from harness.models.activation_checkpoint import checkpoint_block
-from harness.models.decoder import loss_function
+from harness.models.flop_trace import count_flops
 from harness.models.hf_library import ATTENTION_IMPLEMENTATIONS, decoder_layers, instantiate, load_hf_config
-from harness.models.layer_trace import run_on_fakes, trace_layers
-from harness.tensors.flops import ATTENTION_FLOPS, operator_flops
+from harness.models.layer_trace import trace_layers
 from harness.util.text import UserError, one_line, run_command
 
 # The styles of harness.layout.layer_spec by the library's names (transformers/distributed/tensor_parallel.py).
@@ -43,9 +39,6 @@ STYLES = {
     "colwise_rep": "gathered",
 }
 
-
-# FLOPs by the path of the innermost module that runs them, and whether they are of a fused kernel of attention.
-FlopsOfModules = Counter[tuple[str, bool]]
 
 # Keys of the built-in families, for which a configuration of the library has its own keys.
 MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "norm_topk_prob", "routing")
@@ -285,46 +278,6 @@ def is_repeated(module: nn.Module, path: str, plan: dict[str, str]) -> bool:
     if any(parameter.dim() >= MATRIX_DIMS for parameter in module.parameters(recurse=False)):
         return plan.get(path) not in SHARD_DIM
     return not any(style == "column" and other.startswith(f"{path}.") for other, style in plan.items())
-
-
-class FlopCounterMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that adds up FLOPs by the same formulas as the profiled step of a run.
-
-    torch.utils.flop_counter.FlopCounterMode lacks the formula of attention on a CPU (see harness.tensors.flops).
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.paths = {module: path for path, module in model.named_modules()}
-        self.inside = [""]  # the paths of the modules whose forward runs, outermost first
-        self.flops: FlopsOfModules = Counter()
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
-        """Count for this module from now on."""
-        self.inside.append(self.paths.get(module, self.inside[-1]))  # a function may be a module outside the model
-
-    def leave(self, *_: Any) -> None:
-        """Count for the module around the last one from now on."""
-        self.inside.pop()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = run_on_fakes(func, args, kwargs)
-        key = self.inside[-1], getattr(func, "_overloadpacket", None) in ATTENTION_FLOPS
-        self.flops[key] += operator_flops(func, args, kwargs or {}, result)
-        return result
-
-
-def count_flops(model: nn.Module, seq_len: int) -> tuple[FlopsOfModules, int]:
-    """Return the FLOPs of one sequence: of forward by module, and of forward and backward."""
-    tokens = torch.zeros((1, seq_len), dtype=torch.int64)
-    with FlopCounterMode(model) as counter:
-        hooks = (register_module_forward_pre_hook(counter.enter), register_module_forward_hook(counter.leave))
-        loss = loss_function(model(tokens), tokens)
-        forward = counter.flops.copy()
-        loss.backward()  # type: ignore[no-untyped-call]
-    for hook in hooks:
-        hook.remove()
-    return forward, counter.flops.total()
 
 
 def checkpoint_layers(layers: nn.ModuleList) -> set[nn.Module]:
