@@ -36,6 +36,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "strategy": {"ep": 1},
     "checkpointing": {"saved_products": "all"},
+    "optimizer": {"name": "adamw", "momentum": 0.0},
 }
 
 _OLD_KEYS = {
@@ -90,6 +91,8 @@ def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
             rest[group] = {
                 key: value for key, value in rest[group].items() if key not in defaults or value != defaults[key]
             }
+    if not rest.get("optimizer", True):  # a group of new keys alone
+        del rest["optimizer"]
     return rest
 
 

@@ -6,10 +6,10 @@ The comments of the fields are the reference of all keys (docs/reference/configu
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import (
     AtLeastOne,
@@ -24,6 +24,7 @@ from harness.config.from_dict import (
 )
 from harness.config.hardware import HardwareConfig
 from harness.config.model import ModelConfig
+from harness.config.optimizer import DTYPE_BYTES, OptimizerConfig
 from harness.config.strategy import StrategyConfig
 from harness.util.text import Size, parse_bytes
 
@@ -83,8 +84,6 @@ class CheckpointingConfig:
         return tuple(name for number, name in enumerate(projections, 1) if not self.saves_product(number))
 
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes per element, by torch's dtype names
-
 Precision = Annotated[str, one_of("fp32", "bf16", "bf16_mixed", "fp16_mixed")]
 LossScale = Annotated[float, rule(is_above_zero, "is not a finite number above 0: choose one, such as 65536")]
 
@@ -126,37 +125,6 @@ class PrecisionConfig:
     def reduce_bytes(self) -> int:
         """Bytes per element of `reduce`."""
         return DTYPE_BYTES[self.reduce]
-
-
-@dataclass(frozen=True)
-class OptimizerSpec:
-    """An optimizer of torch. Its update works element by element, and so sends nothing beside what the layout sends."""
-
-    name: str  # its class in torch.optim
-    settings: tuple[str, ...]  # its arguments that are keys of `train`
-    # The tensors that it keeps for each parameter, divided among ranks as the optimizer is: by torch's names, the width
-    # of an element in the width of a master.
-    states: Mapping[str, float]
-    gradient_state: str  # the state that is a multiple of the clipped gradient after the first update
-    update_bytes: float  # read and written for each parameter in 16-bit mixed precision, by one pass over all tensors
-    foreach_copies: int  # the masters' copies that torch's foreach operators make at once; the fused kernel makes none
-    kernels: Mapping[str, str]  # the implementation, fused or foreach, by the operator that shows that it ran
-
-
-# The update by torch/optim/adamw.py with fused=True is one pass: it reads the gradient, reads and writes master and
-# both moments, in fp32, and writes the 16-bit weight.
-ADAMW = OptimizerSpec(
-    name="AdamW",
-    settings=("lr", "betas", "eps", "weight_decay"),
-    states={"exp_avg": 1.0, "exp_avg_sq": 1.0},
-    gradient_state="exp_avg",
-    update_bytes=4 + 2 * 3 * 4 + 2,
-    foreach_copies=1,  # the roots of all second moments
-    kernels={"aten::_fused_adamw_": "fused", "aten::_foreach_sqrt": "foreach"},
-)
-
-OPTIMIZERS = (ADAMW,)
-STATE_NAMES = tuple(dict.fromkeys(name for optimizer in OPTIMIZERS for name in optimizer.states))
 
 
 @dataclass(frozen=True)
@@ -215,14 +183,15 @@ class TrainConfig:
     steps: Positive  # The number of timed steps.
     warmup_steps: Positive  # The number of steps before the timed ones.
     seed: Natural  # The seed of initial weights, data and dropout.
-    lr: Finite  # The learning rate of AdamW, which stays the same in all steps.
-    weight_decay: Finite  # The weight decay of AdamW.
+    lr: Finite  # The learning rate, which stays the same in all steps.
+    weight_decay: Finite  # The weight decay: of AdamW and Muon apart from the gradient, of SGD as a part of it.
     betas: tuple[float, float]  # The decay rates of AdamW's first and second moments.
     eps: Finite  # The epsilon in the denominator of AdamW's update.
     gradient_clipping: Finite  # The largest global norm of gradients; 0 measures the norm and clips nothing.
     # The parts into which a micro-batch's tokens are split; head and loss compute one part after another.
     loss_chunks: Positive = 1
-    # Whether one kernel without temporaries updates the parameters, in the place of torch's foreach operators.
+    # Whether one kernel without temporaries runs AdamW's update, in the place of torch's foreach operators. SGD always
+    # has the latter, and torchao's optimizers have neither.
     fused_optimizer: bool = True
     compile: bool = False  # Whether torch.compile compiles every decoder layer.
 
@@ -264,16 +233,11 @@ class RunConfig:
     # describes, with tensors that have no memory.
     launch: LaunchMode = "processes"
     simulate: SimulateConfig = SimulateConfig()  # The rank of a simulated or virtual run.
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
 
-    @property
-    def optimizer(self) -> OptimizerSpec:
-        """The optimizer that every engine trains with."""
-        return ADAMW
-
-    @property
-    def optimizer_state_bytes(self) -> int:
-        """The bytes of the optimizer's states for each parameter, without its master."""
-        return int(self.precision.master_bytes * sum(self.optimizer.states.values()))
+    def optimizer_setting(self, key: str) -> Any:
+        """Return the value of an optimizer's setting, which is a key of `optimizer` or of `train`."""
+        return getattr(self.optimizer if hasattr(self.optimizer, key) else self.train, key)
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""

@@ -10,7 +10,7 @@ import yaml
 
 from harness.config.from_dict import AtLeastOne, Natural, NotNegative, from_dict, one_of
 from harness.config.locations import files_in
-from harness.config.schema import ADAMW
+from harness.config.optimizer import ADAMW
 
 
 @dataclass(frozen=True)

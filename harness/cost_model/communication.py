@@ -9,6 +9,7 @@ from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates
 from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -249,12 +250,13 @@ def dp_bytes(
     gathered and reduced among the ranks that have the same ones.
     """
     gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
+    updates = sum(gathered_updates(config, layout, stage, is_padded=rank is not None))
     own = layout.of_experts if of_experts else layout
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
     reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
     sent = {
-        (along_shards, "gather"): ring_fraction(shards) * gathered * widths.gathered,
+        (along_shards, "gather"): ring_fraction(shards) * (gathered * widths.gathered + updates * BF16_BYTES),
         (along_shards, "reduce"): passes * ring_fraction(shards) * reduced * reduce_bytes * (layout.zero_stage > 0),
         (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced_once * reduce_bytes / shards,
     }

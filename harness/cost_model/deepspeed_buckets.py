@@ -258,6 +258,6 @@ class ZeroStage3(BucketedZero):
         """
         sub_group = self.precision.accumulate_bytes * int(self.config.strategy.options.get("sub_group_size", 1e9))
         copied = min(self.copied_bytes, sub_group)
-        tape.touch(gradients=sum(self.gradients), temporaries=copied + self.foreach_bytes)
+        tape.touch(gradients=sum(self.gradients), temporaries=copied + self.update_bytes)
         if not self.offloads:
             tape.touch(gradients=sum(self.gradients), temporaries=FP64_BYTES * -(-max(self.sizes) // self.degree))

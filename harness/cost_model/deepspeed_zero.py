@@ -97,7 +97,7 @@ class DeepSpeedZero(Sharding):
             tape.touch(gradients=width * (own + large), temporaries=norm, buffers_bucket=bucket)
             if not self.is_mixed:
                 tape.touch(gradients=width * own, temporaries=width * flat)
-        tape.touch(gradients=width * flat, temporaries=self.foreach_bytes)
+        tape.touch(gradients=width * flat, temporaries=self.update_bytes)
 
 
 class ZeroStage1(DeepSpeedZero):

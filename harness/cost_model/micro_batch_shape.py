@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig, TracedLayer
-from harness.config.schema import DTYPE_BYTES, Device, RunConfig
+from harness.config.optimizer import DTYPE_BYTES
+from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
 
 FP32_BYTES, INT64_BYTES = 4, 8

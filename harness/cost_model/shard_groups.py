@@ -3,8 +3,6 @@
 fully_shard pads those of a group to equal shards.
 """
 
-import dataclasses
-import heapq
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,7 +11,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, local_sizes, parameters_of_stage
+from harness.layout.partition import Stage, parameters_of_stage
 
 
 def without_data_parallelism(layout: Layout) -> Layout:
@@ -120,28 +118,3 @@ def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_
     head, and `ep` that of the experts.
     """
     return sum(math.prod(each.local_shape(tp, vocabulary_tp, ep)) for each in parameters_of_stage(model, stage))
-
-
-def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
-    """Return the number of parameters whose optimizer state is on the rank that has most of them."""
-    shards, by_parameter = layout.shard_count("optimizer"), layout.partitions_by_parameter
-    own = dataclasses.replace(without_data_parallelism(layout), ep=layout.undivided_ep("optimizer"))
-    return _largest_partition(model, own, tuple(stages), shards, by_parameter)
-
-
-@lru_cache(maxsize=1024)
-def _largest_partition(
-    model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, by_parameter: bool
-) -> int:
-    """Return the parameters of the fullest rank, as ZeroRedundancyOptimizer assigns them: the largest one first.
-
-    Each goes to the rank that has fewest, and to the first of several such ranks; others divide all parameters evenly.
-    """
-    sizes = local_sizes(model, layout, stages)
-    if not by_parameter:
-        return math.ceil(sum(sizes) / shards)
-    ranks = [(0.0, rank) for rank in range(shards)]
-    for size in sorted(sizes, reverse=True):
-        total, rank = ranks[0]
-        heapq.heapreplace(ranks, (total + size, rank))
-    return math.ceil(max(ranks)[0])

@@ -13,8 +13,9 @@ from harness.config.schema import Device, RunConfig
 from harness.cost_model.communication import tied_bytes
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
+from harness.cost_model.optimizer_state import OptimizerTensor, optimizer_tensors, state_bytes, update_temporaries
 from harness.cost_model.pipeline import BackwardStart, PassKind
-from harness.cost_model.shard_groups import ShardGroups, local_parameter_count, optimizer_parameter_count, shard_groups
+from harness.cost_model.shard_groups import ShardGroups, local_parameter_count, shard_groups
 from harness.cost_model.stage_activations import StageActivations, stage_activations
 from harness.cost_model.tape import Tape
 from harness.layout.layout import Layout
@@ -57,7 +58,6 @@ class Sharding:
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
         self.shard_counts = {kind: layout.shard_count(kind) for kind in STATE_KINDS}
         self.micro_batches = layout.grad_accumulation_steps(config.train)
-        self.optimizer_copies = 0 if config.train.fused_optimizer else config.optimizer.foreach_copies
 
     # The rank's state.
 
@@ -83,7 +83,18 @@ class Sharding:
     @cached_property
     def optimizer_bytes(self) -> int:
         """The bytes of the rank's optimizer state."""
-        return self.widths.optimizer * optimizer_parameter_count(self.config.model, self.layout, self.stages)
+        elements = math.ceil(sum(tensor.elements for tensor in self.updated))
+        return self.widths.masters * elements + state_bytes(*self.update)
+
+    @cached_property
+    def updated(self) -> Sequence[OptimizerTensor]:
+        """The tensors that the rank's optimizer updates."""
+        return optimizer_tensors(self.config.model, self.layout, self.stages)
+
+    @property
+    def update(self) -> tuple[str, Sequence[OptimizerTensor], str]:
+        """The optimizer, what it updates, and the dtype of masters."""
+        return self.config.optimizer.name, self.updated, self.precision.master
 
     @cached_property
     def host_gradients(self) -> list[int]:
@@ -219,13 +230,12 @@ class Sharding:
     def step(self, tape: Tape) -> None:
         """Receive the gradient of a tied table from the other end of the pipeline, and run the optimizer."""
         received = round(sum(tied_bytes(self.config, self.layout, stage, None) for stage in self.stages))
-        tape.touch(gradients=sum(self.gradients), temporaries=max(received, self.foreach_bytes))
+        tape.touch(gradients=sum(self.gradients), temporaries=max(received, self.update_bytes))
 
     @property
-    def foreach_bytes(self) -> int:
-        """The bytes of an optimizer's copies of its state."""
-        width = self.optimizer_copies * self.precision.master_bytes
-        return -(-width * sum(self.counts_of("optimizer")) // self.shard_counts["optimizer"])
+    def update_bytes(self) -> int:
+        """The bytes of the temporaries of the optimizer's update."""
+        return update_temporaries(*self.update, self.config.train.fused_optimizer)
 
     # Gradients of matrices.
 

@@ -5,6 +5,7 @@ projections of attention, an MLP and the dropout masks, as harness.cost_model.ac
 own layers.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,6 +14,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackMemory
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
+from harness.cost_model.optimizer_state import OptimizerTensor
 from harness.cost_model.pipeline import BackwardStart
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.stage_activations import LayerActivations, StageActivations
@@ -43,18 +45,22 @@ class StackSharding(Sharding):
         widths = StateWidths(
             width,
             self.main_width or width,
-            config.optimizer_state_bytes + precision.master_bytes * (precision.is_mixed and not is_flat),
+            precision.master_bytes * (precision.is_mixed and not is_flat),
             gathered=precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed)),
         )
         super().__init__(config, layout, widths, "cuda", stages)
         self.shard_counts |= {"optimizer": shards, "parameters": parts, "gradients": parts}
-        self.optimizer_copies = memory.optimizer_copies
         self.activations = [StackActivations(self.shape, stage, config.checkpointing, memory) for stage in stages]
 
     @cached_property
-    def optimizer_bytes(self) -> int:
-        """The bytes of the rank's optimizer state."""
-        return -(-self.widths.optimizer * sum(self.counts) // self.shard_counts["optimizer"])
+    def updated(self) -> Sequence[OptimizerTensor]:
+        """The tensors that the rank's optimizer updates: one flat tensor."""
+        return (OptimizerTensor(sum(self.counts) / self.shard_counts["optimizer"]),)
+
+    @property
+    def update_bytes(self) -> int:
+        """The bytes of the optimizer's copies of its state."""
+        return self.memory.optimizer_copies * self.precision.master_bytes * math.ceil(self.updated[0].elements)
 
     @cached_property
     def sums(self) -> list[int]:
@@ -132,7 +138,7 @@ class StackSharding(Sharding):
 
     def step(self, tape: Tape) -> None:
         """Run the optimizer."""
-        tape.touch(gradients=sum(self.sums), temporaries=self.foreach_bytes)
+        tape.touch(gradients=sum(self.sums), temporaries=self.update_bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,6 +5,7 @@ from functools import cached_property
 
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
+from harness.cost_model.optimizer_state import OptimizerTensor, row_shards
 from harness.cost_model.shard_groups import ShardGroup
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
@@ -161,9 +162,9 @@ class FullyShard(Sharding):
         return [groups.at_rest for groups in self.groups]
 
     @cached_property
-    def optimizer_bytes(self) -> int:
-        """The bytes of the rank's optimizer state, as padded as parameters."""
-        return self.widths.optimizer * -(-sum(self.counts) // self.shard_counts["optimizer"])
+    def updated(self) -> Sequence[OptimizerTensor]:
+        """The tensors that the rank's optimizer updates, as padded as parameters."""
+        return row_shards(self.config.model, self.layout, self.stages, self.degree)
 
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""

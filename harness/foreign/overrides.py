@@ -52,7 +52,9 @@ def import_configuration(file: Path | None, line: Sequence[str] = (), settings: 
     facts = translation.facts
     usual = {"cluster.nodes": 1, "cluster.gpus_per_node": GPUS, "stack.name": "harness"}
     machine = [f"{key.removesuffix('.name')}={facts[key]}" for key in usual if facts.get(key, usual[key]) != usual[key]]
-    others = [word for group in ("model", "checkpointing", "precision") for word in group_words(group, facts)]
+    others = [
+        word for group in ("model", "checkpointing", "precision", "optimizer") for word in group_words(group, facts)
+    ]
     others += [f"{key}={text_of(facts[key])}" for key in facts if key == "world_size" or key.startswith("train.")]
     machine += nearest("precision", of_group("planned.precision", facts), presets_of("precision", facts))[1:]
     words, values = strategy_words(facts)

@@ -31,7 +31,13 @@ from harness.runner.resolve import preset_values
 from harness.util.redact import redacted
 from harness.util.text import UserError
 
-GROUPS = ("model", "precision", "checkpointing", "stack")  # settings that choose a file of conf/, as facts `GROUP.name`
+GROUPS = (
+    "model",
+    "precision",
+    "checkpointing",
+    "optimizer",
+    "stack",
+)  # settings that choose a file of conf/, as facts `GROUP.name`
 
 WORD = re.compile(r"(@?[\w.]+?)(?:(\??=)(.*))?")
 

@@ -38,13 +38,21 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     else:
         yield from library_incompatibilities(config, layout, config.model.hf_info)
     is_whole = layout.axes_size(layout.sharding_axes) == 1
+    spec = config.optimizer.spec
     rules = {
+        "optimizer_foreach": not train.fused_optimizer and not any(rule.kernels for rule in spec.rules),
+        "optimizer_flat": layout.uses_deepspeed_zero and spec.flat_problem != "",
+        "optimizer_parts": layout.partitions_by_parameter and len(spec.rules) > 1,
+        "optimizer_tp": layout.tp_enabled and spec.needs_whole,
+        "optimizer_offload": layout.offload != "none" and any(rule.module != "torch.optim" for rule in spec.rules),
+        "optimizer_experts": config.model.num_experts > 0 and spec.needs_whole,
         "copies": layout.zero_stage > 0 and layout.dp_replicate > 1 and is_whole,
         "virtual_stages": not pp_enabled and layout.virtual_stages > 1,
         "layers_per_stage": not pp_enabled and layout.layers_per_stage is not None,
         "sequence_chunks": layout.cp_enabled and train.seq_len % (2 * layout.cp) != 0,
     }
-    yield from refusals(rules, config, layout, layers=list(layout.layers_per_stage or ()), cp_chunks=2 * layout.cp)
+    layers = list(layout.layers_per_stage or ())
+    yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
 
 
 def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:

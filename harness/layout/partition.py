@@ -1,7 +1,7 @@
 """The partition of a model along the tensor-parallel and the pipeline-parallel axis, without torch."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -16,6 +16,11 @@ from harness.util.text import UserError
 def is_expert_weight(parameter: str) -> bool:
     """Return whether a parameter, by its plain name, is a weight of all experts."""
     return ".experts." in parameter
+
+
+def is_layer_matrix(layer: int | None, shape: Sequence[int]) -> bool:
+    """Return whether a parameter of this layer, or of none, is a matrix of it; embedding and head are in none."""
+    return layer is not None and len(shape) == MATRIX_DIMS
 
 
 def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool = True) -> int | None:
@@ -136,6 +141,11 @@ class ShardedParameter:
     is_copy: bool  # whether it is the last stage's own copy of a tied embedding, which is its head
     # What is gathered and reduced with it: its layer's index, `embedding` or `head`, which are one where they are tied.
     group: str
+
+    @property
+    def is_layer_matrix(self) -> bool:
+        """Whether it is a matrix of a layer, which an optimizer may update by a rule of its own."""
+        return is_layer_matrix(self.layer, self.shape)
 
     def parts(self, tp: int, vocabulary_tp: int) -> int:
         """Return the number of parts into which tensor parallelism cuts it."""

@@ -21,7 +21,7 @@ class StateWidths:
 
     parameters: int
     gradients: int
-    optimizer: int  # with masters kept beside the parameters; fp32 parameters that are their own masters do not count
+    masters: int  # kept beside the parameters; fp32 parameters that are their own masters do not count
     gathered: int  # of a parameter that was gathered for compute
     # Whether ZeRO stage 3 gathers a parameter for each of its uses; otherwise once for forward, and again for backward.
     gathers_for_each_use: bool = False

@@ -10,7 +10,7 @@ numbers than a matrix has rows and columns.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -26,6 +26,7 @@ from harness.models.init_weights import initial_value
 from harness.probe import Listener, ShardSource
 from harness.records.rank_report import TensorFingerprint
 from harness.tensors.shard import Shard
+from harness.tensors.storage import plain_values
 
 # The most elements that are in memory as fp64 at a time. A CPU's cache has room for its number, which makes it four
 # times as fast as with the other; a GPU needs few launches.
@@ -40,9 +41,13 @@ class Fingerprinter:
     seed: int
     device: torch.device
 
-    def state(self, engine: ShardSource, kind: StateKind, state_name: str | None = None) -> list[TensorFingerprint]:
-        """Return the fingerprints of this rank's shards of one kind of state, or of those of one optimizer state."""
-        shards = (shard for shard in engine.local_shards(kind) if state_name in (None, shard.state_name))
+    def state(
+        self, engine: ShardSource, kind: StateKind, state_names: Collection[str] | None = None
+    ) -> list[TensorFingerprint]:
+        """Return the fingerprints of this rank's shards of one kind of state, or of those of some optimizer states."""
+        shards = (
+            shard for shard in engine.local_shards(kind) if state_names is None or shard.state_name in state_names
+        )
         return [self.fingerprint(shard, self.shape(shard)) for shard in shards]
 
     def shape(self, shard: Shard) -> tuple[int, ...]:
@@ -69,7 +74,7 @@ class Fingerprinter:
         No more than a chunk of it is in memory as fp64 at a time.
         """
         random = self._random_factors(shard.name, shape)
-        parts = list(_matrices(shard.local.detach(), shard, shape, random))
+        parts = list(_matrices(plain_values(shard.local.detach()), shard, shape, random))
         others = parts if subtracted is None else list(_matrices(subtracted, shard, shape, random))
         square = projection = 0.0
         for part, other in zip(parts, others, strict=True):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from harness.config.schema import OPTIMIZERS
+from harness.config.optimizer import OPTIMIZERS
 from harness.records.rank_report import COMPOSED
 
 # The order of preference. MATH composes attention from plain operators, where no fused kernel can be used.
@@ -33,7 +33,12 @@ ATTENTION = {
 
 SCORE_DIMS = 4  # of attention's scores (batch, heads, queries, keys); a router's have tokens and experts alone
 
-OPTIMIZER = {operator: name for optimizer in OPTIMIZERS for operator, name in optimizer.kernels.items()}
+OPTIMIZER = {
+    operator: name
+    for optimizer in OPTIMIZERS.values()
+    for rule in optimizer.rules
+    for operator, name in rule.kernels.items()
+}
 
 ACTIVATION_FUNCTIONS = ("aten::silu", "aten::gelu")  # compiled code has them inside its own kernels
 

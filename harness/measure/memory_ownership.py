@@ -18,7 +18,7 @@ from harness.measure.memory_attribution import attribute_peak, peak_without_back
 from harness.probe import ShardSource
 from harness.records.rank_report import AtPeak, StateShard
 from harness.tensors.shard import BUCKET, GATHERED, STAGING, Shard
-from harness.tensors.storage import PLAIN_TYPES, element_bytes, storage_addresses, storage_bytes
+from harness.tensors.storage import PLAIN_TYPES, element_bytes, storage_addresses, storage_bytes, stored_dtype
 
 
 class OwnershipRecorder:
@@ -184,7 +184,7 @@ def shard_bytes(shards: Iterable[Shard]) -> int:
 def state_shards(engine: ShardSource, kind: StateKind) -> list[StateShard]:
     """Return the shards of one kind of state that this rank holds now."""
     return [
-        StateShard(p.name, p.state_name, tuple(p.shape), p.box, str(p.local.dtype).removeprefix("torch."))
+        StateShard(p.name, p.state_name, tuple(p.shape), p.box, stored_dtype(p.local))
         for p in engine.local_shards(kind)
     ]
 

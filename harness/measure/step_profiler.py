@@ -77,6 +77,7 @@ class StepListener(Listener):
         self.operators: set[str] = set()  # the names of those that ran
         self.attention_kernels: set[str] = set()
         self.flops = 0
+        self.is_updating = False  # the optimizer's own products are not the model's
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
         self.gradient_dtypes: set[str] = set()
@@ -93,6 +94,7 @@ class StepListener(Listener):
         started = self.recorder.position()
         splits = name == "backward_input"
         before = self._gradient_versions() if splits else []
+        self.is_updating = name == "optimizer"
         self.in_flight += name == "forward"
         self.max_in_flight = max(self.max_in_flight, self.in_flight)
         yield
@@ -228,7 +230,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if operator.packs:
             tensors = iter_tensors([args, list(kwargs.values()), result])
             recorder.claim(tensors, "communication", f"{operator.name} buffers")
-        if operator.has_flops:
+        if operator.has_flops and not listener.is_updating:
             listener.flops += operator_flops(func, args, kwargs, result)
         listener.operators.add(operator.name)
         if kernel := attention_kernel(operator.name, *args[:1]):

@@ -24,8 +24,9 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RECOMPUTING_MODES, RunConfig
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
+from harness.cost_model.optimizer_state import optimizer_parameter_count
 from harness.cost_model.parts import PEAK_TITLES
-from harness.cost_model.shard_groups import local_parameter_count, optimizer_parameter_count
+from harness.cost_model.shard_groups import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout import model_profile
 from harness.layout.layout import Layout
@@ -149,10 +150,19 @@ def peak_parts(record: Record) -> list[tuple[str, int, list[tuple[str, int]]]]:
 
 def state_formula(config: RunConfig, layout: Layout, widths: StateWidths, kind: StateKind) -> str:
     """Return the formula of one kind of model state on the rank that has most of it; empty if it is not kept."""
-    is_whole, width = kind == "optimizer" and layout.partitions_by_parameter, getattr(widths, kind)
+    is_whole, width = kind == "optimizer" and layout.partitions_by_parameter, state_width(config, widths, kind)
     count, shards = most_parameters(config.model, layout, kind), 1 if is_whole else layout.shard_count(kind)
     values = {"count": count, "width": width, "shards": shards, "size": -(-width * count // shards)}
     return _say("state_formula", **values, is_whole=is_whole) if width else ""
+
+
+def state_width(config: RunConfig, widths: StateWidths, kind: StateKind) -> int:
+    """Return the bytes per element of a kind of model state; 0 where an optimizer's differ between tensors."""
+    if kind != "optimizer":
+        return widths.parameters if kind == "parameters" else widths.gradients
+    spec, states = config.optimizer.spec, config.optimizer.spec.states.values()
+    is_uniform = spec.of_matrices is None and all(state.dtype is None for state in states)
+    return (widths.masters + config.precision.master_bytes * len(states)) * is_uniform
 
 
 def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> str:

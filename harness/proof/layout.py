@@ -13,6 +13,7 @@ from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import (
     is_expert_weight,
+    is_layer_matrix,
     local_numel,
     split_into_stages,
     stages_of_rank,
@@ -25,7 +26,7 @@ from harness.tensors.shard import GATHERED
 MASTER_BYTES = 4  # per parameter element, in fp32
 
 
-def ownership_problems(model: ModelConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
+def ownership_problems(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
     """Yield every difference between the shards that the ranks hold and those of the layout; none if it is proven.
 
     All elements of every parameter must be there, on as many ranks as the layout has copies, in equal shares and on
@@ -36,7 +37,7 @@ def ownership_problems(model: ModelConfig, layout: Layout, ranks: Sequence[RankR
         return
     for kind in STATE_KINDS:
         by_rank = [kept_shards(rank, kind) for rank in ranks]
-        yield from problems_of_state(kind, layout, partial(_ownership_problems, kind, by_rank, model, layout))
+        yield from problems_of_state(kind, layout, partial(_ownership_problems, kind, by_rank, config, layout))
 
 
 def problems_of_state(kind: StateKind, layout: Layout, problems_of: Callable[[int], Iterator[str]]) -> list[str]:
@@ -61,18 +62,20 @@ def gathered_problems(ranks: Sequence[RankReport]) -> Iterator[str]:
         yield "parameters are still whole between steps, although the layout shards them"
 
 
-def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankReport]) -> Iterator[str]:
+def width_problems(
+    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
+) -> Iterator[str]:
     """Yield where parameters, masters, moments or gradient accumulation are missing or of another width.
 
     The widths are those that the precision has in this engine.
     """
-    precision, states = config.precision, config.optimizer.states.keys()
-    has_masters = widths.optimizer > config.optimizer_state_bytes  # a master is stored beside the states
+    precision = config.precision
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
     expected = {
         "parameters": {("", parameter), (GATHERED, parameter)},
-        "optimizer": {(name, precision.master) for name in states | ({"master"} if has_masters else set())},
+        "optimizer": {("master", precision.master)} if widths.masters else set(),
     }
+    expected["optimizer"] |= state_dtypes(config, layout, ranks)
     for kind, allowed in expected.items():
         reported = {(shard.state_name, shard.dtype) for rank in ranks for shard in _reported_shards(rank, kind)}
         needed = {pair for pair in allowed if pair[0] != GATHERED}
@@ -85,6 +88,24 @@ def width_problems(config: RunConfig, widths: StateWidths, ranks: Sequence[RankR
             f"gradients: they are accumulated in {dtype}, and precision={precision.name} accumulates in"
             f" {precision.accumulate}"
         )
+
+
+def state_dtypes(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> set[tuple[str, str]]:
+    """Return the optimizer's states with the dtypes that they must have for the tensors of these ranks.
+
+    DeepSpeed's optimizer has one tensor of all that a rank holds.
+    """
+    states, master, expected = config.optimizer.spec.states, config.precision.master, set[tuple[str, str]]()
+    for rank in ranks:
+        own = [shard for shard in rank.optimizer_shards if shard.state_name in states]
+        total = Counter[str]()
+        for shard in own:
+            total[shard.state_name] += box_numel(shard.box)
+        for shard in own:
+            elements = total[shard.state_name] if layout.uses_deepspeed_zero else box_numel(shard.box)
+            expected.add((shard.state_name, states[shard.state_name].dtype_of(elements, master)))
+    missing = states.keys() - {name for name, _ in expected}
+    return expected | {(name, states[name].dtype or master) for name in missing}
 
 
 def gradient_problems(
@@ -141,7 +162,7 @@ def build_peak_problems(
     if not layout.pp_enabled:
         return
     largest_bytes = largest_parameter_numel(config.model) * MASTER_BYTES
-    width = widths.parameters + max(0, widths.optimizer - config.optimizer_state_bytes)  # and masters
+    width = widths.parameters + widths.masters
     if layout.data_parallel == "ddp":
         width += widths.gathered  # DistributedDataParallel's buckets
     for rank in ranks:
@@ -178,10 +199,10 @@ def _reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
 
 
 def _ownership_problems(
-    kind: str, by_rank: Sequence[list[StateShard]], model: ModelConfig, layout: Layout, shards: int
+    kind: str, by_rank: Sequence[list[StateShard]], config: RunConfig, layout: Layout, shards: int
 ) -> Iterator[str]:
     """Yield parameters whose elements are not all there, or are on more or fewer ranks than the layout has copies."""
-    shapes = model_profile(model).parameter_shapes
+    model, shapes = config.model, model_profile(config.model).parameter_shapes
     stages = Counter(name for stage in split_into_stages(model, layout) for name in local_numel(model, layout, stage))
     owners: dict[tuple[str, str], dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, owned in enumerate(by_rank):
@@ -189,9 +210,8 @@ def _ownership_problems(
             if box_numel(shard.box):
                 owners[shard.name, shard.state_name][shard.box].append(rank)
     state_names = {state_name for _, state_name in owners} or {""}
-    for name, state_name in sorted(
-        {(name, state_name) for name in shapes for state_name in state_names} | owners.keys()
-    ):
+    expected = {(name, state) for name in shapes for state in state_names if is_kept(config, name, state)}
+    for name, state_name in sorted(expected | owners.keys()):
         label = f"{kind} of {name}" + (f" ({state_name})" if state_name else "")
         boxes = owners[name, state_name]
         is_cut = tp_shard_dim(name, model, layout.vocabulary_parallel) is not None
@@ -202,11 +222,20 @@ def _ownership_problems(
             yield f"{label}: ranks have shards of it, but the model has no such parameter"
         elif sum(map(box_numel, boxes)) != math.prod(shapes[name]) or _overlap(boxes):
             yield f"{label}: the ranks' shards do not add up to its {math.prod(shapes[name])} elements"
+        elif (name, state_name) not in expected:
+            yield f"{label}: optimizer={config.optimizer.name} has no such state of it"
         elif counts != {copies}:
             owner_counts = " or ".join(map(str, sorted(counts)))
             yield f"{label}: {owner_counts} of {len(by_rank)} ranks hold them, and the layout has {copies} copies"
     for rank, owned in enumerate(by_rank):
         yield from excess_problems(kind, owned, model, layout, rank, shards)
+
+
+def is_kept(config: RunConfig, name: str, state_name: str) -> bool:
+    """Return whether a parameter has a state of this name, if that is one of the optimizer's."""
+    profile = model_profile(config.model)
+    is_matrix = is_layer_matrix(profile.layer_index(name), profile.parameter_shapes.get(name, ()))
+    return config.optimizer.spec.keeps(state_name, is_matrix)
 
 
 def excess_problems(

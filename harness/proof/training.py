@@ -131,30 +131,30 @@ def overflow_problems(reference: RankReport, ranks: Sequence[RankReport]) -> Ite
 
 def optimizer_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterator[str]:
     """Yield where an optimizer stepped with other settings than configured, left elements out, or updated otherwise."""
-    spec = config.optimizer
+    rules = config.optimizer.spec.rules
+    states, classes = {rule.gradient_state for rule in rules}, " and ".join(rule.name for rule in rules)
     for rank in ranks:
-        state = [shard for shard in rank.optimizer_shards if shard.state_name == spec.gradient_state]
+        state = [shard for shard in rank.optimizer_shards if shard.state_name in states]
         expected = sum(math.prod(stop - start for start, stop in shard.box) for shard in state)
         updates = config.train.total_steps - rank.skipped_steps
         for steps, update in ((1, rank.after_first_update), (updates, rank.after_last_update)):
-            for key, values in zip(spec.settings, zip(*update.settings, strict=True), strict=False):
-                configured = getattr(config.train, key)
-                yield from (
-                    f"optimizer: rank {rank.rank} updated parameters with {key}={value} in step {steps}, and"
-                    f" train.{key}={configured}"
-                    for value in values
-                    if value != configured
-                )
+            for key, value in dict.fromkeys(setting for group in update.settings for setting in group):
+                configured = config.optimizer_setting(key)
+                if value != configured:
+                    yield (
+                        f"optimizer: rank {rank.rank} updated parameters with {key}={value} in step {steps}, and"
+                        f" {configured} is configured"
+                    )
             elements = sum(elements for count, elements in update.elements if count >= steps)
             if elements < expected:
                 yield (
-                    f"optimizer: rank {rank.rank} updated {elements} elements by {spec.name} in each of {steps} steps,"
+                    f"optimizer: rank {rank.rank} updated {elements} elements by {classes} in each of {steps} steps,"
                     f" and {expected} have its state"
                 )
         if rank.worst_first_update.excess > 1:
             yield (
                 f"optimizer: rank {rank.rank}'s first update of {rank.worst_first_update.name} is not that of"
-                f" {spec.name}: it differs by {rank.worst_first_update.excess / 2:.1e} of the weight decay"
+                f" {classes}: it differs by {rank.worst_first_update.excess / 2:.1e} of the weight decay"
             )
 
 

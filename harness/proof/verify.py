@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 from harness.config.command import ProofConfig
-from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import expected_bytes
 from harness.layout.layout import Layout
@@ -54,7 +53,7 @@ from harness.records.schema import Cells, ProofEntry, RecordParts
 from harness.util.files import JsonObject
 
 # Returns where ranks of a model and a layout hold other shards.
-ShardProblems = Callable[[ModelConfig, Layout, Sequence[RankReport]], Iterable[str]]
+ShardProblems = Callable[[RunConfig, Layout, Sequence[RankReport]], Iterable[str]]
 
 
 @dataclass(frozen=True)
@@ -136,8 +135,8 @@ def prove_layout(run: FinishedRun, shard_problems: ShardProblems) -> Iterator[st
     config, layout, widths, ranks = run.config, run.layout, run.widths, run.ranks
     if config.strategy.literature:
         yield from gathered_problems(ranks)
-    yield from shard_problems(config.model, layout, ranks)
-    yield from width_problems(config, widths, ranks)
+    yield from shard_problems(config, layout, ranks)
+    yield from width_problems(config, layout, widths, ranks)
     yield from placement_problems(layout, ranks)
     yield from build_peak_problems(config, layout, widths, ranks)
     if config.strategy.literature:

@@ -30,7 +30,7 @@ class DrawnMasks(NamedTuple):
 class UpdateReport(NamedTuple):
     """What a rank's optimizers have updated so far."""
 
-    settings: tuple[tuple[Any, ...], ...] = ()  # those of any group, in the order of OptimizerSpec.settings
+    settings: tuple[tuple[Any, ...], ...] = ()  # of any group: (key, value) of each
     elements: tuple[tuple[int, int], ...] = ()  # (steps, elements that were updated in so many), padding included
 
 

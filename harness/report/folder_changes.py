@@ -27,7 +27,15 @@ from harness.util.files import JsonObject
 _DEFINING_COLUMNS = (
     *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
     *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
-    *("checkpointing_every", "compile", "loss_chunks", "fused_optimizer", "offload", "offload_activations"),
+    *(
+        "checkpointing_every",
+        "compile",
+        "loss_chunks",
+        "optimizer",
+        "fused_optimizer",
+        "offload",
+        "offload_activations",
+    ),
     *("attention", "dropout", "saved_products"),
 )
 

@@ -24,7 +24,16 @@ OTHER_OPTIONS = "other options"  # a column that only frames have: keys without 
 VARYING = (
     *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
     *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
-    *("checkpointing_every", "saved_products", "compile", "loss_chunks", "fused_optimizer", "attention", "dropout"),
+    *(
+        "checkpointing_every",
+        "saved_products",
+        "compile",
+        "loss_chunks",
+        "optimizer",
+        "fused_optimizer",
+        "attention",
+        "dropout",
+    ),
     *("routing", OTHER_OPTIONS),
 )
 
@@ -35,6 +44,7 @@ DEFAULTS = {
     "saved_products": None,
     "compile": False,
     "loss_chunks": 1,
+    "optimizer": "adamw",
     "fused_optimizer": True,
     "attention": "flash",
     "dropout": 0.0,
@@ -43,7 +53,7 @@ DEFAULTS = {
 
 # Columns whose values need no title in front of them.
 _SELF_EXPLANATORY = (
-    *("strategy", "checkpointing", "model", "engine", "precision", "measured_on", "launch", "schedule"),
+    *("strategy", "checkpointing", "model", "engine", "precision", "optimizer", "measured_on", "launch", "schedule"),
     OTHER_OPTIONS,
 )
 

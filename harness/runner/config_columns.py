@@ -25,6 +25,7 @@ _KEYS = {  # of columns that have a key's value
     "seq_len": "train.seq_len",
     "loss_chunks": "train.loss_chunks",
     "compile": "train.compile",
+    "optimizer": "optimizer.name",
     "fused_optimizer": "train.fused_optimizer",
 }
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 
 from harness.config.command import CommandConfig
 from harness.config.fingerprint import make_run_id
@@ -165,6 +166,9 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     yield from incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
     yield from simulation_problems(config, layout)
+    libraries = {rule.library for rule in config.optimizer.spec.rules}
+    for library in sorted(name for name in libraries if find_spec(name) is None):
+        yield from refusals({"optimizer_library": True}, config, layout, library=library)
     if config.launch != "simulated":
         yield from machine_problems(config, layout, machine)
     yield from load_engine(layout.engine).unsupported(config, layout, machine)
@@ -179,6 +183,7 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
             yield problem
     rank, last_rank, release = config.simulate.rank, layout.world_size - 1, torch_release()
     rules = {
+        "simulated_optimizer": is_simulated and any(rule.library != "torch" for rule in config.optimizer.spec.rules),
         "simulated_compile": is_simulated and config.train.compile,
         "simulated_routing": is_simulated and layout.ep_enabled and config.model.routing != "balanced",
         "virtual_ep": is_virtual and layout.ep_enabled,

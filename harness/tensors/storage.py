@@ -24,6 +24,17 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(part)
 
 
+def plain_values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that is stored as codes, in fp32, or another tensor itself."""
+    dequantize = getattr(tensor, "dequantize", None) if is_traceable_wrapper_subclass(tensor) else None
+    return tensor if dequantize is None else dequantize()
+
+
+def stored_dtype(tensor: Tensor) -> str:
+    """Return torch's name of the dtype in which a tensor's values are stored: that of codes, where it has these."""
+    return str(next(plain_tensors(tensor)).dtype).removeprefix("torch.")
+
+
 class Storage(NamedTuple):
     """The memory behind a tensor; `identity` lasts as long as the storage, `address` until it is resized."""
 

@@ -79,6 +79,16 @@ def divided_embedding_backward(gradient: Tensor, indices: Tensor, *others: Any) 
     return first.add_(second)  # type: ignore[no-any-return]
 
 
+def divide_blocks(engine: Engine) -> None:
+    """Let the states of few bits that share a scale do so in blocks half as long.
+
+    A layout's shards draw blocks elsewhere, and are too small for some.
+    """
+    for optimizer in getattr(engine, "optimizers", ()):
+        if block := getattr(optimizer, "block_size", 0):
+            optimizer.block_size = block // 2
+
+
 def train_perturbed(
     engine: Engine,
     probe: Probe,
@@ -93,6 +103,7 @@ def train_perturbed(
     and sum over tokens is divided. `engine` is a new one with the initial weights.
     """
     train = config.train
+    divide_blocks(engine)
     fingerprinter = Fingerprinter(config.model, train.seed, memory.device)
     first_update = FirstUpdate(engine, probe, fingerprinter, memory, config)
     last = GradientFingerprints(fingerprinter)

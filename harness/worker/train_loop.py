@@ -25,6 +25,7 @@ from harness.models.build import compiled_graph_count
 from harness.probe import Probe
 from harness.records.evidence import UpdateExcess, UpdateReport
 from harness.records.rank_report import RankReport, TensorFingerprint
+from harness.tensors.storage import plain_values
 from harness.worker.process_group import wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
@@ -108,7 +109,7 @@ def train(
         host_usage=host_usage,
         after_last_update=first_update.updates.report(),
         last_parameters=fingerprinter.state(engine, "parameters"),
-        last_masters=fingerprinter.state(engine, "optimizer", "master"),
+        last_masters=fingerprinter.state(engine, "optimizer", ("master",)),
         graphs_in_timed_steps=graphs_in_timed_steps,
         **first_update.report(),
         **trace.report(),
@@ -169,7 +170,8 @@ class FirstUpdate:
         self.memory = memory
         self.run = run
         self.listener = GradientFingerprints(fingerprinter, memory.limit_suspended)
-        self.updates = Updates(run.optimizer)
+        self.updates = Updates(run.optimizer.spec)
+        self.rules = {rule.gradient_state: rule for rule in run.optimizer.spec.rules}
         self.after_first = UpdateReport()
         self.moments: Sequence[TensorFingerprint] | None = None  # of clipped gradients
         self.changes: list[TensorFingerprint] = []
@@ -197,20 +199,20 @@ class FirstUpdate:
             return
         self.after_first = self.updates.report()
         with self.memory.limit_suspended():
-            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.run.optimizer.gradient_state)
+            self.moments = self.fingerprinter.state(self.engine, "optimizer", self.rules)
             self._compare_with_initial()
         self.memory.empty_cache()  # the fingerprints needed this memory
 
     @torch.no_grad()
     def _compare_with_initial(self) -> None:
         """Fingerprint the changes, and compare those of fp32 with what the optimizer's first moments make of them."""
-        state = self.run.optimizer.gradient_state
-        shards = (shard for shard in self.engine.local_shards("optimizer") if shard.state_name == state)
-        moments = {(shard.name, shard.box): shard.local for shard in shards}
+        shards = (shard for shard in self.engine.local_shards("optimizer") if shard.state_name in self.rules)
+        moments = {(shard.name, shard.box): shard for shard in shards}
         for shard, initial in self.fingerprinter.changed(self.engine):
             self.changes.append(self.fingerprinter.fingerprint(shard, self.fingerprinter.shape(shard), initial))
             moment = moments.get((shard.name, shard.box))  # of replicated parameters, some rank has it
-            if shard.local.dtype == torch.float32 and moment is not None:
-                chunk = CHUNK_ELEMENTS[initial.device.type]
-                excess = first_update_excess(initial, shard.local, moment, self.run.train, chunk)
+            if shard.local.dtype == torch.float32 and moment is not None and self.rules[moment.state_name].formula:
+                chunk, rule = CHUNK_ELEMENTS[initial.device.type], self.rules[moment.state_name]
+                values = plain_values(moment.local)
+                excess = first_update_excess(initial, shard.local, values, rule, self.run.train, chunk)
                 self.excess = max(self.excess, UpdateExcess(shard.name, excess), key=lambda entry: entry.excess)

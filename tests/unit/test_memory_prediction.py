@@ -28,7 +28,7 @@ from tests.support.pairwise import pairwise
 
 WHOLLY_BF16 = PrecisionConfig("bf16", *["bfloat16"] * 4)
 
-PAPER = StateWidths(parameters=2, gradients=2, optimizer=12, gathered=2)  # K = 12
+PAPER = StateWidths(parameters=2, gradients=2, masters=4, gathered=2)  # K = 12
 
 # --- ZeRO, arXiv 1910.02054, table 1: GB a device for stages 1, 2, 3, as printed
 
@@ -165,7 +165,7 @@ def test_predicted_peak_equals_the_measured_peak(
     with Live() as live:
         loss_function(module(tokens), tokens).backward()
     config = run(model, precision, checkpointing, micro_batch=2, global_batch=4, seq_len=seq_len)  # two micro-batches
-    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, gradients=2, optimizer=4, gathered=2)
+    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, gradients=2, masters=0, gathered=2)
     at_peak = estimate_memory(config, layout_of(config, 0, 1), widths).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     # The token ids come from outside. A weight's gradient lives until it is added to the sum.

@@ -10,12 +10,14 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
 from harness.cost_model.communication import tied_bytes
+from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates, update_cost
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
 from harness.cost_model.timing.kernels import (
     PAYLOAD,
+    gather_seconds,
     host_update_seconds,
     kernel_rates,
     rank_hardware,
@@ -83,6 +85,7 @@ def estimate_step_time(
     communication = dict.fromkeys(AXES, 0.0) | {axis: micro_batches * seconds for axis, seconds in of_passes.items()}
     communication[_first_axis(layout, layout.replica_axes)] += data * slowest.replica_share
     communication[_first_axis(layout, layout.sharding_axes)] += data * (1 - slowest.replica_share)
+    communication[_first_axis(layout, layout.sharding_axes)] += _update_gather_seconds(step, kinds)
     if layout.pp_enabled:
         transfers = micro_batches * timing.blocking_transfers + layout.pp - 1
         communication["pp"] = _transfer_seconds(step) * transfers + _tied_seconds(step, [stages for stages, _ in kinds])
@@ -96,7 +99,7 @@ def estimate_step_time(
         compute + slowdown * hidden,
         {axis: seconds for axis, seconds in communication.items() if seconds},
         bubble_seconds=bubble * micro_batches / max(1, layout.pp - 1),
-        optimizer_seconds=_optimizer_seconds(step, max(rank.parameters for rank in ranks)),
+        optimizer_seconds=_optimizer_seconds(step, max(rank.parameters for rank in ranks), [own for own, _ in kinds]),
         other_seconds=_other_seconds(step, micro_batches),
         micro_batches=micro_batches,
         forward_seconds=passes.forward,
@@ -142,6 +145,16 @@ def _tied_seconds(step: StepSetting, kinds: Sequence[Sequence[Stage]]) -> float:
     return send_seconds(sent, stride, step.gpus_per_node, step.hardware) if sent else 0.0
 
 
+def _update_gather_seconds(step: StepSetting, kinds: Sequence[tuple[tuple[Stage, ...], object]]) -> float:
+    """Return the seconds in which the ranks that have most of them gather updates that need whole matrices."""
+    group = step.group(*step.layout.sharding_axes)
+    sizes = [
+        [size for stage in stages for size in gathered_updates(step.config, step.layout, stage, is_padded=True)]
+        for stages, _ in kinds
+    ]
+    return max(sum(gather_seconds(BF16_BYTES * size, group, step.hardware) for size in own) for own in sizes)
+
+
 def _other_seconds(step: StepSetting, micro_batches: int) -> float:
     """Return the seconds of a step beside its parts.
 
@@ -151,15 +164,18 @@ def _other_seconds(step: StepSetting, micro_batches: int) -> float:
     return step.timing.step_seconds + micro_batches * launches * step.hardware.fitted.launch_seconds
 
 
-def _optimizer_seconds(step: StepSetting, parameters: float) -> float:
+def _optimizer_seconds(step: StepSetting, parameters: float, kinds: Sequence[tuple[Stage, ...]]) -> float:
     """Return the seconds of gradient norm and update, by the bytes of a rank's part of the optimizer state.
 
     The update runs on the host if that is where the state is, whose cores and memory channels are not counted.
     """
     hardware, layout = step.hardware, step.layout
     norm = GRADIENT_NORM_BYTES * parameters / layout.shard_count("gradients")
-    update = step.timing.optimizer_bytes * parameters / layout.shard_count("optimizer")
-    seconds = (norm + update) / kernel_rates(hardware, step.config.precision.compute).memory_bytes
+    rates, optimizer = kernel_rates(hardware, step.config.precision.compute), step.config.optimizer.name
+    costs = [update_cost(optimizer, step.config.model, stages) for stages in kinds]
+    moved = step.timing.optimizer_bytes + max(extra for extra, _ in costs)
+    update = moved * parameters / layout.shard_count("optimizer")
+    seconds = (norm + update) / rates.memory_bytes + max(flops for _, flops in costs) / rates.matmul_flops
     if layout.offload == "none" or hardware.is_cpu or hardware.host_bandwidth is None:
         return seconds
     return host_update_seconds(seconds, hardware.memory_bandwidth, hardware.host_bandwidth)

@@ -33,6 +33,8 @@ def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) ->
         "zero_optimization": {"stage": layout.zero_stage, **leaves, **offload, **config.strategy.options},
         # The optimizer on the host is torch's AdamW as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
         "zero_force_ds_cpu_optimizer": False,
+        # It refuses all but the Adams without this; what comes of it is proven as with these.
+        **({} if config.optimizer.name == "adamw" else {"zero_allow_untested_optimizer": True}),
         "bf16": {"enabled": precision.compute == "bfloat16"} | bf16_state,
         "communication_data_type": DTYPE_NAMES[precision.reduce],  # DeepSpeed's default is the compute width
         "data_types": {"grad_accum_dtype": DTYPE_NAMES[precision.accumulate]},  # its default is the same

@@ -18,7 +18,7 @@ from harness.engines.deepspeed.config import deepspeed_config
 from harness.engines.deepspeed.shards import ParamSlice, ParamSlices
 from harness.engines.deepspeed.tensor_parallel import apply_tensor_parallel
 from harness.engines.deepspeed.widths import reduces_to_owner_rank
-from harness.engines.torch.optimizer import build_optimizer
+from harness.engines.torch.optimizer import build_optimizers
 from harness.layout.layout import Layout
 from harness.models.build import build_meta_model
 from harness.models.init_weights import initial_value, materialize
@@ -59,7 +59,7 @@ def build_engine(
         for name, parameter in model.named_parameters()
     }
     param_slices |= tp_slices
-    optimizer = build_optimizer(list(model.parameters()), config)
+    [optimizer] = build_optimizers(dict(model.named_parameters()), config)
     with suppress_stdout():
         if initialize is not None:
             engine = initialize(model, optimizer, ds_config)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.schema import STATE_NAMES
+from harness.config.optimizer import STATE_NAMES
 from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.state_widths import StateKind
 from harness.tensors.shard import GATHERED, STAGING, Shard

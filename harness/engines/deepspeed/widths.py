@@ -27,7 +27,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     return StateWidths(
         compute,
         gradients,
-        precision.master_bytes + config.optimizer_state_bytes,
+        precision.master_bytes,
         gathered=compute,
         gathers_for_each_use=True,
         padding="elements" if layout.zero_stage == 3 else "partition",

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     """Return the bytes per element that parameters, gradients, masters and moments take."""
-    precision, states = config.precision, config.optimizer_state_bytes
+    precision = config.precision
     compute, master, gradients = precision.compute_bytes, precision.master_bytes, precision.accumulate_bytes
     padding: Padding = "rows" if layout.data_parallel == "fsdp" else "none"
     if layout.offload != "none":
-        return StateWidths(master, 0, states, gathered=compute, padding=padding, host_gradients=master)
+        return StateWidths(master, 0, masters=0, gathered=compute, padding=padding, host_gradients=master)
     if layout.data_parallel == "fsdp" or not precision.is_mixed:  # sharded parameters are their own masters
-        return StateWidths(master, gradients, states, gathered=compute, padding=padding)
-    return StateWidths(compute, gradients, master + states, gathered=compute)
+        return StateWidths(master, gradients, masters=0, gathered=compute, padding=padding)
+    return StateWidths(compute, gradients, masters=master, gathered=compute)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
@@ -47,7 +47,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.loss_scaler import LossScaler
     from harness.engines.torch.mesh import flattened_submesh, replica_group
     from harness.engines.torch.micro_batches import GradAccumulationLoop
-    from harness.engines.torch.optimizer import build_optimizer
+    from harness.engines.torch.optimizer import build_optimizers
     from harness.engines.torch.pipeline_parallel import Pipeline, TiedTable
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.layout.partition import stages_of_rank
@@ -93,5 +93,5 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if config.model.tie_word_embeddings and "embed_tokens.weight" in parallel.parameters:
             tied = TiedTable(parallel.master_param("embed_tokens.weight"), group, device)
     partition_group = mesh.get_group("dp_shard") if layout.partitions_by_parameter else None
-    optimizer = build_optimizer(master_params(parallel), config, partition_group)
-    return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizer, tied)
+    optimizers = build_optimizers(master_params(parallel), config, partition_group)
+    return TorchEngine(parts, config, parallel, runner, mesh, probe, scaler, optimizers, tied)

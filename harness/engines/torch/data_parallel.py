@@ -41,6 +41,6 @@ class DataParallel(Protocol):
         """Copy the updated masters into the model and free the gradients, after the optimizer's step."""
 
 
-def master_params(parallel: DataParallel) -> list[nn.Parameter]:
-    """Return the tensor that the optimizer updates for each of the model's parameters, in their order."""
-    return [parallel.master_param(name) for name in parallel.parameters]
+def master_params(parallel: DataParallel) -> dict[str, nn.Parameter]:
+    """Return by name the tensor that the optimizer updates for each of the model's parameters, in their order."""
+    return {name: parallel.master_param(name) for name in parallel.parameters}

@@ -11,13 +11,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import loss_parallel
 
-from harness.config.schema import STATE_NAMES, RunConfig
+from harness.config.optimizer import STATE_NAMES
+from harness.config.schema import RunConfig
 from harness.engines.base import Batch, StepResult
 from harness.engines.torch.data_parallel import DataParallel, master_params
 from harness.engines.torch.grad_norm import clip_gradients, local_part, reduce_partial_grad, squared_grad_norm
 from harness.engines.torch.loss_scaler import LossScaler
 from harness.engines.torch.micro_batches import GradAccumulationLoop, MicroBatchRunner
-from harness.engines.torch.optimizer import build_optimizer
+from harness.engines.torch.optimizer import build_optimizers
 from harness.engines.torch.pipeline_parallel import TiedTable
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
@@ -42,7 +43,7 @@ class TorchEngine:
         mesh: DeviceMesh,
         probe: Probe,
         loss_scaler: LossScaler,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Sequence[torch.optim.Optimizer],
         tied: TiedTable | None = None,
     ) -> None:
         self.model: nn.Module = torch.nn.ModuleList(parts)
@@ -56,7 +57,7 @@ class TorchEngine:
         self.probe = probe
         self.loss_scaler = loss_scaler
         self.max_grad_norm = config.train.gradient_clipping
-        self.optimizer = optimizer
+        self.optimizers = [*optimizers]
         self.tied = tied
 
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
@@ -64,7 +65,7 @@ class TorchEngine:
         with self.loss_parallel_context():
             loss = self.micro_batch_runner(micro_batches)
         with self.probe.phase("reduce"):
-            masters = master_params(self.parallel)
+            masters = [*master_params(self.parallel).values()]
             for master in masters:
                 assert master.grad is not None
                 master.grad = reduce_partial_grad(master.grad)
@@ -85,7 +86,8 @@ class TorchEngine:
             if self.loss_scaler.update_and_check(grad_norm):
                 if self.max_grad_norm:
                     clip_gradients(gradients, grad_norm, self.max_grad_norm)
-                self.optimizer.step()
+                for optimizer in self.optimizers:
+                    optimizer.step()
             del gradients
             self.parallel.sync_model_params()
         return StepResult(loss, grad_norm, squares)
@@ -134,7 +136,8 @@ class TorchEngine:
             else:
                 if master is not parameter:
                     yield to_shard(name, master.detach(), "master")
-                state = getattr(self.optimizer, "optim", self.optimizer).state.get(master, {})
+                states = (getattr(optimizer, "optim", optimizer).state for optimizer in self.optimizers)
+                state: dict[str, Tensor] = next((state[master] for state in states if master in state), {})
                 yield from (to_shard(name, state[moment], moment) for moment in STATE_NAMES if moment in state)
 
     def named_buffers(self) -> Iterable[tuple[str, str, Tensor]]:
@@ -158,10 +161,10 @@ def whole_model_engine(
     scaler = LossScaler(config.precision, layout.dp)
     backward = Tensor.backward if accelerator is None else accelerator.backward
     runner = GradAccumulationLoop(parallel, probe, scaler, config.train.loss_chunks, backward)
-    optimizer = build_optimizer(master_params(parallel), config)
+    optimizers = build_optimizers(master_params(parallel), config)
     if accelerator is not None:
-        optimizer = accelerator.prepare_optimizer(optimizer)
-    return TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizer)
+        optimizers = [accelerator.prepare_optimizer(optimizer) for optimizer in optimizers]
+    return TorchEngine([model], config, parallel, runner, mesh, probe, scaler, optimizers)
 
 
 def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:

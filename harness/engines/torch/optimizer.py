@@ -1,6 +1,7 @@
-"""The optimizer that every engine trains with, built as its OptimizerSpec says."""
+"""The optimizers that every engine trains with, built as the run's OptimizerSpec says."""
 
-from collections.abc import Sequence
+import importlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -9,24 +10,35 @@ from torch.distributed import ProcessGroup
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from harness.config.schema import RunConfig
+from harness.layout.model_profile import model_profile
+from harness.layout.partition import is_layer_matrix
 
 
-def build_optimizer(
-    parameters: Sequence[nn.Parameter], config: RunConfig, process_group: ProcessGroup | None = None
-) -> torch.optim.Optimizer:
-    """Return the run's optimizer over these parameters, with its settings.
+def build_optimizers(
+    parameters: Mapping[str, nn.Parameter], config: RunConfig, process_group: ProcessGroup | None = None
+) -> list[torch.optim.Optimizer]:
+    """Return the run's optimizers over these parameters by name, one for each rule that has any, with their settings.
 
-    It is a ZeroRedundancyOptimizer if a process group is given: each rank of the group updates some whole parameters
+    They are a ZeroRedundancyOptimizer if a process group is given: each rank of the group updates some whole parameters
     and broadcasts them.
     """
-    train, build = config.train, getattr(torch.optim, config.optimizer.name)
-    settings: dict[str, Any] = {key: getattr(train, key) for key in config.optimizer.settings}
-    # Only the fused implementation has no temporaries as large as the model.
-    settings |= {"fused": train.fused_optimizer, "foreach": not train.fused_optimizer}
-    if process_group is None:
-        optimizer: torch.optim.Optimizer = build(group_by_mesh(parameters), **settings)
-        return optimizer
-    return ZeroRedundancyOptimizer(parameters, build, process_group, **settings)
+    spec, layer_of = config.optimizer.spec, model_profile(config.model).layer_index
+    optimizers: list[torch.optim.Optimizer] = []
+    for rule in spec.rules:
+        own = [
+            parameter
+            for name, parameter in parameters.items()
+            if spec.rule_of(is_layer_matrix(layer_of(name), parameter.shape)) is rule
+        ]
+        build = getattr(importlib.import_module(rule.module), rule.name)
+        settings: dict[str, Any] = {key: config.optimizer_setting(key) for key in rule.settings} | {**rule.arguments}
+        if rule.kernels:  # only the fused implementation has no temporaries as large as the model
+            settings |= {"fused": config.train.fused_optimizer, "foreach": not config.train.fused_optimizer}
+        if process_group is not None:
+            optimizers.append(ZeroRedundancyOptimizer(own, build, process_group, **settings))
+        elif own:
+            optimizers.append(build(group_by_mesh(own), **settings))
+    return optimizers
 
 
 def group_by_mesh(parameters: Sequence[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:

@@ -105,7 +105,7 @@ def tied_at_one_end(ordinary: Any, self: Any) -> None:
 @replaces(f"{TORCH}.engine.TorchEngine.reduce_loss_and_norm")
 def tied_norm_twice(ordinary: Any, self: Any, loss: Any, *_: Any) -> Any:
     """Count both copies of a tied table's gradient in the global norm."""
-    gradients = [master.grad for master in data_parallel.master_params(self.parallel)]
+    gradients = [master.grad for master in data_parallel.master_params(self.parallel).values()]
     return ordinary(self, loss, gradients, fp32_sums.sums_of_squares(map(grad_norm.local_part, gradients)))
 
 
