@@ -13,7 +13,7 @@ from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates
 from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import Stage, is_expert_weight, local_numel, local_shapes, stages_of_rank
+from harness.layout.partition import Stage, fsdp_rows, is_expert_weight, local_numel, local_shapes, stages_of_rank
 from harness.layout.state_widths import StateWidths
 
 # A collective of at most this many elements carries norms, flags or counts, which no formula has, unless it exchanges
@@ -220,7 +220,10 @@ def _sent_elements_once(
     sizes: dict[str, float] = dict(local_numel(model, layout, stage))
     if rank is not None:
         shapes, multiple = local_shapes(model, layout, stage, rank), shards if padding == "rows" else 1
-        sizes = {name: _round_up(rows, multiple) * math.prod(rest) for name, (rows, *rest) in shapes.items()}
+        sizes = {}
+        for name, shape in shapes.items():
+            rows, row = fsdp_rows(shape, multiple)
+            sizes[name] = _round_up(rows, multiple) * row
     if of_experts is not None:
         sizes = {name: size for name, size in sizes.items() if is_expert_weight(name) == of_experts}
     if padding == "elements":

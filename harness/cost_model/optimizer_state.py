@@ -12,7 +12,7 @@ from harness.config.optimizer import ADAMW, DTYPE_BYTES, OPTIMIZERS, UpdateRule
 from harness.config.schema import RunConfig
 from harness.cost_model.shard_groups import without_data_parallelism
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, local_sizes, parameters_of_stage
+from harness.layout.partition import Stage, fsdp_rows, local_sizes, parameters_of_stage
 
 BF16_BYTES = DTYPE_BYTES["bfloat16"]
 
@@ -72,9 +72,9 @@ def _row_shards(
 ) -> Sequence[OptimizerTensor]:
     tensors = []
     for parameter in (parameter for stage in stages for parameter in parameters_of_stage(model, stage)):
-        rows, *others = parameter.local_shape(layout.tp, layout.vocabulary_tp, ep)
         own = max(1, shards // (ep if parameter.is_expert else 1))
-        size = math.ceil(rows / own) * math.prod(others)
+        rows, row = fsdp_rows(parameter.local_shape(layout.tp, layout.vocabulary_tp, ep), own)
+        size = math.ceil(rows / own) * row
         tensors.append(OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape))
     return tuple(tensors)
 

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, parameters_of_stage
+from harness.layout.partition import Stage, fsdp_dim, fsdp_rows, parameters_of_stage
 
 
 def without_data_parallelism(layout: Layout) -> Layout:
@@ -26,7 +26,7 @@ def without_data_parallelism(layout: Layout) -> Layout:
 class ShardGroup:
     """The elements of the parameters of a group on one tensor-parallel rank, before data parallelism divides them.
 
-    fully_shard divides every parameter along its first dimension and pads it to equal shards.
+    fully_shard divides every parameter along its first dimension and pads it to equal shards, or along the second one.
     """
 
     elements: int
@@ -36,6 +36,8 @@ class ShardGroup:
     last: int  # of the last parameter
     largest: int  # of the largest parameter
     shards: int  # as which data parallelism divides it
+    moved: int  # of parameters that are not divided along their first dimension, whose rows are moved in copies
+    last_moved: int  # of the last of these
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,17 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int,
 
 
 def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> ShardGroup:
-    sizes, padded, at_rest = [math.prod(shape) for shape, _ in shapes], list[int](), 0
-    for (rows, *rest), ep in shapes:
+    sizes, padded, moved, at_rest = [math.prod(shape) for shape, _ in shapes], list[int](), list[int](), 0
+    for shape, ep in shapes:
         own = max(1, shards // ep)
-        padded.append(-(-rows // own) * own * math.prod(rest))
+        rows, row = fsdp_rows(shape, own)
+        padded.append(-(-rows // own) * own * row)
+        moved += padded[-1:] * fsdp_dim(shape, own)
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
     own = max(1, shards // max((ep for _, ep in shapes), default=1))
-    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, sum(sizes[-1:]), max(sizes, default=0), own)
+    last, largest = sum(sizes[-1:]), max(sizes, default=0)
+    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), sum(moved[-1:]))
 
 
 @lru_cache(maxsize=1024)

@@ -192,6 +192,11 @@ class FullyShard(Sharding):
         tape.touch(buffers_gathering=flat + flat // group.shards * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
+    def copy_out(self, each: Pass, group: ShardGroup, whole: int) -> None:
+        """Copy a group out of its flat tensor, with which so many bytes are whole; moved rows are copied twice."""
+        each.put(buffers_whole=whole)
+        each.touch(buffers_gathering=group.moved * self.widths.gathered)
+
     def reshard(self, each: Pass, layers: int) -> None:
         """Free the group that backward has left; in the last backward of a step so many layers and the head."""
         if self.reshards:
@@ -202,11 +207,11 @@ class FullyShard(Sharding):
     def reduce(self, tape: Tape, group: ShardGroup) -> None:
         """Reduce a group's gradients.
 
-        At first all of them lie beside the flat tensor. When that is reduced, a loop in foreach_reduce still refers to
-        the last of them.
+        At first all of them lie beside the flat tensor, and the last one whose rows were moved twice. When that is
+        reduced, a loop in foreach_reduce still refers to the last of them.
         """
         width, flat = self.precision.compute_bytes, self.reduced(group)
-        copies = group.elements * width + flat + group.uneven * width * self.is_cpu
+        copies = (group.elements + group.last_moved) * width + flat + group.uneven * width * self.is_cpu
         tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
         copies = (group.last * width + flat * self.is_cpu) * (group.shards > 1)
         tape.put(buffers_reduced=flat, buffers_copies=flat // group.shards + copies)
@@ -231,7 +236,7 @@ class FullyShard(Sharding):
                 each.live["buffers_whole"] = whole - missing
                 self.gather(each, group)
                 missing -= self.whole(group)
-                each.put(buffers_whole=whole - missing)
+                self.copy_out(each, group, whole - missing)
 
     def end_forward(self, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""
@@ -272,7 +277,7 @@ class FullyShard(Sharding):
             parts = [group for group in (groups.rest, groups.experts) if group.elements]
             for group, prefetched in zip(parts, (*parts[1:], before), strict=True):
                 whole += self.whole(group)
-                each.put(buffers_whole=whole)
+                self.copy_out(each, group, whole)
                 each.drop("buffers_flat")
                 self.gather(each, prefetched)
 

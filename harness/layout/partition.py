@@ -37,6 +37,21 @@ def tp_shard_dim(parameter: str, model: ModelConfig, vocabulary_parallel: bool =
     return SHARD_DIM[style] + len(model_profile(model).parameter_shapes[parameter]) - MATRIX_DIMS
 
 
+def fsdp_dim(shape: Sequence[int], shards: int) -> int:
+    """Return the dimension along which fully_shard divides a parameter of this shape on a model-parallel rank.
+
+    It pads the first one, by much where there are fewer experts than shards; these are divided along their second one,
+    as in torchtitan (models/common/moe, experts_shard_placement_fn), if it is a multiple, which torch needs there.
+    """
+    return int(len(shape) > MATRIX_DIMS and shape[0] < shards and shape[1] % shards == 0)
+
+
+def fsdp_rows(shape: Sequence[int], shards: int) -> tuple[int, int]:
+    """Return how many rows of a parameter fully_shard divides, and the elements of each."""
+    rows = shape[fsdp_dim(shape, shards)]
+    return rows, math.prod(shape) // rows
+
+
 @dataclass(frozen=True)
 class Stage:
     """A part of the model's depth: consecutive decoder layers, and at the ends the embedding or the head."""

@@ -12,6 +12,7 @@ from harness.cost_model.deepspeed_zero import rank_partitions
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import (
+    fsdp_rows,
     is_expert_weight,
     is_layer_matrix,
     local_numel,
@@ -272,17 +273,20 @@ def shard_numel(
     Tensor parallelism divides rows in the same way, or another dimension, first, and expert parallelism the experts;
     `place` is that of the rank in its tensor-parallel group. The first shard of the first rank is the largest.
     """
-    rows, others = shape[0], math.prod(shape[1:])
+    own = list(shape)
     if is_expert_weight(name):
-        rows, shards = rows // layout.ep, layout.expert_shards(shards)
+        own[0], shards = own[0] // layout.ep, layout.expert_shards(shards)
     dimension = tp_shard_dim(name, model, layout.vocabulary_parallel)
     if dimension == 0:
-        part = math.ceil(rows / layout.tp)
-        rows = min(part, max(0, rows - place * part))
+        part = math.ceil(own[0] / layout.tp)
+        own[0] = min(part, max(0, own[0] - place * part))
     elif dimension is not None:
-        others //= layout.tp
+        own[dimension] //= layout.tp
+    if 0 in own:
+        return 0
+    rows, row = fsdp_rows(own, shards)
     chunk = math.ceil(rows / shards)
-    return min(chunk, max(0, rows - index * chunk)) * others
+    return min(chunk, max(0, rows - index * chunk)) * row
 
 
 def box_numel(box: Iterable[Sequence[int]]) -> int:

@@ -21,12 +21,22 @@ STRATEGIES = {
         "ep strategy.pp=2",
         "fsdp_ep strategy.dp_replicate=2",
         "fsdp_ep strategy.zero_stage=2",
+        "fsdp_ep strategy.ep=2 model.num_experts=2 precision=bf16_mixed",  # fewer experts than shards
     ),
 }
 
 MORE = {
     2: ("zero1", "zero1_torch", "fsdp_shard_grad_op", "fsdp_no_shard", "cp", "pp_gpipe", "zero1_tp"),
-    4: ("fsdp_tp", "tp_pp", "fsdp_ep strategy.pp=2", "fsdp_no_shard strategy.ep=2", "ep", "fsdp_ep strategy.ep=4"),
+    3: ("fsdp_full_shard model.num_experts=2 train.global_batch=6 checkpointing=full",),  # fewer experts than shards
+    4: (
+        "fsdp_tp model.num_experts=1 model.num_experts_per_tok=1",
+        "fsdp_tp",
+        "tp_pp",
+        "fsdp_ep strategy.pp=2",
+        "fsdp_no_shard strategy.ep=2",
+        "ep",
+        "fsdp_ep strategy.ep=4",
+    ),
     6: ("fsdp_ep strategy.ep=3 model.num_experts=9 model.num_experts_per_tok=3 train.global_batch=12",),
     8: ("fsdp_ep strategy.ep=4", "3d", "fsdp_ep strategy.tp=2 strategy.pp=2", "ep strategy.ep=8"),
 }

@@ -116,7 +116,7 @@ def test_the_errors_on_file_are_below_the_bars() -> None:
 
 # What a fault leaves out of the plan, and what stands in its place.
 FAULTS = {
-    "optimizer state": (sharding, "optimizer_parameter_count", lambda *_: 0),
+    "optimizer state": (sharding, "state_bytes", lambda *_: 0),
     "reduced gradients": (FullyShard, "reduced", lambda *_: 0),
     "copies of gloo": (DeepSpeedZero, "gathered_copy", lambda *_: 0),
     "gathered tensors": (FullyShard, "whole", lambda *_: 0),

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from harness.config.schema import PrecisionConfig, RunConfig
 from harness.engines.torch.mesh import hsdp_mesh
 from harness.layout.layout import Layout
+from harness.layout.partition import fsdp_dim
 from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.models.decoder import Decoder
 from harness.models.init_weights import materialize
@@ -33,9 +35,14 @@ def apply_fully_shard(
     """
 
     def shard(part: nn.Module | Sequence[nn.Module], mesh: DeviceMesh = mesh) -> None:
+        def placement(parameter: nn.Parameter) -> Shard:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            return Shard(fsdp_dim(local.shape, mesh.size(-1)))
+
         fully_shard(
             part,  # type: ignore[arg-type]
             mesh=mesh,
+            shard_placement_fn=placement,
             mp_policy=policy,
             reshard_after_forward=reshard_after_forward,
             offload_policy=offload,
