@@ -57,6 +57,11 @@ class ShardGroups:
     waiting: int  # the elements of the root's matrix whose gradient waits from the head's backward until the end
 
     @property
+    def parts_of_layer(self) -> list[ShardGroup]:
+        """The groups of a layer in the order of forward."""
+        return [group for group in (self.rest, self.experts) if group.elements]
+
+    @property
     def padded(self) -> int:
         """The elements of all groups with their padding."""
         return self.embedding.padded + self.head.padded + self.root.padded + self.layers * self.layer.padded

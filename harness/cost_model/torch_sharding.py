@@ -192,10 +192,13 @@ class FullyShard(Sharding):
         tape.touch(buffers_gathering=flat + flat // group.shards * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
-    def copy_out(self, each: Pass, group: ShardGroup, whole: int) -> None:
-        """Copy a group out of its flat tensor, with which so many bytes are whole; moved rows are copied twice."""
+    def copy_out(self, each: Pass, group: ShardGroup, whole: int, flat_before: int = 0) -> None:
+        """Copy a group out of its flat tensor, with which so many bytes are whole; moved rows are copied twice.
+
+        In forward wait_for_unshard refers to the flat tensor of the group before until then.
+        """
         each.put(buffers_whole=whole)
-        each.touch(buffers_gathering=group.moved * self.widths.gathered)
+        each.touch(buffers_gathering=flat_before + group.moved * self.widths.gathered)
 
     def reshard(self, each: Pass, layers: int) -> None:
         """Free the group that backward has left; in the last backward of a step so many layers and the head."""
@@ -232,11 +235,12 @@ class FullyShard(Sharding):
         if layer.elements and (self.reshards or each.gathers):
             whole = self.whole(layer) if self.reshards else self.whole_but(each, max(0, following), following < 0)
             missing = self.whole(layer)
-            for group in (each.groups.rest, each.groups.experts) if following >= 0 else (layer,):
+            for group in each.groups.parts_of_layer if following >= 0 else (layer,):
                 each.live["buffers_whole"] = whole - missing
+                flat_before = each.live.get("buffers_flat", 0)
                 self.gather(each, group)
                 missing -= self.whole(group)
-                self.copy_out(each, group, whole - missing)
+                self.copy_out(each, group, whole - missing, flat_before)
 
     def end_forward(self, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""
@@ -274,7 +278,7 @@ class FullyShard(Sharding):
         if self.reshards:
             groups, whole = each.groups, 0
             before = groups.embedding if following == groups.layers - 1 else groups.rest
-            parts = [group for group in (groups.rest, groups.experts) if group.elements]
+            parts = groups.parts_of_layer
             for group, prefetched in zip(parts, (*parts[1:], before), strict=True):
                 whole += self.whole(group)
                 self.copy_out(each, group, whole)

@@ -29,7 +29,7 @@ MORE = {
     2: ("zero1", "zero1_torch", "fsdp_shard_grad_op", "fsdp_no_shard", "cp", "pp_gpipe", "zero1_tp"),
     3: ("fsdp_full_shard model.num_experts=2 train.global_batch=6 checkpointing=full",),  # fewer experts than shards
     4: (
-        "fsdp_tp model.num_experts=1 model.num_experts_per_tok=1",
+        "fsdp_tp model.num_experts=1 model.num_experts_per_tok=1 model.norm_topk_prob=false",
         "fsdp_tp",
         "tp_pp",
         "fsdp_ep strategy.pp=2",
