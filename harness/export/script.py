@@ -23,7 +23,7 @@ from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import split_into_stages
+from harness.layout.partition import fsdp_dim, parameters_of_stage, split_into_stages, whole_model
 from harness.models.activation_checkpoint import PROJECTION_OPS, SAVED_OPS
 from harness.util.text import sanitize
 
@@ -75,6 +75,11 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
     own_library = "DeepSpeed" if zero else "torch"
     stage_1 = zero and layout.zero_stage == 1 and precision.is_mixed
     splits_tables = pp and config.model.tie_word_embeddings
+    # Experts that are fewer than fully_shard's shards are divided along their second dimension.
+    parameters = parameters_of_stage(config.model, whole_model(config.model))
+    own_shapes = [each.local_shape(layout.tp, 1, layout.ep) for each in parameters if each.is_expert]
+    expert_shards = layout.of_experts.axes_size(layout.of_experts.sharding_axes)
+    second_rows = ["Shard"] if is_fsdp and any(fsdp_dim(shape, expert_shards) for shape in own_shapes) else []
     own_clip = pp or divides_experts or layout.offload != "none"
     # No device may have room for all parameters before they are sharded.
     on_host = ', storage_device=torch.device("cpu")' if is_fsdp and (is_accelerate or layout.offload != "none") else ""
@@ -116,7 +121,8 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "mesh_sizes": tuple(mesh(layout).values()),
         "mesh_axes": quoted(mesh(layout)),
         "sequence_sizes": (layout.world_size // (layout.cp * layout.tp), layout.cp, layout.tp),
-        "tensor_names": tensor_names(layout, own_clip and config.train.gradient_clipping > 0),
+        "second_rows": second_rows,
+        "tensor_names": sorted({*tensor_names(layout, own_clip and config.train.gradient_clipping > 0), *second_rows}),
         "ddp_options": "".join(f", {key}={value!r}" for key, value in options),
         "trainer_ddp": {"find_unused_parameters": False, **dict(options)},
         "storage_device": on_host,
