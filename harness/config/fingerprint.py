@@ -37,6 +37,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "strategy": {"ep": 1},
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
+    "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
 }
 
 _OLD_KEYS = {
@@ -91,9 +92,8 @@ def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
             rest[group] = {
                 key: value for key, value in rest[group].items() if key not in defaults or value != defaults[key]
             }
-    if not rest.get("optimizer", True):  # a group of new keys alone
-        del rest["optimizer"]
-    return rest
+    new_groups = ("optimizer", "adapter")  # groups of new keys alone
+    return {key: value for key, value in rest.items() if value or key not in new_groups}
 
 
 def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:

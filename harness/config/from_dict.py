@@ -84,7 +84,7 @@ def typed_value(hint: Any, value: Any, key: str) -> Any:
 def _entries(cls: type) -> "dict[str, tuple[dataclasses.Field[Any], Any]]":
     """Return the field and the type, with its rule, of each key of a class, whose type hints are slow to resolve."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {entry.name: (entry, hints[entry.name]) for entry in dataclasses.fields(cls)}
+    return {entry.name: (entry, hints[entry.name]) for entry in dataclasses.fields(cls) if entry.init}
 
 
 def default_of(entry: "dataclasses.Field[Any]") -> Any:

@@ -35,6 +35,7 @@ def dataclass_defaults(cls: type) -> dict[str, Any]:
     defaults = {
         entry.name: dataclass_defaults(hints[entry.name]) if is_group(hints[entry.name]) else default_of(entry)
         for entry in dataclasses.fields(cls)
+        if entry.init
     }
     return {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
 

@@ -41,7 +41,7 @@ def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
     }
     if shape.model.architecture.norm == "layer":
         tensors[f"{name}.mean"] = shape.residual_tokens * statistic_width
-    if decomposed:
+    if decomposed and shape.model.adapter.trains(name):  # for the gradient of its weight
         tensors[f"{name}.normalized"] = size * FP32_BYTES
     return tensors | {f"{name}.output": shape.tokens * shape.model.hidden_size * shape.width}
 
@@ -49,7 +49,8 @@ def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
 @lru_cache(maxsize=4096)
 def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes of every tensor that one decoder layer keeps for backward, by name."""
-    tensors: dict[str, int] = {}
+    ranks = {matrix.name: matrix.rank for matrix in layer_matrices(shape.model) if matrix.rank}
+    tensors = {f"adapter.{name}": shape.tokens * rank * shape.width for name, rank in ranks.items()}
     for branch in shape.model.architecture.branches:
         tensors |= norm_tensors(branch.norm, shape)
         for operator in branch.operators:
@@ -62,7 +63,7 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
             elif operator.kind == "function":
                 inputs = (name for name in operator.inputs if name != ROUTING)
                 tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in inputs}
-            elif operator.kind == "row":
+            elif operator.kind == "row" and (ranks.get(operator.matrix) or not shape.model.adapter.is_enabled):
                 tensors.setdefault(f"{branch.name}.{operator.inputs[0]}", shape.tensor_bytes(operator.inputs[0]))
         if shape.model.dropout:
             tensors[f"{branch.name}.mask"] = shape.dropout_mask_bytes

@@ -228,12 +228,13 @@ def _sent_elements_once(
         sizes = {name: size for name, size in sizes.items() if is_expert_weight(name) == of_experts}
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
+    reduced = sum(size for name, size in sizes.items() if model.adapter.trains(name))
     gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
     if padding == "partition":
         *others, last = sizes.values()
         aligned = sum(_round_up(size, widths.parameter_alignment) for size in others)
         gathered = _round_up(aligned + last, FLAT_ALIGNMENT * shards)
-    return gathered, sum(sizes.values())
+    return gathered, reduced
 
 
 def dp_bytes(
@@ -279,12 +280,15 @@ def gathers(
     Stages 1 and 2 gather it once. Stage 3 gathers it twice. Where each use gathers, a parameter of a recomputed layer,
     even of a selectively recomputed one, is gathered a third time; the layer's last projection is an exception, before
     which the recomputation stops unless dropout follows it. A tied embedding has two uses.
+    A frozen embedding has no backward.
     """
     if layout.zero_stage < 3:
         return min(1, layout.zero_stage)
+    profile = model_profile(model)
+    if model.adapter.is_enabled and not model.tie_word_embeddings and name in profile.embedding_shapes:
+        return 1
     if not widths.gathers_for_each_use:
         return 2
-    profile = model_profile(model)
     layer = profile.layer_index(name)
     is_recomputed = layer is not None and checkpointing.recomputes_layer(layer)
     if is_recomputed and (model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])):

@@ -31,6 +31,7 @@ class Operations(NamedTuple):
     scores: int  # of queries with keys in all layers, which the backward of a fused kernel runs again
     recomputed: int  # of a second forward of all layers
     recomputed_to_end: int  # of one that an engine does not stop before a last linear module
+    frozen: int = 0  # of the forward of matrices whose own gradients no backward computes
 
 
 def operations(config: RunConfig, routers: int = 1) -> Operations:
@@ -49,8 +50,17 @@ def operations(config: RunConfig, routers: int = 1) -> Operations:
     depth, tokens = model.num_hidden_layers, train.global_batch * train.seq_len
     products, scores = [*projection_flops(model, tokens, routers).values()], depth * attention_product_flops(config)
     layers = depth * sum(products) + 2 * scores
-    stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * products[-1]
-    return Operations(layers, 2 * tokens * model.hidden_size * model.vocab_size, scores, stopped, layers)
+    stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * last_product_flops(model, tokens)
+    head, frozen = 2 * tokens * model.hidden_size * model.vocab_size, 0
+    if model.adapter.is_enabled:
+        frozen = head + depth * sum(2 * tokens * matrix.elements for matrix in layer_matrices(model))
+    return Operations(layers, head, scores, stopped, layers, frozen)
+
+
+def last_product_flops(model: ModelConfig, tokens: int) -> int:
+    """Return the operations of the last product of a layer: of its last matrix, or of that one's adapter's second."""
+    last = layer_matrices(model)[-1]
+    return 2 * tokens * last.uses * last.outputs * (last.rank or last.inputs)
 
 
 def attention_product_flops(config: RunConfig) -> int:
@@ -66,9 +76,10 @@ def model_flops(config: RunConfig) -> int:
     """Return the operations per step that MFU counts: every matrix of forward, and backward as two forwards.
 
     They are PaLM's 6 N + 12 L h s per token, where N counts the parameters of matrices that multiply: neither embedding
-    nor norms.
+    nor norms. A frozen matrix has 4 for each parameter, as backward computes its input's gradient alone.
     """
-    return (1 + BACKWARD) * (operations(config).layers + operations(config).head)
+    own = operations(config)
+    return (1 + BACKWARD) * (own.layers + own.head) - own.frozen
 
 
 def executed_flops(

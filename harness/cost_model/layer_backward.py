@@ -4,6 +4,7 @@ Autograd runs the operators in the opposite order of forward. One frees the tens
 results are alive beside them. The gradients of one tensor by several operators are summed out of place.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,10 +16,13 @@ from harness.cost_model.activations import (
     forward_copies_bytes,
 )
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
-from harness.layout.layer_spec import layer_matrices
+from harness.layout.layer_spec import Matrix, layer_matrices
 
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
-BEFORE_SCORES = ("input_layernorm", *(f"attention.{name}" for name in ("query", "key", "value", "future_mask")))
+BEFORE_SCORES = (
+    *("input_layernorm", "adapter.q_proj", "adapter.k_proj", "adapter.v_proj"),
+    *(f"attention.{name}" for name in ("query", "key", "value", "future_mask")),
+)
 
 # What its core makes of them.
 BEHIND_SCORES = ("attention.weights", "attention.dropped")
@@ -158,24 +162,23 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
     shape, kind, gradient = backward.shape, operator.kind, f"{operator.output}.grad"
     gradients = {f"{name}.grad": shape.tensor_bytes(name) for name in operator.inputs}
     inputs = tuple(f"{branch.name}.{name}" for name in operator.inputs)
-    elements = {
-        matrix.name: matrix.elements // ((shape.tp if matrix.style else 1) * (shape.ep if matrix.experts else 1))
-        for matrix in layer_matrices(shape.model)
-    }
+    matrices = {matrix.name: matrix for matrix in layer_matrices(shape.model)}
     if kind == "row":
         # The fused kernel keeps attention's output too.
         frees = () if branch.name == "attention" and shape.model.attention == "flash" else inputs
-        weight, output_grad = elements[operator.matrix], gradient if operator.output else branch_grad
-        backward.run(gradients, (output_grad, *frees), weight)
-        backward.run({}, weight=weight, is_accumulation=True)
+        output_grad = gradient if operator.output else branch_grad
+        run_matrix(
+            backward, matrices[operator.matrix], output_grad, shape.whole_hidden_bytes, operator.inputs[0], frees
+        )
     elif kind == "column":
         name, others = operator.inputs[0], [each for each in branch.operators if each.inputs[0] == operator.inputs[0]]
-        saved = f"{branch.norm}.output" if name == "input" else f"{branch.name}.{name}"
+        saved = (f"{branch.norm}.output" if name == "input" else f"{branch.name}.{name}",)
         is_last = operator is others[0]  # no other operator needs the input any more
-        run_column_parallel(backward, elements[operator.matrix], gradient, name, saved if is_last else "")
-        backward.deferred += shape.tensor_bytes(operator.output)
+        size, frees = shape.tensor_bytes(operator.output), saved if is_last else ()
+        run_matrix(backward, matrices[operator.matrix], gradient, size, name, frees, is_followed_by_matrix=not is_last)
+        backward.deferred += size
     elif kind == "router":
-        run_router(backward, elements[operator.matrix], f"{branch.norm}.output")
+        run_router(backward, matrices[operator.matrix].elements, f"{branch.norm}.output")
     elif kind == "combine":
         backward.run({f"{operator.inputs[0]}.grad": shape.routed_bytes}, (branch_grad,))
     elif kind == "dispatch":
@@ -208,18 +211,50 @@ def run_router(backward: LayerBackward, elements: int, norm_output: str) -> None
     backward.run({}, ("summand.grad", "sum.grad"), weight=elements, is_accumulation=True, is_followed_by_matrix=False)
 
 
-def run_column_parallel(backward: LayerBackward, elements: int, output_grad: str, name: str, saved: str) -> None:
-    """Run a matrix with the input of this name, and sum its input's gradient and those of the matrices before it.
+def run_matrix(
+    backward: LayerBackward,
+    matrix: Matrix,
+    output_grad: str,
+    output_bytes: int,
+    name: str,
+    frees: tuple[str, ...],
+    is_followed_by_matrix: bool = True,
+) -> None:
+    """Run a matrix with the input of this name, and add its input's gradient to those by the matrices before it.
 
-    `saved` is the tensor that was saved for it, if no other operator needs it any more.
+    `frees` are the tensors that were saved for it, if no other operator needs them any more. A frozen matrix has no
+    gradient itself. The two of its adapter come before it: the scaled gradient of the output, and that of the rank.
+    """
+    shape = backward.shape
+    if not shape.model.adapter.is_enabled:
+        parts = (shape.tp if matrix.style else 1) * (shape.ep if matrix.experts else 1)
+        run_product(backward, name, (output_grad, *frees), matrix.elements // parts, is_followed_by_matrix)
+        return
+    if matrix.rank:
+        inner, outer = map(math.prod, matrix.adapter_shapes.values())
+        backward.run({"scaled.grad": output_bytes})
+        saved = f"adapter.{matrix.name}"
+        backward.run({"rank.grad": shape.tokens * matrix.rank * shape.width}, ("scaled.grad", saved), weight=outer)
+        backward.run({}, weight=outer, is_accumulation=True)
+        run_product(backward, name, ("rank.grad", *frees), inner)
+    run_product(backward, name, (output_grad, *frees), 0)
+
+
+def run_product(
+    backward: LayerBackward, name: str, frees: tuple[str, ...], weight: int, is_followed_by_matrix: bool = True
+) -> None:
+    """Run a product's backward, and sum its input's gradient and those of the products before it.
+
+    It computes the gradient of so many elements of a weight, if that is trained.
     """
     whole = backward.shape.whole_hidden_bytes if name == "input" else backward.shape.tensor_bytes(name)
     gradient = f"{name}.grad"
     is_first = gradient not in backward.temporaries
-    backward.run({gradient if is_first else "summand.grad": whole}, (output_grad, saved), weight=elements)
+    backward.run({gradient if is_first else "summand.grad": whole}, frees, weight=weight)
     if not is_first:
-        backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=elements)  # in the input's place
-    backward.run({}, weight=elements, is_accumulation=True, is_followed_by_matrix=not saved)
+        backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=weight)  # in the input's place
+    if weight:
+        backward.run({}, weight=weight, is_accumulation=True, is_followed_by_matrix=is_followed_by_matrix)
 
 
 def run_norm(backward: LayerBackward, norm: str) -> None:

@@ -48,10 +48,10 @@ def _largest_partition(
 
     Each goes to the rank that has fewest, and to the first of several such ranks; others divide all parameters evenly.
     """
-    sizes = local_sizes(model, layout, stages)
+    sizes = local_sizes(model, layout, stages, trained=True)
     if shards > 1 and not by_parameter:
         return (OptimizerTensor(sum(sizes) / shards),)
-    parameters = [parameter for stage in stages for parameter in parameters_of_stage(model, stage)]
+    parameters = [parameter for stage in stages for parameter in parameters_of_stage(model, stage, trained=True)]
     pairs = zip(sizes, parameters, strict=True)
     tensors = [OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape) for size, parameter in pairs]
     ranks: list[tuple[float, int, tuple[OptimizerTensor, ...]]] = [(0.0, rank, ()) for rank in range(shards)]
@@ -71,7 +71,7 @@ def _row_shards(
     model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int, ep: int
 ) -> Sequence[OptimizerTensor]:
     tensors = []
-    for parameter in (parameter for stage in stages for parameter in parameters_of_stage(model, stage)):
+    for parameter in (each for stage in stages for each in parameters_of_stage(model, stage, trained=True)):
         own = max(1, shards // (ep if parameter.is_expert else 1))
         rows, row = fsdp_rows(parameter.local_shape(layout.tp, layout.vocabulary_tp, ep), own)
         size = math.ceil(rows / own) * row
@@ -118,7 +118,7 @@ def update_cost(optimizer: str, model: ModelConfig, stages: tuple[Stage, ...]) -
 
     An iteration has three products of a matrix (m, n), with m <= n: two of 2 m m n operations, and one of 2 m m m.
     """
-    parameters = [parameter for stage in stages for parameter in parameters_of_stage(model, stage)]
+    parameters = [parameter for stage in stages for parameter in parameters_of_stage(model, stage, trained=True)]
     moved, flops = 0.0, 0
     for parameter in parameters:
         rule = OPTIMIZERS[optimizer].rule_of(parameter.is_layer_matrix)

@@ -76,7 +76,9 @@ class RankStep:
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
         key = (index, start.kind, own.gradients[index] - gradients[index], *place)
         if key not in self.tapes:
-            self.tapes[key] = Pass(own.activations[index], own.groups[index], start.kind, *place, key[2])
+            self.tapes[key] = Pass(
+                own.activations[index], own.groups[index], own.trained[index], start.kind, *place, key[2]
+            )
             play_pass(own, self.tapes[key])
         return self.tapes[key], {"gradients": sum(gradients)} | self.kept_of_others(start)
 

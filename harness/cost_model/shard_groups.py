@@ -82,16 +82,19 @@ class ShardGroups:
         return next(group for group in (self.root, self.embedding, self.rest) if group.elements)
 
 
-def shard_groups(model: ModelConfig, layout: Layout, stage: Stage) -> ShardGroups:
-    """Return the groups of a stage as this layout divides them; all layers are alike."""
+def shard_groups(model: ModelConfig, layout: Layout, stage: Stage, trained: bool = False) -> ShardGroups:
+    """Return the groups of a stage as this layout divides them; all layers are alike.
+
+    With `trained` they are without frozen parameters, which are gathered and not reduced.
+    """
     shards = layout.axes_size(layout.sharding_axes)
-    return _shard_groups(model, without_data_parallelism(layout), stage, shards, layout.ep)
+    return _shard_groups(model, without_data_parallelism(layout), stage, shards, layout.ep, trained)
 
 
 @lru_cache(maxsize=2048)
-def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int, ep: int) -> ShardGroups:
+def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int, ep: int, trained: bool) -> ShardGroups:
     groups = defaultdict[str, list[tuple[tuple[int, ...], int]]](list)  # shapes, and by how much ep divides them
-    for parameter in parameters_of_stage(model, stage):
+    for parameter in parameters_of_stage(model, stage, trained):
         if parameter.layer in (None, stage.first_layer):
             shape = parameter.local_shape(layout.tp, layout.vocabulary_tp, ep)
             groups[parameter.group].append((shape, ep if parameter.is_expert else 1))
@@ -121,10 +124,14 @@ def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> 
 
 
 @lru_cache(maxsize=1024)
-def local_parameter_count(model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int, ep: int = 1) -> int:
+def local_parameter_count(
+    model: ModelConfig, stage: Stage, tp: int, vocabulary_tp: int, ep: int = 1, trained: bool = False
+) -> int:
     """Return the number of a stage's parameters on the tensor-parallel rank that has most of them.
 
     Matrices are cut as the plan says, and the norms are not. `vocabulary_tp` is the number of parts of embedding and
     head, and `ep` that of the experts.
     """
-    return sum(math.prod(each.local_shape(tp, vocabulary_tp, ep)) for each in parameters_of_stage(model, stage))
+    return sum(
+        math.prod(each.local_shape(tp, vocabulary_tp, ep)) for each in parameters_of_stage(model, stage, trained)
+    )

@@ -29,6 +29,7 @@ class Pass(Tape):
 
     activations: StageActivations
     groups: ShardGroups
+    trained: ShardGroups  # the same without frozen parameters
     kind: PassKind
     is_first: bool  # whether no earlier micro-batch has left gradients in the stage
     gathers: bool  # whether its forward is the only one of the stage so far
@@ -56,6 +57,7 @@ class Sharding:
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
         self.even_sizes = local_sizes(config.model, layout, stages)  # of the parameters, each an even share
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
+        self.trained = [shard_groups(config.model, layout, stage, trained=True) for stage in stages]
         self.shard_counts = {kind: layout.shard_count(kind) for kind in STATE_KINDS}
         self.micro_batches = layout.grad_accumulation_steps(config.train)
 
@@ -69,7 +71,8 @@ class Sharding:
     def counts_of(self, kind: StateKind) -> list[int]:
         """Return the elements of each stage's state of a kind, before data-parallel shards divide it."""
         cut = self.layout.tp, self.layout.vocabulary_tp, self.layout.undivided_ep(kind)
-        return [local_parameter_count(self.config.model, stage, *cut) for stage in self.stages]
+        trained = kind != "parameters"
+        return [local_parameter_count(self.config.model, stage, *cut, trained) for stage in self.stages]
 
     def shards(self, width: int, kind: StateKind) -> list[int]:
         """Return the bytes of the rank's shard of each stage's state of a kind."""
@@ -241,9 +244,9 @@ class Sharding:
 
     @cached_property
     def vocabulary_grad_bytes(self) -> int:
-        """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it."""
+        """Bytes of the gradient of embedding or head, the largest matrices, as backward computes it; 0 if frozen."""
         rows = math.ceil(self.config.model.vocab_size / self.layout.vocabulary_tp)
-        return rows * self.config.model.hidden_size * self.shape.width
+        return rows * self.config.model.hidden_size * self.shape.width * (not self.config.model.adapter.is_enabled)
 
     @cached_property
     def grad_accumulate_bytes(self) -> int:
@@ -261,7 +264,7 @@ class Sharding:
         Of the next layer it has computed those of `own` elements. That of tied matrices is complete only when backward
         ends.
         """
-        groups = each.groups
+        groups = each.trained
         head = groups.head.elements
         if groups.root.elements and each.activations.stage.holds_head and not self.is_tied:
             head = 0 if self.reduces_groups else groups.root.elements

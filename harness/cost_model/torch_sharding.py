@@ -47,9 +47,9 @@ class DistributedDataParallel(Sharding):
         """Return the bytes of a pass's new gradients, which are those of experts where all others lie in buckets."""
         if not self.keeps_all_but_experts:
             return super().computed(each, following, own)
-        experts = each.groups.experts.elements
+        experts = each.trained.experts.elements
         done = following * experts + min(own, experts)
-        return round(each.new_gradients * done / (each.groups.layers * experts))
+        return round(each.new_gradients * done / (each.trained.layers * experts))
 
     @cached_property
     def bucket_bytes(self) -> int:
@@ -63,7 +63,7 @@ class DistributedDataParallel(Sharding):
 
     def bucket_sizes(self, stage: Stage) -> list[float]:
         """Return the elements of a stage's parameters that lie in buckets, in their order."""
-        sizes, has_experts = local_numel(self.config.model, self.layout, stage), not self.layout.ep_enabled
+        sizes, has_experts = local_numel(self.config.model, self.layout, stage, True), not self.layout.ep_enabled
         return [size for name, size in sizes.items() if has_experts or not is_expert_weight(name)]
 
     @cached_property
@@ -99,9 +99,9 @@ class DistributedDataParallel(Sharding):
         """Free the old buckets in the last backward of a step, once it has filled the first new one."""
         super().enter_layer(each, following)
         each.put()
-        head = 0 if self.is_tied else each.groups.head.elements
+        head = 0 if self.is_tied else each.trained.head.elements
         limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
-        if each.is_last and head + (following + 1) * each.groups.layer.elements >= limit:
+        if each.is_last and head + (following + 1) * each.trained.layer.elements >= limit:
             each.drop("buffers_old")
 
     def end(self, each: Pass) -> None:
@@ -159,7 +159,7 @@ class FullyShard(Sharding):
 
     def counts_of(self, kind: StateKind) -> list[int]:
         """Return the elements of each stage's parameters with their padding."""
-        return [groups.at_rest for groups in self.groups]
+        return [groups.at_rest for groups in (self.groups if kind == "parameters" else self.trained)]
 
     @cached_property
     def updated(self) -> Sequence[OptimizerTensor]:
@@ -170,7 +170,7 @@ class FullyShard(Sharding):
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""
         groups = self.groups[index]
         whole = groups.padded * self.widths.gathered * (not self.reshards and has_forwards)
-        return whole + self.reduced(groups.last_reduced) * has_gradients
+        return whole + self.reduced(self.trained[index].last_reduced) * has_gradients
 
     def whole(self, group: ShardGroup) -> int:
         """Return the bytes of the gathered parameters."""
@@ -208,11 +208,13 @@ class FullyShard(Sharding):
             each.live["buffers_whole"] = self.whole_but(each, layers, has_head=False)
 
     def reduce(self, tape: Tape, group: ShardGroup) -> None:
-        """Reduce a group's gradients.
+        """Reduce a group's gradients, if it has any.
 
         At first all of them lie beside the flat tensor, and the last one whose rows were moved twice. When that is
         reduced, a loop in foreach_reduce still refers to the last of them.
         """
+        if not group.elements:
+            return
         width, flat = self.precision.compute_bytes, self.reduced(group)
         copies = (group.elements + group.last_moved) * width + flat + group.uneven * width * self.is_cpu
         tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
@@ -223,7 +225,7 @@ class FullyShard(Sharding):
     def begin(self, each: Pass) -> None:
         """Gather what the first layer waits for."""
         groups, gathers = each.groups, self.reshards or each.gathers
-        each.live["buffers_reduced"] = self.reduced(groups.last_reduced) * (not each.is_first)
+        each.live["buffers_reduced"] = self.reduced(each.trained.last_reduced) * (not each.is_first)
         whole = 0 if gathers else self.whole_but(each, 0, has_head=True)
         each.put(buffers_root=self.whole(groups.root) * self.reshards, buffers_whole=whole)
         first = groups.root if groups.root.elements else groups.embedding
@@ -267,9 +269,9 @@ class FullyShard(Sharding):
         if each.groups.head.elements:
             each.live["activations"] = each.activations.before_backward - sum(each.activations.norm.values())
             self.reshard(each, 0)
-            self.reduce(each, each.groups.head)
+            self.reduce(each, each.trained.head)
         else:
-            each.live["buffers_waiting"] = each.groups.waiting * self.precision.compute_bytes
+            each.live["buffers_waiting"] = each.trained.waiting * self.precision.compute_bytes
 
     def enter_layer(self, each: Pass, following: int) -> None:
         """Copy a layer out of its flat tensor, and gather the one before it in advance."""
@@ -277,7 +279,7 @@ class FullyShard(Sharding):
         self.reshard(each, following)
         if self.reshards:
             groups, whole = each.groups, 0
-            before = groups.embedding if following == groups.layers - 1 else groups.rest
+            before = each.trained.embedding if following == groups.layers - 1 else groups.rest
             parts = groups.parts_of_layer
             for group, prefetched in zip(parts, (*parts[1:], before), strict=True):
                 whole += self.whole(group)
@@ -287,7 +289,7 @@ class FullyShard(Sharding):
 
     def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Keep the gradients of a layer, in the width of compute; those of experts of their own are reduced first."""
-        experts = each.groups.experts
+        experts = each.trained.experts
         if experts.elements and moment.leaves_experts:
             each.live["buffers_whole"] -= self.whole(experts) * self.reshards
             self.reduce(each, experts)
@@ -297,11 +299,11 @@ class FullyShard(Sharding):
     def leave_layer(self, each: Pass, following: int) -> None:
         """Free and reduce a layer."""
         self.reshard(each, following + 1)
-        self.reduce(each, each.groups.rest)
+        self.reduce(each, each.trained.rest)
 
     def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""
-        groups, last = each.groups, each.groups.last_reduced
+        groups, last = each.trained, each.trained.last_reduced
         each.drop("buffers_flat", "buffers_waiting")
         if each.activations.stage.holds_embedding:
             elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from harness.config.from_dict import divisors_text
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
-from harness.layout.layer_spec import SHARD_DIM, STYLES
+from harness.layout.layer_spec import SHARD_DIM, STYLES, layer_matrices
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.partition import split_into_stages
 from harness.util.text import UserError
@@ -51,6 +51,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "layers_per_stage": not pp_enabled and layout.layers_per_stage is not None,
         "sequence_chunks": layout.cp_enabled and train.seq_len % (2 * layout.cp) != 0,
     }
+    if config.adapter.is_enabled:
+        yield from adapter_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
     yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
 
@@ -97,6 +99,26 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
         "micro_batch_rounds": takes_rounds and micro_batches >= p and micro_batches % (micro_batches // p) != 0,
     }
     values = {"micro_batches": micro_batches, "round_size": round_size, "batch_multiple": p * config.train.micro_batch}
+    yield from refusals(rules, config, layout, **values)
+
+
+def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield what adapters were not proven with, and matrices that the layers do not have."""
+    model, names = config.model, [matrix.name for matrix in layer_matrices(config.model)]
+    axes = [f"strategy.{axis}={layout.axis_sizes[axis]}" for axis in ("tp", "pp") if layout.axis_sizes[axis] > 1]
+    unknown = [name for name in config.adapter.target_modules or () if name not in names]
+    rules = {
+        "adapter_model": model.hf_info is not None or model.num_experts > 0,
+        "adapter_engine": layout.engine != "torch",
+        "adapter_axes": len(axes) > 0,
+        "adapter_offload": layout.offload != "none" or config.checkpointing.offload_activations,
+        "adapter_checkpointing": config.checkpointing.name in ("selective", "attention"),
+        "adapter_compile": config.train.compile,
+        "adapter_optimizer": config.optimizer.name not in ("adamw", "sgd"),
+        "adapter_launch": config.launch != "processes",
+        "adapter_targets": len(unknown) > 0,
+    }
+    values = {"axes": " ".join(axes), "unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)
 
 

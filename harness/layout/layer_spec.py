@@ -37,6 +37,7 @@ class Matrix(NamedTuple):
     is_router: bool = False  # whether it scores experts
     experts: int = 0  # the number of experts that have a matrix each, stacked as one parameter; 0 for a single matrix
     uses: int = 1  # how often each token is multiplied: by so many experts
+    rank: int = 0  # of its adapter; 0 where it has none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -47,6 +48,12 @@ class Matrix(NamedTuple):
     def elements(self) -> int:
         """The number of its elements."""
         return math.prod(self.shape)
+
+    @property
+    def adapter_shapes(self) -> Shapes:
+        """The shapes of its adapter's two matrices by the names that peft gives them; none without an adapter."""
+        shapes = {"lora_A": (self.rank, self.inputs), "lora_B": (self.outputs, self.rank)}
+        return {f"{name}.default.weight": shape for name, shape in shapes.items() if self.rank}
 
     def cut(self, tp: int) -> tuple[float, float]:
         """Return the outputs and inputs that one of so many tensor-parallel ranks has, an even share."""
@@ -75,7 +82,8 @@ def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
             sizes.get(operator.inputs[0], model.intermediate_size),
             operator.kind if operator.kind in SHARD_DIM else None,
             operator.kind == "router",
-            *((model.num_experts, model.num_experts_per_tok) if operator.is_grouped else ()),
+            *((model.num_experts, model.num_experts_per_tok) if operator.is_grouped else (0, 1)),
+            model.adapter.rank_of(operator.matrix),
         )
         for branch in layer_branches(model)
         for operator in branch.operators
@@ -90,12 +98,13 @@ def norm_shapes(name: str, model: ModelConfig) -> Shapes:
 
 
 def projection_flops(model: ModelConfig, tokens: int, routers: int = 1) -> dict[str, int]:
-    """Return the operations of each of a layer's projections, in the order of forward.
+    """Return the operations of each of a layer's projections with its adapter, in the order of forward.
 
     `routers` is the number of ranks that all compute a router.
     """
     return {
         matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs * (routers if matrix.is_router else 1)
+        + 2 * tokens * numel(matrix.adapter_shapes)
         for matrix in layer_matrices(model)
     }
 

@@ -83,9 +83,11 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     for branch in model.architecture.branches:
         of_layer |= norm_shapes(branch.norm, model)
     for matrix in matrices:
-        of_layer[f"{matrix.path}.weight"] = matrix.shape
+        path = f"{matrix.path}.base_layer" if matrix.rank else matrix.path  # as peft wraps it
+        of_layer[f"{path}.weight"] = matrix.shape
         if model.architecture.biases:
-            of_layer[f"{matrix.path}.bias"] = (matrix.outputs,)
+            of_layer[f"{path}.bias"] = (matrix.outputs,)
+        of_layer |= {f"{matrix.path}.{name}": shape for name, shape in matrix.adapter_shapes.items()}
     shapes: Shapes = {"embed_tokens.weight": table}
     if model.architecture.learned_positions:
         shapes["embed_positions.weight"] = (model.context_length, model.hidden_size)
@@ -132,6 +134,17 @@ def active_parameter_count(model: ModelConfig) -> int:
         if each.experts
     )
     return parameter_count(model) - model.num_hidden_layers * unused
+
+
+def trained_parameter_count(model: ModelConfig) -> int:
+    """Return the number of parameters that are trained: those of adapters where there are any, else all of them."""
+    shapes = model_profile(model).parameter_shapes
+    return numel({name: shape for name, shape in shapes.items() if model.adapter.trains(name)})
+
+
+def trained_share(model: ModelConfig) -> float:
+    """Return the share of the parameters that are trained: 1 without adapters."""
+    return trained_parameter_count(model) / parameter_count(model)
 
 
 def parameter_count(model: ModelConfig) -> int:

@@ -118,17 +118,19 @@ def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]
     return split_into_stages(model, layout)[layout.coordinates(rank)["pp"] :: layout.pp]
 
 
-def local_numel(model: ModelConfig, layout: Layout, stage: Stage) -> Mapping[str, float]:
+def local_numel(model: ModelConfig, layout: Layout, stage: Stage, trained: bool = False) -> Mapping[str, float]:
     """Return the elements of each of a stage's parameters on one model-parallel rank, before data-parallel sharding.
 
-    They are an even share: fractions where a dimension cannot be cut evenly.
+    They are an even share: fractions where a dimension cannot be cut evenly. With `trained` frozen ones are left out.
     """
-    return _local_numel(model, layout.tp, layout.vocabulary_tp, layout.ep, stage)
+    return _local_numel(model, layout.tp, layout.vocabulary_tp, layout.ep, stage, trained)
 
 
 @lru_cache(maxsize=1024)
-def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, ep: int, stage: Stage) -> Mapping[str, float]:
-    owned = parameters_of_stage(model, stage)
+def _local_numel(
+    model: ModelConfig, tp: int, vocabulary_tp: int, ep: int, stage: Stage, trained: bool
+) -> Mapping[str, float]:
+    owned = parameters_of_stage(model, stage, trained)
     return MappingProxyType(
         {
             each.name: math.prod(each.shape) / (each.parts(tp, vocabulary_tp) * (ep if each.is_expert else 1))
@@ -137,9 +139,9 @@ def _local_numel(model: ModelConfig, tp: int, vocabulary_tp: int, ep: int, stage
     )
 
 
-def local_sizes(model: ModelConfig, layout: Layout, stages: Iterable[Stage]) -> list[float]:
+def local_sizes(model: ModelConfig, layout: Layout, stages: Iterable[Stage], trained: bool = False) -> list[float]:
     """Return the elements of local_numel() for the parameters of several stages, one after another."""
-    return [size for stage in stages for size in local_numel(model, layout, stage).values()]
+    return [size for stage in stages for size in local_numel(model, layout, stage, trained).values()]
 
 
 @dataclass(frozen=True)
@@ -191,9 +193,10 @@ class ShardedParameter:
         return stage.holds_embedding if self.is_embedding else stage.holds_head
 
 
-def parameters_of_stage(model: ModelConfig, stage: Stage) -> Iterator[ShardedParameter]:
-    """Yield the parameters of a stage in the order of the model."""
-    return (parameter for parameter in _sharded_parameters(model) if parameter.is_in(stage))
+def parameters_of_stage(model: ModelConfig, stage: Stage, trained: bool = False) -> Iterator[ShardedParameter]:
+    """Yield the parameters of a stage in the order of the model; with `trained` without those that are frozen."""
+    own = (parameter for parameter in _sharded_parameters(model) if parameter.is_in(stage))
+    return (parameter for parameter in own if not trained or model.adapter.trains(parameter.name))
 
 
 @lru_cache(maxsize=16)

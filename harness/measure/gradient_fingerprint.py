@@ -57,11 +57,12 @@ class Fingerprinter:
     def changed(self, engine: ShardSource) -> Iterator[tuple[Shard, Tensor]]:
         """Yield this rank's shards of what the optimizer updates, each with its initial values.
 
-        These are masters where there are any, because parameters of 16 bits lose most of a small update. One initial
-        value as large as a whole parameter is in memory at a time.
+        These are masters where there are any, because parameters of 16 bits lose most of a small update. Frozen
+        parameters have none. One initial value as large as a whole parameter is in memory at a time.
         """
         masters = [shard for shard in engine.local_shards("optimizer") if shard.state_name == "master"]
-        for shard in masters or [shard for shard in engine.local_shards("parameters") if not shard.state_name]:
+        parameters = (shard for shard in engine.local_shards("parameters") if not shard.state_name)
+        for shard in masters + [each for each in parameters if not (masters and self.model.adapter.trains(each.name))]:
             shape = torch.Size(self.shape(shard))
             initial = initial_value(shard.name, shape, self.model, self.seed, self.device).view(shard.shape)
             part = initial[tuple(slice(start, stop) for start, stop in shard.box)]

@@ -6,6 +6,7 @@ import torch
 
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
+from harness.layout.layer_spec import layer_matrices
 from harness.layout.partition import Stage, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations
@@ -20,7 +21,18 @@ def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
 
         return hf_library.build_hf_model(model, model.hf_info)  # type: ignore[return-value]
     with torch.device("meta"):
-        return Decoder(model, stage or whole_model(model))
+        decoder = Decoder(model, stage or whole_model(model))
+        return add_adapters(decoder) if model.adapter.is_enabled else decoder
+
+
+def add_adapters(decoder: Decoder) -> Decoder:
+    """Freeze a model on the meta device and give its layers' matrices adapters, in place, by the library peft."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    names = [matrix.name for matrix in layer_matrices(decoder.config) if matrix.rank]
+    adapter = decoder.config.adapter
+    lora = LoraConfig(r=adapter.r, lora_alpha=adapter.lora_alpha, target_modules=names, lora_dropout=0.0)
+    return inject_adapter_in_model(lora, decoder)  # type: ignore[arg-type, return-value]
 
 
 def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:

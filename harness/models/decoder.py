@@ -186,6 +186,8 @@ class Decoder(nn.Module):
         hidden: Tensor = self.embed_tokens(tokens)
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions(chunks, tokens.device))
+        if self.config.adapter.is_enabled:
+            hidden.requires_grad_()  # behind frozen tables: the first layer's backward is then that of all others
         return F.dropout(hidden, self.config.dropout, self.training)
 
 

@@ -25,7 +25,10 @@ def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
 
 
 def initial_value(name: str, shape: torch.Size, model: ModelConfig, seed: int, device: torch.device) -> Tensor:
-    """Return a parameter's whole initial value in fp32: a function of seed, name and shape, never of the layout."""
+    """Return a parameter's whole initial value in fp32: a function of seed, name and shape, never of the layout.
+
+    Both matrices of an adapter are drawn. peft begins with B = 0, where the gradient of A is 0 and proves nothing.
+    """
     if len(shape) == 1:  # a norm's scale, or a bias
         return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
     value = torch.empty(shape, device=device)
@@ -49,7 +52,8 @@ def materialize(
         if not parameter.is_meta:  # an engine's own layers have their values already
             continue
         whole = initial_value(name, parameter.shape, config, seed, device)
-        filled = nn.Parameter(local_part_like(parameter, whole.to(dtype)).to(storage_device or device))
+        local = local_part_like(parameter, whole.to(dtype)).to(storage_device or device)
+        filled = nn.Parameter(local, parameter.requires_grad)
         torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -173,9 +173,14 @@ def build_peak_problems(
             yield f"rank {rank.rank} held {peak} bytes while it was built, and its stages take {share:.0f} bytes"
 
 
-def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> dict[str, float]:
-    """Return the elements of each parameter that a rank holds if data-parallel ranks divide it into so many shards."""
-    stages = (local_numel(model, layout, stage) for stage in stages_of_rank(model, layout, rank))
+def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int, kind: StateKind) -> dict[str, float]:
+    """Return the elements of each parameter's state that a rank holds if data-parallel ranks divide it so often.
+
+    Frozen parameters have no state but themselves.
+    """
+    stages = (
+        local_numel(model, layout, stage, trained=kind != "parameters") for stage in stages_of_rank(model, layout, rank)
+    )
     return {
         name: elements / (layout.expert_shards(shards) if is_expert_weight(name) else shards)
         for stage in stages
@@ -185,7 +190,7 @@ def rank_shares(model: ModelConfig, layout: Layout, rank: int, shards: int) -> d
 
 def rank_numel(model: ModelConfig, layout: Layout, rank: int, kind: StateKind) -> float:
     """Return the elements of one kind of state that the layout gives to a rank."""
-    return sum(rank_shares(model, layout, rank, layout.shard_count(kind)).values())
+    return sum(rank_shares(model, layout, rank, layout.shard_count(kind), kind).values())
 
 
 def largest_parameter_numel(model: ModelConfig) -> int:
@@ -200,7 +205,7 @@ def _reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
 
 
 def _ownership_problems(
-    kind: str, by_rank: Sequence[list[StateShard]], config: RunConfig, layout: Layout, shards: int
+    kind: StateKind, by_rank: Sequence[list[StateShard]], config: RunConfig, layout: Layout, shards: int
 ) -> Iterator[str]:
     """Yield parameters whose elements are not all there, or are on more or fewer ranks than the layout has copies."""
     model, shapes = config.model, model_profile(config.model).parameter_shapes
@@ -211,7 +216,10 @@ def _ownership_problems(
             if box_numel(shard.box):
                 owners[shard.name, shard.state_name][shard.box].append(rank)
     state_names = {state_name for _, state_name in owners} or {""}
-    expected = {(name, state) for name in shapes for state in state_names if is_kept(config, name, state)}
+    has_state = {name: kind == "parameters" or model.adapter.trains(name) for name in shapes}
+    expected = {
+        (name, state) for name in shapes for state in state_names if has_state[name] and is_kept(config, name, state)
+    }
     for name, state_name in sorted(expected | owners.keys()):
         label = f"{kind} of {name}" + (f" ({state_name})" if state_name else "")
         boxes = owners[name, state_name]
@@ -221,6 +229,8 @@ def _ownership_problems(
         counts = {len(ranks) for ranks in boxes.values()}
         if name not in shapes:
             yield f"{label}: ranks have shards of it, but the model has no such parameter"
+        elif not has_state[name]:
+            yield f"{label}: ranks have shards of it, but adapter={config.adapter.name} freezes this parameter"
         elif sum(map(box_numel, boxes)) != math.prod(shapes[name]) or _overlap(boxes):
             yield f"{label}: the ranks' shards do not add up to its {math.prod(shapes[name])} elements"
         elif (name, state_name) not in expected:
@@ -240,10 +250,10 @@ def is_kept(config: RunConfig, name: str, state_name: str) -> bool:
 
 
 def excess_problems(
-    kind: str, owned: Sequence[StateShard], model: ModelConfig, layout: Layout, rank: int, shards: int
+    kind: StateKind, owned: Sequence[StateShard], model: ModelConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
     """Yield a line for parameters of other stages on a rank, and for states larger than the rank's equal share."""
-    shares = rank_shares(model, layout, rank, shards)
+    shares = rank_shares(model, layout, rank, shards, kind)
     total = math.ceil(sum(shares.values()))
     shapes = model_profile(model).parameter_shapes
     by_rows = sum(shard_numel(name, shapes[name], model, layout, shards) for name in shares)

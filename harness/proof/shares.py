@@ -8,7 +8,7 @@ from harness.config.schema import RunConfig
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import is_expert_weight
-from harness.layout.state_widths import STATE_KINDS
+from harness.layout.state_widths import STATE_KINDS, StateKind
 from harness.proof.layout import (
     elements_by_state,
     excess_problems,
@@ -33,7 +33,7 @@ def share_problems(config: RunConfig, layout: Layout, ranks: Sequence[RankReport
 
 
 def _share_problems(
-    kind: str, owned: Sequence[StateShard], config: RunConfig, layout: Layout, rank: int, shards: int
+    kind: StateKind, owned: Sequence[StateShard], config: RunConfig, layout: Layout, rank: int, shards: int
 ) -> Iterator[str]:
     """Yield a line for parameters of other stages, and for states of which a rank holds more or less than its share.
 
@@ -41,7 +41,7 @@ def _share_problems(
     """
     model = config.model
     yield from excess_problems(kind, owned, model, layout, rank, shards)
-    shares = rank_shares(model, layout, rank, shards)
+    shares = rank_shares(model, layout, rank, shards, kind)
     shapes, place = model_profile(model).parameter_shapes, layout.coordinates(rank)["tp"]
     if shards == 1:  # the last tensor-parallel ranks may have fewer rows of the vocabulary
         for name, share in shares.items():

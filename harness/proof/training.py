@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
 from harness.cost_model.micro_batch_shape import micro_batch_shape
@@ -156,6 +157,19 @@ def optimizer_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterat
                 f"optimizer: rank {rank.rank}'s first update of {rank.worst_first_update.name} is not that of"
                 f" {classes}: it differs by {rank.worst_first_update.excess / 2:.1e} of the weight decay"
             )
+
+
+def frozen_problems(model: ModelConfig, ranks: Sequence[RankReport]) -> Iterator[str]:
+    """Yield which frozen parameters the first update changed on a rank, or of which it has no fingerprint."""
+    frozen = {name for name in model_profile(model).parameter_shapes if not model.adapter.trains(name)}
+    for rank in ranks:
+        changes = {entry.name: entry.square for entry in rank.first_updates if entry.name in frozen}
+        changed = sorted(name for name, square in changes.items() if square != 0)
+        if changed:
+            yield f"adapter: rank {rank.rank} changed {changed[0]}, which adapter={model.adapter.name} freezes"
+    unseen = frozen - {entry.name for rank in ranks for entry in rank.first_updates}
+    if unseen:
+        yield f"adapter: no rank has compared {min(unseen)} with its initial values"
 
 
 def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:

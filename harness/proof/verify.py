@@ -45,6 +45,7 @@ from harness.proof.training import (
     deviation_problems,
     dropout_mask_problems,
     dropout_rng_problems,
+    frozen_problems,
     optimizer_problems,
     overflow_problems,
 )
@@ -102,7 +103,8 @@ def verify_run(
     """
     run = FinishedRun(config, layout, widths, ranks)
     layout_problems = list(prove_layout(run, ownership_problems))
-    problems = [*layout_problems, *optimizer_problems(config, ranks), *prove_steps(run, ranks)]
+    problems = [*layout_problems, *frozen_problems(config.model, ranks), *optimizer_problems(config, ranks)]
+    problems += prove_steps(run, ranks)
     problems += cross_rank_mismatches(layout, ranks)
     if config.model.dropout:
         problems += [*dropout_rng_problems(layout, ranks), *dropout_mask_problems(config, layout, ranks)]

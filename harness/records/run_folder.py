@@ -212,7 +212,9 @@ class RunSpec:
 
     def write(self, run_dir: Path) -> None:
         """Write the run file."""
-        RunFolder(run_dir).spec.write_text(json.dumps(dataclasses.asdict(self), indent=1))
+        RunFolder(run_dir).spec.write_text(
+            json.dumps(dataclasses.asdict(self) | {"config": self.config.to_dict()}, indent=1)
+        )
 
 
 def read_run_spec(run_dir: Path) -> RunSpec:

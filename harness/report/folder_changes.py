@@ -36,7 +36,7 @@ _DEFINING_COLUMNS = (
         "offload",
         "offload_activations",
     ),
-    *("attention", "dropout", "saved_products"),
+    *("attention", "dropout", "saved_products", "adapter", "adapter_rank"),
 )
 
 _NULL = "null"

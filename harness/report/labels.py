@@ -34,7 +34,7 @@ VARYING = (
         "attention",
         "dropout",
     ),
-    *("routing", OTHER_OPTIONS),
+    *("adapter", "adapter_rank", "routing", OTHER_OPTIONS),
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
@@ -48,6 +48,8 @@ DEFAULTS = {
     "fused_optimizer": True,
     "attention": "flash",
     "dropout": 0.0,
+    "adapter": None,
+    "adapter_rank": None,
     "routing": "learned",
 }
 

@@ -5,7 +5,7 @@ from operator import attrgetter
 from harness.config.schema import RunConfig
 from harness.config.strategy import DEGREES
 from harness.layout.layout import Layout
-from harness.layout.model_profile import active_parameter_count, parameter_count
+from harness.layout.model_profile import active_parameter_count, parameter_count, trained_parameter_count
 from harness.layout.partition import split_into_stages
 from harness.records.schema import Cells
 
@@ -42,6 +42,10 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "repeat": config.repeat,
         "launch": config.launch,
     }
+    if config.adapter.is_enabled:
+        trained = trained_parameter_count(config.model)
+        row |= {"adapter": config.adapter.name, "adapter_rank": config.adapter.r}
+        row |= {"trained_parameters": trained, "frozen_parameters": parameter_count(config.model) - trained}
     if config.model.num_experts:
         row |= {"active_parameters": active_parameter_count(config.model), "routing": config.model.routing}
     if layout is not None:

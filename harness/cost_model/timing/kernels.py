@@ -12,6 +12,7 @@ choice of protocol by size.
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -38,6 +39,7 @@ SCORE_BYTES_FORWARD, SCORE_BYTES_BACKWARD = 12, 20  # 16-bit reads and writes of
 # two norms, and two sums.
 RESIDUAL_TENSORS = 10
 BACKWARD_TENSORS = 2  # times as many in backward
+ADAPTER_TENSORS = 5  # of a matrix's output: an adapter's output is scaled and added to it
 LIBRARY_TENSORS = (12, 5)  # as Architecture.elementwise_tensors, between those of the project's own families
 # Tensors of rows x hidden_size that copies of tokens for experts and sums of their outputs read and write in forward:
 # twice as many where ranks that divide the experts sort what they received.
@@ -160,7 +162,7 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     """Return the seconds of one decoder layer.
 
     A product takes as long as the one that computes the gradient of its input, or of its weight. The experts of a rank
-    are taken to have as many rows as those of all others.
+    are taken to have as many rows as those of all others. Frozen matrices have no gradient themselves.
     """
     rates, tokens, model = kernel_rates(hardware, shape.compute_dtype), shape.tokens, shape.model
     matrices = [
@@ -170,8 +172,13 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
         rates.product_seconds(tokens * each.uses, rows, columns, shape.width, number)
         for each, rows, columns, number in matrices
     ]
-    weights = sum(rows * columns * number for _, rows, columns, number in matrices)
-    weight_gradient = sum(products) + _accumulation_seconds(shape, rates, weights)
+    adapters = [pair for each, *_ in matrices for pair in each.adapter_shapes.values()]
+    of_adapters = [rates.product_seconds(tokens, rows, columns, shape.width, 1) for rows, columns in adapters]
+    weights, trained = sum(rows * columns * number for _, rows, columns, number in matrices), sum(products)
+    if model.adapter.is_enabled:
+        weights, trained = sum(map(math.prod, adapters)), sum(of_adapters)
+    weight_gradient = trained + _accumulation_seconds(shape, rates, weights)
+    both_ways = sum(products) + sum(of_adapters)
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
     # What norms, rotations, sums and activation functions move in forward.
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
@@ -180,14 +187,15 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
     uses = max(1, model.num_experts_per_tok)
     inner = uses * model.intermediate_size * inner_tensors / shape.tp
+    elements += ADAPTER_TENSORS * sum(each.outputs for each, *_ in matrices if each.rank)
     moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
     return LayerSeconds(
-        forward=sum(products) + forward_attention + elementwise,
-        backward=sum(products) + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
+        forward=both_ways + forward_attention + elementwise,
+        backward=both_ways + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
         weight_gradient=weight_gradient,
         attention=forward_attention,
-        last_projection=products[-1],
+        last_projection=(products + of_adapters)[-1],
     )
 
 
@@ -221,7 +229,9 @@ def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stack
     vocabulary = shape.model.vocab_size / shape.vocabulary_tp
     loss = shape.tokens * vocabulary * timing.logit_bytes / rates.memory_bytes
     product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
-    return product + loss / 2, 2 * product + _accumulation_seconds(shape, rates, vocabulary * width) + loss / 2
+    is_trained = not shape.model.adapter.is_enabled
+    weight_gradient = product + _accumulation_seconds(shape, rates, vocabulary * width)
+    return product + loss / 2, product + is_trained * weight_gradient + loss / 2
 
 
 @lru_cache(maxsize=8192)
@@ -230,7 +240,7 @@ def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
     rows = EMBEDDING_TENSORS * shape.tokens * width * shape.width / rates.memory_bytes
     table = shape.model.vocab_size / shape.vocabulary_tp * width
-    return rows, rows + _accumulation_seconds(shape, rates, table)
+    return rows, (rows + _accumulation_seconds(shape, rates, table)) * (not shape.model.adapter.is_enabled)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from harness.cost_model.timing.kernels import (
 )
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
-from harness.layout.model_profile import model_profile
+from harness.layout.model_profile import model_profile, trained_share
 from harness.layout.partition import Stage, is_expert_weight
 from harness.layout.state_widths import StateWidths
 
@@ -80,7 +80,7 @@ class RankTime:
     hidden_per_micro_batch: float
     hidden_per_step: float
     replica_share: float  # of the exposed seconds, those among replicas
-    parameters: float  # on one tensor-parallel rank, not sharded
+    parameters: float  # that are trained, on one tensor-parallel rank, not sharded
 
 
 def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]) -> RankTime:
@@ -153,7 +153,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         hidden_per_micro_batch=hidden_often,
         hidden_per_step=hidden_once,
         replica_share=in_step[-1] / sum(in_step) if any(in_step) else 0.0,
-        parameters=parameters,
+        parameters=parameters * trained_share(config.model),
     )
 
 
@@ -185,16 +185,17 @@ def _unit_seconds(
     """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with replicas'.
 
     Gradients of small parameters share a bucket, and one that is larger than a bucket is sent alone. Experts of which
-    ranks have different ones are those of fewer ranks.
+    ranks have different ones are those of fewer ranks. Of all parameters the same share is taken to be trained.
     """
     if not parameters:
         return 0.0, 0.0, 0.0
     hardware, widths, zero_stage = step.hardware, step.widths, step.layout.zero_stage
     own = step.layout.of_experts if of_experts else step.layout
     shards, replicas = step.group(*own.sharding_axes), step.group(*own.replica_axes)
-    reduced, (latency, _) = parameters * step.config.precision.reduce_bytes, ring(shards, hardware)
+    trained, (latency, _) = parameters * trained_share(step.config.model), ring(shards, hardware)
+    reduced = trained * step.config.precision.reduce_bytes
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
-    reductions = min(tensors, math.ceil(parameters / bucket)) if bucket else 1
+    reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
     gather = gather_seconds(parameters * widths.gathered, shards, hardware) if zero_stage else 0.0

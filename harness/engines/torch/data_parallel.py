@@ -42,5 +42,6 @@ class DataParallel(Protocol):
 
 
 def master_params(parallel: DataParallel) -> dict[str, nn.Parameter]:
-    """Return by name the tensor that the optimizer updates for each of the model's parameters, in their order."""
-    return {name: parallel.master_param(name) for name in parallel.parameters}
+    """Return by name the tensor that the optimizer updates for each trained parameter of the model, in their order."""
+    trained = (name for name, parameter in parallel.parameters.items() if parameter.requires_grad)
+    return {name: parallel.master_param(name) for name in trained}

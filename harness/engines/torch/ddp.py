@@ -51,6 +51,7 @@ class ReplicatedParams:
         for part in parts:
             materialize(part, config.model, seed, device, getattr(torch, precision.compute))
         self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
+        self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
         self.buckets: list[list[Tensor]] = []  # the buckets that each DDP wrapper with masters reduced last
         self.modules: list[nn.Module] = list(parts)
@@ -60,7 +61,7 @@ class ReplicatedParams:
         has_bucket_views = wrap is not None and not precision.is_mixed and config.strategy.gradient_as_bucket_view
         self.accumulates_in_buckets = has_bucket_views and accumulation > 1
         if precision.is_mixed:
-            for name, parameter in self.parameters.items():
+            for name, parameter in self.trained.items():
                 value = initial_value(name, parameter.shape, config.model, seed, device)
                 self.masters[name] = nn.Parameter(
                     local_part_like(parameter, value.to(getattr(torch, precision.master)))
@@ -74,7 +75,7 @@ class ReplicatedParams:
 
     def accumulate_in_masters(self) -> None:
         """Register hooks that add every gradient to its master's, within DDP's buckets if DDP synchronizes."""
-        master_of: dict[Tensor, nn.Parameter] = {own: self.masters[name] for name, own in self.parameters.items()}
+        master_of: dict[Tensor, nn.Parameter] = {own: self.masters[name] for name, own in self.trained.items()}
         wrappers = [module for module in self.modules if isinstance(module, DistributedDataParallel)]
         for module in wrappers:
             self.buckets.append([])
@@ -85,7 +86,7 @@ class ReplicatedParams:
             if isinstance(parameter, DTensor) or not (wrappers and self.is_synchronizing):
                 move_grad_to_master(parameter, master_of[parameter])
 
-        for parameter in self.parameters.values():
+        for parameter in self.trained.values():
             parameter.register_post_accumulate_grad_hook(accumulate)  # type: ignore[no-untyped-call]
 
     @contextmanager

@@ -1,0 +1,35 @@
+"""The adapters that are trained in the place of a model's own weights, with the names of the library peft."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from harness.config.from_dict import Positive, one_of
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """The adapters of the matrices of decoder layers; with them, all weights of the model itself are frozen."""
+
+    name: Annotated[str, one_of("none", "lora")] = (
+        "none"  # The kind of adapters: none, which trains all weights, or lora.
+    )
+    r: Positive = 16  # The rank of LoRA's two matrices, which have the shapes (r, inputs) and (outputs, r).
+    lora_alpha: Positive = 32  # The factor of a pair's output, divided by adapter.r.
+    # The names of the matrices that have adapters, such as q_proj; null means all matrices of the layers.
+    target_modules: tuple[str, ...] | None = None
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether adapters are trained, and the model's own weights are frozen."""
+        return self.name != "none"
+
+    def rank_of(self, matrix: str) -> int:
+        """Return the rank of the adapter of a matrix, by its name; 0 where it has none."""
+        return self.r if self.is_enabled and matrix in (self.target_modules or (matrix,)) else 0
+
+    def trains(self, parameter: str) -> bool:
+        """Return whether a parameter, by its name, is trained."""
+        return not self.is_enabled or ".lora_" in parameter
+
+
+NO_ADAPTER = AdapterConfig()

@@ -1,0 +1,131 @@
+"""Runs that train adapters beside frozen weights: their proof, their plan, and faults of them."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from harness.config.command import read_run_config
+from harness.config.from_dict import from_dict
+from harness.config.schema import RunConfig
+from harness.cost_model.flops import executed_flops_with, model_flops
+from harness.cost_model.memory import estimate_memory
+from harness.layout.compatibility import incompatibilities
+from harness.layout.layout import Layout
+from tests.support import faults
+from tests.support.commands import (
+    Entry,
+    assert_not_proven,
+    assert_ok,
+    compose_layout,
+    long,
+    run_with,
+    widths_of,
+)
+
+PRECISIONS, CHECKPOINTING = ("fp32", "bf16_mixed"), ("none", "full")
+
+STRATEGIES = {
+    "single": 1,
+    "ddp": 2,
+    "fsdp_full_shard": 2,
+    "fsdp_shard_grad_op": 2,
+    "fsdp_no_shard": 2,
+    "fsdp_hybrid_shard strategy.dp_replicate=2 strategy.dp_shard=2": 4,
+}
+
+# About five million parameters.
+LARGER = (
+    "model.hidden_size=288 model.num_attention_heads=6 model.num_key_value_heads=2 model.intermediate_size=768"
+    " model.num_hidden_layers=5 train.seq_len=128 train.global_batch=8"
+)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ("ddp precision=bf16_mixed", 2),
+        ("fsdp_full_shard checkpointing=full", 2),
+        ("fsdp_shard_grad_op model.tie_word_embeddings=true adapter.target_modules=[q_proj,v_proj]", 2),
+        ("ddp model=gpt_tiny adapter.target_modules=[up_proj]", 2),
+        *(
+            long(f"{strategy} precision={precision} checkpointing={checkpointing} {LARGER}", world)
+            for (strategy, world), precision, checkpointing in itertools.product(
+                STRATEGIES.items(), PRECISIONS, CHECKPOINTING
+            )
+        ),
+        ("cp", 2),
+        ("zero1_torch", 2),
+        long("ddp optimizer=sgd train.loss_chunks=2", 2),
+    ],
+)
+def test_adapters_are_proven(results: Path, overrides: str, world: int) -> None:
+    words = f"strategy={overrides} adapter=lora".split()
+    record = run_with(results, f"world_size={world}", *words)
+    assert_ok(record.row)
+    config, layout = read_run_config(record.config), from_dict(Layout, record.layout)
+    planned = estimate_memory(config, layout, widths_of(config, layout))
+    assert record.row["optimizer_bytes"] == planned.optimizer_bytes
+    assert record.row["trained_parameters"] + record.row["frozen_parameters"] == record.row["parameters"]
+    assert record.row["executed_flops"] == executed_flops_with(config, layout, fused=is_fused(config))
+    peak = record.row["peak_allocated_bytes"]  # higher where gloo's threads free their copies late, on a busy machine
+    assert record.row["predicted_peak_bytes"] == pytest.approx(peak, rel=0.15)
+
+
+def is_fused(config: RunConfig) -> bool:
+    return config.model.attention == "flash" and config.model.dropout == 0
+
+
+def test_a_frozen_matrix_costs_two_thirds() -> None:
+    config, _ = compose_layout(1, "adapter=lora", "adapter.r=1", "adapter.target_modules=[q_proj]", *SHORT)
+    full, _ = compose_layout(1, *SHORT)
+    model, tokens = config.model, config.train.global_batch * config.train.seq_len
+    hidden, inner, keys = model.hidden_size, model.intermediate_size, model.hidden_size // 2
+    matrices = model.num_hidden_layers * hidden * (2 * hidden + 2 * keys + 3 * inner) + hidden * model.vocab_size
+    adapters = model.num_hidden_layers * 2 * hidden
+    assert model_flops(full) - model_flops(config) == tokens * (2 * matrices - 6 * adapters)
+
+
+SHORT = ("train.seq_len=32", "train.global_batch=8", "train.micro_batch=1", "model=tiny")
+
+FAULTS = [
+    (faults.frozen_weight_trained, "ddp", "adapter=lora freezes this parameter"),
+    (faults.frozen_weights_decayed, "ddp", "which adapter=lora freezes"),
+    (faults.frozen_weights_decayed, "fsdp_full_shard", "which adapter=lora freezes"),
+    (faults.adapters_unreduced, "ddp", "bytes a step along"),
+    (faults.adapters_start_elsewhere, "ddp", "lora_B"),
+    (faults.adapters_start_elsewhere, "fsdp_full_shard", "deviates by"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "problem"),
+    [
+        *FAULTS,
+        *(
+            long(fault, f"{strategy} precision={precision} {LARGER}", problem)
+            for precision in PRECISIONS
+            for fault, strategy, problem in FAULTS
+        ),
+    ],
+)
+def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
+    words = f"strategy={strategy} adapter=lora world_size=2".split()
+    assert_not_proven(run_with(results, *words, entry=fault), problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("strategy=zero3", "not with strategy.engine=deepspeed"),
+        ("strategy=tp", "neither by tensor nor"),
+        ("strategy=ddp model=moe_tiny", "dense decoder"),
+        ("strategy=ddp checkpointing=selective", "was not tried"),
+        ("strategy=ddp optimizer=muon", "was not tried"),
+        ("strategy=ddp train.compile=true", "fuse the products"),
+        ("strategy=ddp adapter.target_modules=[lm_head]", "which the layers do not have"),
+    ],
+)
+def test_what_adapters_cannot_be_combined_with_is_refused(words: str, reason: str) -> None:
+    problems = list(incompatibilities(*compose_layout(2, "adapter=lora", *words.split())))
+    assert any(reason in problem and "choose" in problem for problem in problems)
