@@ -1,6 +1,7 @@
 """Searches whose best layouts are simulated before they are called likely to fit."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -47,14 +48,39 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     assert fastest.label() not in map(Prediction.label, after.result.front)
 
 
-def test_a_search_says_what_it_did_not_simulate(tmp_path: Path) -> None:
-    """A compiled step cannot be simulated, for the reason that refuses a run of it. Nothing is started."""
-    lines: list[str] = []
-    after = replay_best(planned(*SEARCH, "train.compile=true", f"results_dir={tmp_path}"), lines.append)
-    assert after.result is not None and not lines and not list(tmp_path.iterdir())
-    assert after.result.best[0].is_open
-    (line,) = (line for line in search_sentences(after.result) if "not simulated" in line)
-    assert line.startswith(after.result.best[0].label()) and "train.compile=true cannot be simulated" in line
+# A model of transformers, about as large as the one above.
+LIBRARY = {
+    "model_type": "qwen3",
+    **dict.fromkeys(("hidden_size", "max_position_embeddings"), 1024),
+    "intermediate_size": 4096,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "head_dim": 64,
+    "num_hidden_layers": 4,
+    "vocab_size": 32000,
+}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("train.compile=true", "train.compile=true cannot be simulated"),
+        ("stack=torchtitan", "stack=torchtitan is planned alone"),
+        long("model=library.json model.num_hidden_layers=4", "simulated devices run the layers of this project"),
+        ("strategy.offload=optimizer cluster.hardware.memory=3GiB", "on the host a simulation takes too long"),
+        long("timeout_seconds=1", "timeout: "),
+    ],
+)
+def test_a_search_says_what_it_did_not_simulate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, reason: str
+) -> None:
+    """It is what refuses a run of it, or what the planner knows, or how the simulation ended."""
+    monkeypatch.chdir(tmp_path)
+    Path("library.json").write_text(json.dumps(LIBRARY))
+    after = replay_best(planned(*SEARCH, *words.split(), f"results_dir={tmp_path / 'results'}"), str)
+    assert after.result is not None and after.result.best[0].is_open
+    line = next(line for line in search_sentences(after.result) if "not simulated" in line)
+    assert line.startswith(after.result.best[0].label()) and reason in line
 
 
 PIPELINES = ("pp_1f1b", "pp_interleaved", "pp_gpipe")
