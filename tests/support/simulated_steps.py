@@ -27,7 +27,8 @@ def simulate_steps(
     One process, which runs `module` with its arguments, simulates all of them, one after another. Native code is built
     in the folder `cache`. Raise RuntimeError if the process itself fails.
     """
-    values = {"guard": str(build_device_guard(cache)), "requests": [dataclasses.asdict(entry) for entry in requests]}
+    plain = [dataclasses.asdict(entry) | {"config": entry.config.to_dict()} for entry in requests]
+    values = {"guard": str(build_device_guard(cache)), "requests": plain}
     command = [sys.executable, "-m", *module]
     result = subprocess.run(command, input=json.dumps(values), capture_output=True, text=True, check=False)
     if result.returncode != 0:
