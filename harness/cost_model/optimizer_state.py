@@ -13,6 +13,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.shard_groups import without_data_parallelism
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, fsdp_rows, local_sizes, parameters_of_stage
+from harness.layout.state_widths import StateKind, StateWidths
 
 BF16_BYTES = DTYPE_BYTES["bfloat16"]
 
@@ -77,6 +78,15 @@ def _row_shards(
         size = math.ceil(rows / own) * row
         tensors.append(OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape))
     return tuple(tensors)
+
+
+def state_width(config: RunConfig, widths: StateWidths, kind: StateKind) -> int:
+    """Return the bytes per element of a kind of model state; 0 where an optimizer's differ between tensors."""
+    if kind != "optimizer":
+        return widths.parameters if kind == "parameters" else widths.gradients
+    spec, states = config.optimizer.spec, config.optimizer.spec.states.values()
+    is_uniform = spec.of_matrices is None and all(state.dtype is None for state in states)
+    return (widths.masters + config.precision.master_bytes * len(states)) * is_uniform
 
 
 @lru_cache(maxsize=1024)

@@ -24,7 +24,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RECOMPUTING_MODES, RunConfig
 from harness.cost_model import communication, flops
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.optimizer_state import optimizer_parameter_count
+from harness.cost_model.optimizer_state import optimizer_parameter_count, state_width
 from harness.cost_model.parts import PEAK_TITLES
 from harness.cost_model.shard_groups import local_parameter_count
 from harness.engines.base import load_engine
@@ -75,7 +75,7 @@ def most_parameters(model: ModelConfig, layout: Layout, kind: StateKind = "param
         return max(optimizer_parameter_count(model, layout, own) for own in stages)
     tp, vocabulary_tp = layout.tp, layout.vocabulary_tp
     cut = tp, vocabulary_tp, layout.undivided_ep(kind)
-    return max(sum(local_parameter_count(model, stage, *cut) for stage in own) for own in stages)
+    return max(sum(local_parameter_count(model, stage, *cut, kind != "parameters") for stage in own) for own in stages)
 
 
 def value_of(formula: str, known: Mapping[str, Any]) -> Any:
@@ -154,15 +154,6 @@ def state_formula(config: RunConfig, layout: Layout, widths: StateWidths, kind: 
     count, shards = most_parameters(config.model, layout, kind), 1 if is_whole else layout.shard_count(kind)
     values = {"count": count, "width": width, "shards": shards, "size": -(-width * count // shards)}
     return _say("state_formula", **values, is_whole=is_whole) if width else ""
-
-
-def state_width(config: RunConfig, widths: StateWidths, kind: StateKind) -> int:
-    """Return the bytes per element of a kind of model state; 0 where an optimizer's differ between tensors."""
-    if kind != "optimizer":
-        return widths.parameters if kind == "parameters" else widths.gradients
-    spec, states = config.optimizer.spec, config.optimizer.spec.states.values()
-    is_uniform = spec.of_matrices is None and all(state.dtype is None for state in states)
-    return (widths.masters + config.precision.master_bytes * len(states)) * is_uniform
 
 
 def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from harness.config.model_files import names_model
 from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
+from harness.cost_model.optimizer_state import state_width
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.cost_model.timing.interval import TIE
@@ -245,7 +246,14 @@ def explanation(prediction: Prediction) -> Iterator[str]:
         "predicted_peak_bytes": True,
         "peak_reserved_bytes": prediction.cluster.device == "cuda",
         "fits": True,
-        "state_bytes": [{"kinds": kind, "kind": kind.removesuffix("s")} for kind in STATE_KINDS]
+        "state_bytes": [
+            {
+                "kinds": kind,
+                "kind": kind.removesuffix("s"),
+                "width": state_width(prediction.config, prediction.widths, kind),
+            }
+            for kind in STATE_KINDS
+        ]
         * prediction.has_own_memory,
         "activation_bytes": True,
         "predicted_step_seconds": True,

@@ -59,8 +59,8 @@ def apply_fully_shard(
     for group in ends if len(ends) > 1 else ():  # tied weights must share a group: the root's
         shard(group)
     shard(model)
-    # A frozen embedding has no backward.
-    end_backward_prefetch(ends[0][0] if len(ends) > 1 and not model.config.adapter.is_enabled else blocks[0])
+    has_backward = len(ends) > 1 and any(parameter.requires_grad for parameter in ends[0][0].parameters())
+    end_backward_prefetch(ends[0][0] if has_backward else blocks[0])  # frozen tables have no backward
 
 
 def average_over(experts: nn.Module, ranks: int, is_sharded: bool) -> None:
