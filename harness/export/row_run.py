@@ -42,7 +42,8 @@ def row_run(row: Row, target: Path | None) -> RecordedRun:
             config = resolve_run_config(resolve_auto(compose_values(*plan.overrides), device))
             layout = resolve_layout(config.strategy, row["world_size"])
             columns = config_columns(config, layout)
-            if all(row.get(name) == value for name, value in columns.items() if name != "repeat"):
+            # A table may be older than a column.
+            if all(row.get(name, value) == value for name, value in columns.items() if name != "repeat"):
                 corpus = prepare_corpus(config.data, config.train.seq_len)
                 spec = RunSpec(run_id, config, layout, corpus, device, threads=1)
                 return RecordedRun(target.resolve(), target.resolve(), spec)

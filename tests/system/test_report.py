@@ -264,9 +264,11 @@ def test_every_varying_column_distinguishes_rows_by_itself() -> None:
         lines = lines_of([replace(entry, rank_entries=[]) for entry in pair])
         assert len(set(column_values(lines, "label"))) == 2, name
         assert column_title(name, short=True) in [column.title for column in comparison_columns(lines, short=True)]
-    config = compose_config("strategy=tp_pp", "model=moe_tiny", "checkpointing=every_n", "checkpointing.every=2")
+    words = ("model=moe_tiny", "checkpointing=every_n", "checkpointing.every=2", "adapter=lora")
+    config = compose_config("strategy=tp_pp", *words)
     columns = config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation", "active_parameters"}
+    others |= {"trained_parameters", "frozen_parameters"}
     assert columns - others == set(VARYING) - {"measured_on", OTHER_OPTIONS}
 
 
