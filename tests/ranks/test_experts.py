@@ -79,6 +79,8 @@ def test_a_mixture_is_proven(results: Path, world: int, overrides: str) -> None:
         assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4 and row["proven_steps"] >= MOST_STEPS
 
 
+ONE_EXPERT = "model.num_experts=1 model.num_experts_per_tok=1 model.norm_topk_prob=false"
+
 FAULTS = [
     (faults.experts_scaled_by_ep, "fsdp_ep", ".mlp.experts."),
     (faults.experts_summed, "ep", ".mlp.experts."),
@@ -88,6 +90,7 @@ FAULTS = [
     (faults.tokens_dropped, "fsdp_ep", "gradient deviates by"),
     (faults.experts_whole, "fsdp_ep", "2 of 2 ranks hold them, and the layout has 1 copies"),
     (faults.last_use_without_gradient, "ep", "gradient deviates by"),
+    (faults.few_experts_padded, f"fsdp_full_shard {ONE_EXPERT}", "equal share"),
 ]
 
 # About five million parameters, in both precisions.

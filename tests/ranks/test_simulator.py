@@ -187,6 +187,8 @@ CASES = [
     # Experts: divided, and groups of their own beside their layers.
     f"ep x 4 model=mixtral_8x7b precision=fp32 {MIXTURE} train.global_batch=4 strategy.ep=4 checkpointing=selective",
     f"fsdp_ep x 4 model=mixtral_8x7b precision=bf16_mixed {MIXTURE} train.global_batch=4",
+    # Fewer experts than shards, and layers that are large beside activations.
+    f"fsdp_shard_grad_op x 16 model=mixtral_8x7b precision=fp32 {MIXTURE} train.global_batch=16 checkpointing=full",
     f"tp_sp x 2 model=qwen3_30b_a3b precision=bf16_mixed {MIXTURE} checkpointing=full",
 ]
 

@@ -89,3 +89,9 @@ def last_use_without_gradient(_: Any, ctx: Any, gradient: Any) -> Any:
     rows = grouped.copy_rows(gradient, token_of_row, rows_of_token)
     rows[rows_of_token[:, -1]] = 0
     return rows, None, None
+
+
+@replaces("harness.engines.torch.fsdp.fsdp_dim")
+def few_experts_padded(_: Any, *__: Any) -> int:
+    """Divide experts that are fewer than the shards along their first dimension, which torch pads."""
+    return 0
