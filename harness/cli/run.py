@@ -93,7 +93,7 @@ class RunCommand:
         self.display.set_queue(runs, executor.max_parallel)
         with ExitStack() as stack:
             stack.callback(self.display.close)
-            for comparison in dict.fromkeys(run.comparison for run in runs):
+            for comparison in dict.fromkeys((self.combinations.comparison, *(run.comparison for run in runs))):
                 ensure_writable(comparison)
                 planned = [PlannedRun(run.name, run.cost) for run in runs if run.comparison == comparison]
                 stack.enter_context(register_command(comparison, planned, executor.max_parallel))

@@ -117,6 +117,7 @@ def test_a_refusal_of_the_machine_is_no_success_and_leaves_with_the_run(
     reason = "ddp, tp refused: data.cache=/proc/none/.cache/harness cannot be written"
     assert reason in refused.stdout and refused.stdout.count("cannot be written") == 1
     assert [record.status for record in read_all(tmp_path / "sweep").records] == ["refused"] * 2
+    assert litter(tmp_path) == []
     assert run_harness(tmp_path, *sweep).returncode == 0
     rows = {(record.row["strategy"], record.status) for record in read_all(tmp_path / "sweep").records}
     assert {strategy for strategy, _ in rows} == {"ddp", "tp"} and {status for _, status in rows} == {"ok"}
