@@ -162,7 +162,8 @@ class Prediction:
     @property
     def basis(self) -> Basis:
         """What measurements stand behind the time."""
-        return basis_of(self.cluster.name, self.cluster.hardware, self.stack.timing)
+        experts = self.config.model.num_experts
+        return basis_of(self.cluster.name, self.cluster.hardware, self.stack.timing, experts)
 
     def _time_with(self, factors: Factors) -> StepTime:
         hardware, timing = changed_machine(self.cluster.hardware, self.stack.timing, factors)

@@ -281,6 +281,7 @@ BASES = (
     "steps of this stack were measured on this device",
     "steps of this stack and steps on this device were measured, but not both at once",
     "no steps were measured on this device",
+    "no times are fitted to a mixture of experts",
 )
 
 

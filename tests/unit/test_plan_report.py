@@ -160,7 +160,7 @@ def test_intervals_hold_what_was_fitted(source: str) -> None:
     inside = []
     for row in FITTED_ROWS[source]:
         machine, measured = (row_hardware(row), row_timing(row)), row.measured["step_seconds"]
-        assert basis_of(row.cluster, *machine) == "together" or row.stack == "megatron"
+        assert basis_of(row.cluster, *machine, 0) == "together" or row.stack == "megatron"
         factors = (AS_IT_IS, *ENDS["together"])
         seconds, low, high = (step_time(row, *changed_machine(*machine, each)).step_seconds for each in factors)
         assert low < seconds < high

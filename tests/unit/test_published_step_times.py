@@ -28,6 +28,7 @@ from tests.support.published import (
     PublishedRow,
     fms,
     llm_foundry,
+    mixtures,
     modalities,
     nanotron,
     numbered_rows,
@@ -281,6 +282,17 @@ def test_the_table_of_sources_left_out_is_the_page_s() -> None:
         [str(found["rows"]), *(f"{100 * found[name]:.0f}" for name in ("error", "inside", "half_width"))]
         for found in figures
     )
+
+
+def test_the_table_of_mixtures_is_the_page_s() -> None:
+    shown = [
+        cells_of(line)[-2:] for line in PAGE[PAGE.index("| source | model |") :].partition("\n\n")[0].splitlines()[2:]
+    ]
+    planned = [[one / row.measured["step_seconds"] for one in mixtures.seconds(row)] for row in mixtures.rows()]
+    assert shown == [[f"{ratio:.2f}", f"{low:.2f} to {high:.2f}"] for ratio, low, high in planned]
+    row = mixtures.rows()[-1]
+    gib = [f"{each / 2**30:.1f} GiB" for each in (row.measured["reserved_bytes"], mixtures.peak_bytes(row))]
+    assert f"nvidia-smi shows {gib[0]} of Mixtral 8x7B where {gib[1]} are planned" in PAGE
 
 
 def test_the_page_counts_what_is_fitted() -> None:

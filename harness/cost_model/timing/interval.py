@@ -22,21 +22,29 @@ class Factors(NamedTuple):
     links: float
 
 
-# Whether steps of the stack on the device were measured, or of each with another one, or none on the device.
-Basis = Literal["together", "apart", "datasheet"]
+# Whether steps of the stack on the device were measured, or of each with another one, or none on the device, or none of
+# the kind of model.
+Basis = Literal["together", "apart", "datasheet", "mixture"]
 
 # The factors that hold nine of ten published steps of the sources that parameters were fitted to ("together"), and of
 # those that are left out of the fit ("apart"): tests/benchmarks/left_out.py. Between A100 and H100 the shares of the
-# peak differ by a factor of 1.2 in products and 1.8 in attention ("datasheet").
+# peak differ by a factor of 1.2 in products and 1.8 in attention ("datasheet"). No parameter was fitted to a mixture of
+# experts ("mixture").
 ENDS: dict[Basis, tuple[Factors, Factors]] = {
     "together": (Factors(0.87, 0.8, 0.75), Factors(1.15, 1.4, 1.7)),
     "apart": (Factors(0.87, 0.8, 0.7), Factors(1.15, 2.0, 2.2)),
     "datasheet": (Factors(0.65, 0.7, 0.6), Factors(1.45, 2.0, 2.5)),
+    "mixture": (Factors(0.65, 0.7, 0.6), Factors(1.45, 2.0, 2.5)),
 }
 
 
-def basis_of(cluster: str, hardware: HardwareConfig, timing: StackTiming) -> Basis:
-    """Return what measurements stand behind predictions of a stack on the hardware of a cluster file."""
+def basis_of(cluster: str, hardware: HardwareConfig, timing: StackTiming, experts: int) -> Basis:
+    """Return what measurements stand behind predictions of a stack on the hardware of a cluster file.
+
+    `experts` are those of a layer of the model, 0 for a dense one.
+    """
+    if experts:
+        return "mixture"
     if hardware.datasheet_only:
         return "datasheet"
     return "together" if cluster in timing.measured_on else "apart"
