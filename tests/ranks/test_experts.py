@@ -1,11 +1,14 @@
 """Mixtures of experts, whole and divided, are proven rows, and what other projects got wrong in them is an error."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.records.schema import Record
+from harness.report.claims import claims
+from harness.report.lines import lines_of
 from tests.support import faults
 from tests.support.commands import Entry, assert_not_proven, assert_ok, long, run_with
 
@@ -77,6 +80,13 @@ def test_a_mixture_is_proven(results: Path, world: int, overrides: str) -> None:
     row = record.row
     if row["precision"] == "fp32":
         assert row["loss_deviation"] < 1e-4 and row["grad_deviation"] < 1e-4 and row["proven_steps"] >= MOST_STEPS
+
+
+def test_tokens_are_sent_as_often_as_papers_count(results: Path) -> None:
+    record = record_of(results, 2, f"fsdp_ep {OPTIONS[1]}")
+    twice = [entry | {"bytes": 2 * entry["bytes"]} for entry in record.communication]
+    of_all = [claims(lines_of([each])) for each in (record, replace(record, communication=twice))]
+    assert [claim.agrees for each in of_all for claim in each if claim.subject == "all-to-all"] == [True, False]
 
 
 ONE_EXPERT = "model.num_experts=1 model.num_experts_per_tok=1 model.norm_topk_prob=false"
