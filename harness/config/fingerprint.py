@@ -31,6 +31,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
         "head_dim": None,
         "num_experts": 0,
         "num_experts_per_tok": 0,
+        "shared_expert_intermediate_size": 0,
         "norm_topk_prob": True,
         "routing": "learned",
     },

@@ -6,7 +6,7 @@ table, architecture.toml. No torch.
 """
 
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -82,7 +82,9 @@ class Architecture:
 
 GATED_MATRICES = 3  # of an MLP with a gate: gate, up and down
 
-ATTENTION = [from_dict(Operator, row) for row in _TABLES["attention"]]
+ATTENTION, SHARED_EXPERTS = (
+    tuple(from_dict(Operator, row) for row in _TABLES[name]) for name in ("attention", "shared_experts")
+)
 ARCHITECTURES = {name: from_dict(Architecture, facts, name) for name, facts in _TABLES["families"].items()}
 
 Family = Annotated[str, one_of(*ARCHITECTURES, "hf")]
@@ -171,6 +173,8 @@ class ModelConfig:
     num_experts: Natural = 0  # The number of experts in each layer, for families moe and hf.
     num_experts_per_tok: Natural = 0  # The number of experts that compute each token, for families moe and hf.
     norm_topk_prob: bool = True  # Whether the weights of a token's experts are divided by their sum.
+    # The inner size of an MLP that computes every token beside its experts, for family moe; 0 for none.
+    shared_expert_intermediate_size: Natural = 0
     # How tokens are given to experts: learned by the router, or balanced, in turn, to measure without uneven loads.
     routing: Routing = "learned"
     # The file or folder from which family hf takes its configuration.
@@ -211,7 +215,7 @@ class ModelConfig:
         """Raise UserError unless there are experts where the family has them, and a gradient for their router."""
         experts, of_token = self.num_experts, self.num_experts_per_tok
         if not self.architecture.has_experts:
-            for key in ("num_experts", "num_experts_per_tok"):
+            for key in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"):
                 value = getattr(self, key)
                 require(value == 0, f"model.{key}", value, f"is not part of the {self.family} family: choose 0")
             return
@@ -226,7 +230,9 @@ class ModelConfig:
         """The parts of a decoder layer; of a library's model those of the nearest family, by its MLPs."""
         info = self.hf_info
         if info is None:
-            return ARCHITECTURES[self.family]
+            family = ARCHITECTURES[self.family]
+            shared = SHARED_EXPERTS if self.shared_expert_intermediate_size else ()
+            return replace(family, mlp=(*shared, *family.mlp))
         shapes = (shape for name, shape in info.shapes.items() if name.startswith(f"{info.layers[0]}."))
         has_gate = sum(self.intermediate_size in shape for shape in shapes if len(shape) > 1) >= GATED_MATRICES
         return ARCHITECTURES["moe" if self.num_experts else "llama" if has_gate else "gpt"]

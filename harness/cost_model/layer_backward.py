@@ -14,6 +14,7 @@ from harness.cost_model.activations import (
     attention_backward_operators,
     eager_score_tensors,
     forward_copies_bytes,
+    routing_tensors,
 )
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 from harness.layout.layer_spec import Matrix, layer_matrices
@@ -163,6 +164,7 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
     gradients = {f"{name}.grad": shape.tensor_bytes(name) for name in operator.inputs}
     inputs = tuple(f"{branch.name}.{name}" for name in operator.inputs)
     matrices = {matrix.name: matrix for matrix in layer_matrices(shape.model)}
+    is_shared = branch.operators[0].kind != "router"  # whether others need input and gradient after the experts
     if kind == "row":
         # The fused kernel keeps attention's output too.
         frees = () if branch.name == "attention" and shape.model.attention == "flash" else inputs
@@ -178,9 +180,9 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         run_matrix(backward, matrices[operator.matrix], gradient, size, name, frees, is_followed_by_matrix=not is_last)
         backward.deferred += size
     elif kind == "router":
-        run_router(backward, matrices[operator.matrix].elements, f"{branch.norm}.output")
+        run_router(backward, matrices[operator.matrix].elements, () if is_shared else (f"{branch.norm}.output",))
     elif kind == "combine":
-        backward.run({f"{operator.inputs[0]}.grad": shape.routed_bytes}, (branch_grad,))
+        backward.run({f"{operator.inputs[0]}.grad": shape.routed_bytes}, () if is_shared else (branch_grad,))
     elif kind == "dispatch":
         by_row = "by_row.grad"  # a copy in the order of tokens, whose rows are summed
         sizes = {by_row: shape.routed_bytes, "input.grad": shape.whole_hidden_bytes}
@@ -200,15 +202,21 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         backward.free("attention")
 
 
-def run_router(backward: LayerBackward, elements: int, norm_output: str) -> None:
-    """Run the choice of experts, in fp32, whose input's gradient is added to that of the copies of tokens."""
+def run_router(backward: LayerBackward, elements: int, frees: tuple[str, ...]) -> None:
+    """Run the choice of experts, in fp32, whose input's gradient is added to that of the copies of tokens.
+
+    `frees` is its input, if no other operator needs that any more.
+    """
     shape, scores = backward.shape, backward.shape.scores_of_experts_bytes
     backward.run({"scores.grad": scores, "probabilities.grad": scores}, ("probabilities.grad", "mlp.probabilities"))
-    backward.free("mlp.")
+    backward.free(*(f"mlp.{name}" for name in routing_tensors(shape)))
     wide = shape.whole_hidden_bytes * FP32_BYTES // shape.width * (shape.width < FP32_BYTES)
     backward.run({"summand.grad": shape.whole_hidden_bytes, "wide.grad": wide}, (), weight=elements)
-    backward.run({"sum.grad": shape.whole_hidden_bytes}, ("scores.grad", "wide.grad", norm_output), weight=elements)
-    backward.run({}, ("summand.grad", "sum.grad"), weight=elements, is_accumulation=True, is_followed_by_matrix=False)
+    backward.run({"sum.grad": shape.whole_hidden_bytes}, ("scores.grad", "wide.grad", *frees), weight=elements)
+    is_last = len(frees) > 0
+    backward.run(
+        {}, ("summand.grad", "sum.grad"), weight=elements, is_accumulation=True, is_followed_by_matrix=not is_last
+    )
 
 
 def run_matrix(

@@ -78,6 +78,11 @@ class MicroBatchShape:
         return (self.routed_rows or self.tokens) * self.model.intermediate_size * self.width // self.tp
 
     @cached_property
+    def shared_inner_bytes(self) -> int:
+        """Bytes of one tensor of the inner size of the MLP that computes every token beside its experts."""
+        return self.tokens * self.model.shared_expert_intermediate_size * self.width // self.tp
+
+    @cached_property
     def routed_rows(self) -> int:
         """Rows of this rank's tokens that experts compute: one for each expert of a token; 0 without experts."""
         return self.tokens * self.model.num_experts_per_tok
@@ -91,10 +96,12 @@ class MicroBatchShape:
     def expert_sum_bytes(self) -> int:
         """Bytes of the experts' outputs, of their copy in another order, and of their sums, when forward has these.
 
+        Those of experts that compute every token exist by then.
         Ranks that divide the experts sum single rows, to send them back.
         """
         sums = self.routed_bytes if self.ep > 1 else self.whole_hidden_bytes
-        return (2 * self.routed_bytes + sums) * (self.routed_rows > 0)
+        shared = self.whole_hidden_bytes * (self.model.shared_expert_intermediate_size > 0)
+        return (2 * self.routed_bytes + sums + shared) * (self.routed_rows > 0)
 
     @cached_property
     def scores_of_experts_bytes(self) -> int:
@@ -105,7 +112,7 @@ class MicroBatchShape:
         """Return the bytes of a tensor of a branch, by its name in the family's table of operators."""
         sizes = {"query": self.query_bytes, "output": self.query_bytes, "key": self.key_bytes, "value": self.key_bytes}
         sizes |= {"routed": self.routed_bytes, "outputs": self.routed_bytes}
-        return sizes.get(name, self.inner_bytes)
+        return sizes.get(name, self.shared_inner_bytes if name.startswith("shared_") else self.inner_bytes)
 
     @cached_property
     def logits_bytes(self) -> int:

@@ -72,6 +72,7 @@ def layer_branches(model: ModelConfig) -> tuple[Branch, ...]:
 def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     """Return the matrices of a layer in the order of forward."""
     sizes = dict.fromkeys(("input", "", "routed", "outputs"), model.hidden_size) | {"routing": model.num_experts}
+    sizes |= dict.fromkeys(("shared_gate", "shared_up", "shared_product"), model.shared_expert_intermediate_size)
     sizes |= dict.fromkeys(("query", "output"), model.attention_width)
     sizes |= dict.fromkeys(("key", "value"), model.num_key_value_heads * model.head_size)
     return tuple(

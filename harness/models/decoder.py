@@ -14,7 +14,7 @@ from harness.config.model import ModelConfig
 from harness.layout.partition import Stage
 from harness.models.dropout_rng import rank_local_rng
 from harness.models.mixture import MixtureOfExperts
-from harness.models.projections import Projections
+from harness.models.projections import Projections, SwiGLU
 
 SequenceChunks = tuple[tuple[int, int], ...]  # (start, stop) of positions
 
@@ -49,14 +49,6 @@ class Attention(Projections):
         dropout = self.dropout if self.training else 0.0
         with rank_local_rng(self.dropout_rng_rank if dropout else None):
             return attend(query, key, value, dropout)
-
-
-class SwiGLU(Projections):
-    """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and a narrowing one."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return hidden states of the same shape."""
-        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[operator, no-any-return]
 
 
 class GELU(Projections):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from harness.config.model import ModelConfig
 from harness.models.grouped import copy_rows, count_tokens, sorted_places, sum_rows
-from harness.models.projections import Projections
+from harness.models.projections import Projections, SwiGLU
 
 
 def no_listener(counts: Tensor) -> None:
@@ -31,17 +31,21 @@ class Experts(Projections):
 class MixtureOfExperts(Projections):
     """An MLP in which a few experts, chosen by a router, compute each token (arXiv 2101.03961, 2401.04088).
 
-    No token is dropped, however many the router gives to an expert.
+    No token is dropped, however many the router gives to an expert. Shared experts, one wide MLP, compute every token
+    beside them (arXiv 2401.06066).
     """
 
     def __init__(self, model: ModelConfig, branch: str) -> None:
         super().__init__(model, branch)
         self.config = model
         self.announce: Callable[[Tensor], None] = no_listener
+        shared = model.shared_expert_intermediate_size > 0
+        self.shared_experts = SwiGLU(model, f"{branch}.shared_experts") if shared else None
         self.experts = Experts(model, f"{branch}.experts")
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return hidden states of the same shape (batch, seq, hidden)."""
+        of_all = None if self.shared_experts is None else self.shared_experts(hidden)
         tokens = hidden.flatten(0, 1)
         weights, experts = self.route(tokens)
         order = experts.flatten().argsort(stable=True)
@@ -49,7 +53,8 @@ class MixtureOfExperts(Projections):
         counts = count_tokens(experts, self.config.num_experts)
         self.announce(counts)
         outputs = self.experts(copy_rows(tokens, *uses), weights.flatten()[order], counts)
-        return sum_rows(outputs, *uses).view_as(hidden)
+        routed = sum_rows(outputs, *uses).view_as(hidden)
+        return routed if of_all is None else routed + of_all
 
     def route(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights and the indices (tokens, experts per token) of the experts of tokens (tokens, hidden)."""

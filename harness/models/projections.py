@@ -1,6 +1,7 @@
 """The matrices of a branch of a decoder layer."""
 
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from harness.config.model import ModelConfig
 from harness.layout.layer_spec import layer_matrices
@@ -20,3 +21,11 @@ class Projections(nn.Module):
                 self.add_module(name, GroupedLinear(matrix.experts, matrix.inputs, matrix.outputs))
             elif path == branch:
                 self.add_module(name, nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases))
+
+
+class SwiGLU(Projections):
+    """An MLP with two widening matrices, one gated by SiLU of the other (arXiv 2002.05202), and a narrowing one."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states of the same shape."""
+        return self.down_proj(F.silu(self.gate_proj(hidden)) * self.up_proj(hidden))  # type: ignore[operator, no-any-return]

@@ -14,12 +14,14 @@ from tests.support.commands import Entry, assert_not_proven, assert_ok, long, ru
 
 SIZES = "model=moe_tiny model.num_hidden_layers=2 train.micro_batch=1 train.seq_len=32"
 
+SHARED = "model.shared_expert_intermediate_size=96"
+
 # Every kind of data parallelism, and products with every other axis, by world size.
 STRATEGIES = {
     1: ("single",),
-    2: ("ddp", "fsdp_full_shard", "zero2", "zero3", "tp", "tp_sp", "pp_1f1b", "ep", "fsdp_ep"),
+    2: ("ddp", "fsdp_full_shard", "zero2", "zero3", "tp", "tp_sp", "pp_1f1b", "ep", "fsdp_ep", f"ep {SHARED}"),
     4: (
-        "fsdp_ep strategy.tp=2 strategy.sequence_parallel=true",
+        f"fsdp_ep strategy.tp=2 strategy.sequence_parallel=true {SHARED}",
         "fsdp_ep strategy.cp=2",
         "ep strategy.pp=2",
         "fsdp_ep strategy.dp_replicate=2",
@@ -29,7 +31,12 @@ STRATEGIES = {
 }
 
 MORE = {
-    2: ("zero1", "zero1_torch", "fsdp_shard_grad_op", "fsdp_no_shard", "cp", "pp_gpipe", "zero1_tp"),
+    2: (
+        *("zero1", "zero1_torch", "fsdp_shard_grad_op", "fsdp_no_shard", "cp", "pp_gpipe", "zero1_tp"),
+        *(f"{strategy} {SHARED}" for strategy in ("zero3", "tp", "pp_1f1b", "cp", "fsdp_full_shard")),
+        f"ep {SHARED} precision=bf16_mixed checkpointing=selective",
+        f"fsdp_ep {SHARED} checkpointing=full model.routing=balanced",
+    ),
     3: ("fsdp_full_shard model.num_experts=2 train.global_batch=6 checkpointing=full",),  # fewer experts than shards
     4: (
         "fsdp_tp model.num_experts=1 model.num_experts_per_tok=1 model.norm_topk_prob=false",

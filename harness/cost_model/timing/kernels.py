@@ -186,7 +186,8 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
     elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
     uses = max(1, model.num_experts_per_tok)
-    inner = uses * model.intermediate_size * inner_tensors / shape.tp
+    inner_size = uses * model.intermediate_size + model.shared_expert_intermediate_size
+    inner = inner_size * inner_tensors / shape.tp
     elements += ADAPTER_TENSORS * sum(each.outputs for each, *_ in matrices if each.rank)
     moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic

@@ -48,7 +48,9 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
     profile = model_profile(model.config)
     for path, module in list(model.named_modules()):
         style = profile.tensor_plan.get(path)
-        if style is not None and not isinstance(module, GroupedLinear):  # see harness.engines.torch.expert_parallel
+        if isinstance(module, GroupedLinear) or ".shared_experts." in path:
+            continue  # see harness.engines.torch.expert_parallel and PartialExperts
+        if style is not None:
             parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
@@ -147,6 +149,11 @@ class PartialExperts(ParallelStyle):
         router = module.get_submodule("gate")
         router.weight = sharded_parameter(router.weight, device_mesh, Replicate())  # type: ignore[arg-type]
         router.forward = partial(route_partial, router)  # type: ignore[method-assign]
+        for name, shared in module.named_modules():
+            if isinstance(shared, nn.Linear) and name.startswith("shared_experts."):
+                cut = Shard(1 if name.endswith("down_proj") else 0)
+                shared.weight = sharded_parameter(shared.weight, device_mesh, cut)  # type: ignore[arg-type]
+                shared.forward = partial(with_local_parameters, shared, shared.forward, None)  # type: ignore[method-assign]
         module.forward = partial(mix_partial, module.forward, device_mesh, self.outside)  # type: ignore[method-assign]
         return module
 
