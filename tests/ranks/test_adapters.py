@@ -46,8 +46,8 @@ LARGER = (
     [
         ("ddp precision=bf16_mixed", 2),
         ("fsdp_full_shard checkpointing=full", 2),
-        ("fsdp_shard_grad_op model.tie_word_embeddings=true adapter.target_modules=[q_proj,v_proj]", 2),
-        ("ddp model=gpt_tiny adapter.target_modules=[up_proj]", 2),
+        ("fsdp_shard_grad_op model.tie_word_embeddings=true model.adapter.target_modules=[q_proj,v_proj]", 2),
+        ("ddp model=gpt_tiny model.adapter.target_modules=[up_proj]", 2),
         *(
             long(f"{strategy} precision={precision} checkpointing={checkpointing} {LARGER}", world)
             for (strategy, world), precision, checkpointing in itertools.product(
@@ -77,7 +77,7 @@ def is_fused(config: RunConfig) -> bool:
 
 
 def test_a_frozen_matrix_costs_two_thirds() -> None:
-    config, _ = compose_layout(1, "adapter=lora", "adapter.r=1", "adapter.target_modules=[q_proj]", *SHORT)
+    config, _ = compose_layout(1, "adapter=lora", "model.adapter.r=1", "model.adapter.target_modules=[q_proj]", *SHORT)
     full, _ = compose_layout(1, *SHORT)
     model, tokens = config.model, config.train.global_batch * config.train.seq_len
     hidden, inner, keys = model.hidden_size, model.intermediate_size, model.hidden_size // 2
@@ -123,7 +123,7 @@ def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: 
         ("strategy=ddp checkpointing=selective", "was not tried"),
         ("strategy=ddp optimizer=muon", "was not tried"),
         ("strategy=ddp train.compile=true", "fuse the products"),
-        ("strategy=ddp adapter.target_modules=[lm_head]", "which the layers do not have"),
+        ("strategy=ddp model.adapter.target_modules=[lm_head]", "which the layers do not have"),
     ],
 )
 def test_what_adapters_cannot_be_combined_with_is_refused(words: str, reason: str) -> None:
