@@ -14,6 +14,7 @@ from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
 from tests.support import faults
 from tests.support.commands import (
+    PRECISIONS,
     Entry,
     assert_not_proven,
     assert_ok,
@@ -21,9 +22,10 @@ from tests.support.commands import (
     long,
     run_with,
     widths_of,
+    with_larger,
 )
 
-PRECISIONS, CHECKPOINTING = ("fp32", "bf16_mixed"), ("none", "full")
+CHECKPOINTING = ("none", "full")
 
 STRATEGIES = {
     "single": 1,
@@ -98,17 +100,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "strategy", "problem"),
-    [
-        *FAULTS,
-        *(
-            long(fault, f"{strategy} precision={precision} {LARGER}", problem)
-            for precision in PRECISIONS
-            for fault, strategy, problem in FAULTS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "strategy", "problem"), with_larger(FAULTS, LARGER))
 def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
     words = f"strategy={strategy} adapter=lora world_size=2".split()
     assert_not_proven(run_with(results, *words, entry=fault), problem)
