@@ -14,7 +14,7 @@ class AdapterConfig:
         "none"  # The kind of adapters: none, which trains all weights, or lora.
     )
     r: Positive = 16  # The rank of LoRA's two matrices, which have the shapes (r, inputs) and (outputs, r).
-    lora_alpha: Positive = 32  # The factor of a pair's output, divided by adapter.r.
+    lora_alpha: Positive = 32  # The factor of a pair's output, divided by model.adapter.r.
     # The names of the matrices that have adapters, such as q_proj; null means all matrices of the layers.
     target_modules: tuple[str, ...] | None = None
 
@@ -30,6 +30,3 @@ class AdapterConfig:
     def trains(self, parameter: str) -> bool:
         """Return whether a parameter, by its name, is trained."""
         return not self.is_enabled or ".lora_" in parameter
-
-
-NO_ADAPTER = AdapterConfig()

@@ -34,11 +34,11 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 0,
         "norm_topk_prob": True,
         "routing": "learned",
+        "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
     },
     "strategy": {"ep": 1},
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
-    "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
 }
 
 _OLD_KEYS = {
@@ -93,8 +93,7 @@ def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
             rest[group] = {
                 key: value for key, value in rest[group].items() if key not in defaults or value != defaults[key]
             }
-    new_groups = ("optimizer", "adapter")  # groups of new keys alone
-    return {key: value for key, value in rest.items() if value or key not in new_groups}
+    return {key: value for key, value in rest.items() if value or key != "optimizer"}  # a group of new keys alone
 
 
 def with_old_keys(values: Mapping[str, Any]) -> dict[str, Any]:

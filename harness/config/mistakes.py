@@ -142,7 +142,7 @@ def similar_settings(key: str, value: str) -> list[str]:
     name, last = canonical(key), canonical(key.rpartition(".")[2])
     groups, keys = group_names(), known_keys()
     single = [entry for entry in reversed(keys) if not is_group(keys[entry])]
-    exact = {canonical(text): entry for entry in single for text in (entry.rpartition(".")[2], entry)}
+    exact = {canonical(entry.split(".", cut)[-1]): entry for entry in single for cut in (2, 1, 0)}
     exact |= dict(zip(groups, groups, strict=True)) | KEYS
     for spelling in (name, last):
         if spelling in exact:
@@ -176,10 +176,11 @@ def wrong_value(key: str, value: str) -> str | None:
     if is_group(hint):
         if value.startswith(("{", "$")):
             return None
-        if value in choices_of("sweeps") and key == "sweep":
-            return f"sweep={value} is not a setting, because sweep is a group of keys: did you mean sweeps={value}?"
+        last = key.rpartition(".")[2]
+        groups = [group for group in (last, f"{last}s") if value in choices_of(group)]
         names = [entry for entry in known_keys() if entry.startswith(f"{key}.")]
-        return f"{key}={value} is not a setting, because {key} is a group of keys: choose {', '.join(names)}"
+        remedy = f"did you mean {groups[0]}={value}?" if groups else f"choose {', '.join(names)}"
+        return f"{key}={value} is not a setting, because {key} is a group of keys: {remedy}"
     other = KEY_VALUES.get(key, {}).get(canonical(value))
     if other is not None and other != value:
         return f"{key}={value} is not known: did you mean {key}={other}?"

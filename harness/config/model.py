@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from harness.config.adapter import NO_ADAPTER, AdapterConfig
+from harness.config.adapter import AdapterConfig
 from harness.config.from_dict import Natural, Positive, divisors_text, from_dict, one_of, require
 
 
@@ -181,8 +181,8 @@ class ModelConfig:
     path: str | None = None
     # The trace of a model of family hf.
     hf_info: HFModelInfo | None = field(default=None, metadata={"old_key": "asked"})
-    # The adapters of the run, which RunConfig sets: parameters and operations of the model follow from them.
-    adapter: AdapterConfig = field(default=NO_ADAPTER, init=False)
+    # The adapters that are trained in the place of all weights.
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         rule = f"is a configuration of the transformers library: type model=hf model.path={self.path}"

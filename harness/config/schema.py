@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from harness.config.adapter import AdapterConfig
 from harness.config.from_dict import (
     AtLeastOne,
     ConfigValues,
@@ -235,13 +234,6 @@ class RunConfig:
     launch: LaunchMode = "processes"
     simulate: SimulateConfig = SimulateConfig()  # The rank of a simulated or virtual run.
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    adapter: AdapterConfig = field(default_factory=AdapterConfig)
-
-    def __post_init__(self) -> None:
-        if self.model.adapter != self.adapter:
-            model = dataclasses.replace(self.model)
-            object.__setattr__(model, "adapter", self.adapter)
-            object.__setattr__(self, "model", model)
 
     def optimizer_setting(self, key: str) -> Any:
         """Return the value of an optimizer's setting, which is a key of `optimizer` or of `train`."""
@@ -249,6 +241,4 @@ class RunConfig:
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""
-        values = dataclasses.asdict(self)
-        del values["model"]["adapter"]
-        return values
+        return dataclasses.asdict(self)

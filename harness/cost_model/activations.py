@@ -63,7 +63,9 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
             elif operator.kind == "function":
                 inputs = (name for name in operator.inputs if name != ROUTING)
                 tensors |= {f"{branch.name}.{name}": shape.tensor_bytes(name) for name in inputs}
-            elif operator.kind == "row" and (ranks.get(operator.matrix) or not shape.model.adapter.is_enabled):
+            elif operator.kind == "row" and (
+                ranks.get(operator.matrix) or shape.saves_all_inputs or not shape.model.adapter.is_enabled
+            ):
                 tensors.setdefault(f"{branch.name}.{operator.inputs[0]}", shape.tensor_bytes(operator.inputs[0]))
         if shape.model.dropout:
             tensors[f"{branch.name}.mask"] = shape.dropout_mask_bytes
@@ -169,8 +171,12 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
         saved["v_proj"] = grouped
     else:
         shared.append(products["v_proj"])
-    saved |= {name: block[name] for name in shared}
-    recomputed = checkpointing.recomputed_products(matrix.name for matrix in layer_matrices(model))
+    adapted = [matrix for matrix in layer_matrices(model) if matrix.rank]
+    sums = [products.get(matrix.name) for matrix in adapted]  # of two products, which are computed again
+    saved |= {name: block[name] for name in shared if name not in sums}
+    for name, (outputs, _) in (product for matrix in adapted for product in matrix.products(shape.tp).items()):
+        saved[name] = round(shape.tokens * outputs * shape.width)
+    recomputed = checkpointing.recomputed_products(name for each in layer_matrices(model) for name in each.products())
     not_saved = {*recomputed, *(products.get(name) for name in recomputed)}
     return {name: size for name, size in saved.items() if name not in not_saved}
 

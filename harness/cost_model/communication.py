@@ -10,7 +10,7 @@ from harness.cost_model.expert_communication import RoutedRows, balanced_routing
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates
-from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, norm_shapes, numel
+from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, layer_matrices, norm_shapes, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, fsdp_rows, is_expert_weight, local_numel, local_shapes, stages_of_rank
@@ -99,9 +99,10 @@ def tp_bytes(
     runs its first all-reduce again; torch stops the second forward before the last one, whose result nothing in
     backward needs unless dropout follows it. Sequence parallelism (arXiv 2205.05198) replaces each all-reduce by a
     reduce-scatter and an all-gather; a second forward again gathers both inputs and scatters its sums. The gradients
-    of norms and of learned positions then, and those of routers always, are summed once a step, but by fully_shard in
-    every micro-batch, in the width in which it has them. A bias is added before its product is summed, a share of it on
-    every rank, and so has a whole gradient there. Without vocabulary_parallel embedding, head and loss sum nothing.
+    of norms and of learned positions then, and those of routers and of an adapter's whole matrix always, are summed
+    once a step, but by fully_shard in every micro-batch, in the width in which it has them; frozen norms have none. A
+    bias is added before its product is summed, a share of it on every rank, and so has a whole gradient there. Without
+    vocabulary_parallel embedding, head and loss sum nothing.
     """
     if not layout.tp_enabled:
         return {}
@@ -121,17 +122,25 @@ def tp_bytes(
     # Each part of a loss in parts runs a second time.
     loss_bytes = has_loss * (1 + (train.loss_chunks > 1)) * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
-    gradients = stage.layers * model.num_experts * model.hidden_size
+    gradients = stage.layers * (model.num_experts * model.hidden_size + whole_adapter_numel(model))
     if not layout.sequence_parallel:
         return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes + gradients * width)}
-    gradients += (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model))
+    trains_all = not model.adapter.is_enabled
+    gradients += (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model)) * trains_all
+    frozen_table = vocabulary_is_cut and stage.holds_embedding and not trains_all  # whose output's gradient none needs
     if stage.holds_embedding and model.architecture.learned_positions:
         gradients += model.context_length * model.hidden_size
     return {
         "tp all_reduce": 2 * ring * (loss_bytes + gradients * width),
-        "tp all_gather": ring * (sums + branches * recomputed) * hidden,
+        "tp all_gather": ring * (sums + branches * recomputed - frozen_table) * hidden,
         "tp reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
+
+
+def whole_adapter_numel(model: ModelConfig) -> int:
+    """Return the elements of a layer's adapters that each tensor-parallel rank has whole: one matrix of each."""
+    matrices = layer_matrices(model)
+    return sum(each.rank * (each.inputs if each.style == "column" else each.outputs) for each in matrices)
 
 
 def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape) -> dict[str, float]:
@@ -213,7 +222,7 @@ def _sent_elements_once(
     `widths.padding` says what is padded to a multiple of the shards' number. rows: the first dimension of every
     parameter (fully_shard: torch.distributed.fsdp._fully_shard._fsdp_collectives). elements: every flat parameter
     (DeepSpeed's stage 3: partition_parameters.py, reduce_scatter_coalesced). partition: the flat buffer of all
-    parameters that stages 1 and 2 gather, and no gradient (stage_1_and_2.py, flatten_dense_tensors_aligned).
+    trained parameters that stages 1 and 2 gather, and no gradient (stage_1_and_2.py, flatten_dense_tensors_aligned).
     """
     own, padding = layout.of_experts if of_experts else layout, "none" if rank is None else widths.padding
     shards = own.axes_size(own.sharding_axes)
@@ -228,13 +237,13 @@ def _sent_elements_once(
         sizes = {name: size for name, size in sizes.items() if is_expert_weight(name) == of_experts}
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
-    reduced = sum(size for name, size in sizes.items() if model.adapter.trains(name))
+    trained = [size for name, size in sizes.items() if model.adapter.trains(name)]
     gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
     if padding == "partition":
-        *others, last = sizes.values()
+        *others, last = trained
         aligned = sum(_round_up(size, widths.parameter_alignment) for size in others)
         gathered = _round_up(aligned + last, FLAT_ALIGNMENT * shards)
-    return gathered, reduced
+    return gathered, sum(trained)
 
 
 def dp_bytes(
@@ -277,25 +286,25 @@ def gathers(
 ) -> int:
     """Return how often this parameter is gathered in a step, or in stage 3 in a micro-batch, if none is cached.
 
-    Stages 1 and 2 gather it once. Stage 3 gathers it twice. Where each use gathers, a parameter of a recomputed layer,
-    even of a selectively recomputed one, is gathered a third time; the layer's last projection is an exception, before
-    which the recomputation stops unless dropout follows it. A tied embedding has two uses.
-    A frozen embedding has no backward.
+    Stages 1 and 2 gather it once if it is trained, or if fully_shard divides it. Stage 3 gathers it twice. Where each
+    use gathers, a parameter of a recomputed layer, even of a selectively recomputed one, is gathered a third time; the
+    layer's last projection is an exception, before which the recomputation stops unless dropout follows it. A tied
+    embedding has two uses.
+    A frozen embedding has no backward of its own.
     """
     if layout.zero_stage < 3:
-        return min(1, layout.zero_stage)
+        return min(1, layout.zero_stage) * (layout.data_parallel == "fsdp" or model.adapter.trains(name))
     profile = model_profile(model)
-    if model.adapter.is_enabled and not model.tie_word_embeddings and name in profile.embedding_shapes:
-        return 1
+    without_backward = model.adapter.is_enabled and name in profile.embedding_shapes
     if not widths.gathers_for_each_use:
-        return 2
+        return 2 - (without_backward and not model.tie_word_embeddings)
     layer = profile.layer_index(name)
     is_recomputed = layer is not None and checkpointing.recomputes_layer(layer)
     if is_recomputed and (model.dropout > 0 or profile.recomputes_to_end(name.rpartition(".")[0])):
         return 3
     shapes, matrix = profile.embedding_shapes, (model.vocab_size, model.hidden_size)
     tables = (table for table in shapes if shapes[table] == matrix)
-    return 4 if model.tie_word_embeddings and name == next(tables, None) else 2
+    return (4 if model.tie_word_embeddings and name == next(tables, None) else 2) - without_backward
 
 
 def _round_up(size: float, multiple: int) -> float:

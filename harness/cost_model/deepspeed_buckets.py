@@ -27,6 +27,11 @@ class BucketedZero(DeepSpeedZero):
         """Return all layers, each of which finds another content in the bucket."""
         return range(layers)
 
+    @property
+    def norm_elements(self) -> int:
+        """The elements of a norm's gradient, or a bias's; 0 if they are frozen."""
+        return self.config.model.hidden_size * (not self.config.model.adapter.is_enabled)
+
     def begin(self, each: Pass) -> None:
         """Begin with an empty bucket."""
         self.content = 0  # the elements in the bucket
@@ -45,8 +50,8 @@ class BucketedZero(DeepSpeedZero):
         each.touch(buffers_copies=self.content * wire * copies)
 
     def arrive(self, each: Pass, elements: int) -> None:
-        """Take a gradient, after what is in the bucket if both do not fit."""
-        if self.content and self.is_large(self.content + elements):
+        """Take a gradient, if there is one, after what is in the bucket if both do not fit."""
+        if elements and self.content and self.is_large(self.content + elements):
             self.reduce(each)
             self.content = 0
         self.content += elements
@@ -56,18 +61,16 @@ class BucketedZero(DeepSpeedZero):
 
     def leave_head(self, each: Pass) -> None:
         """Take the gradients of the head and of the norm before it."""
-        if each.groups.head.elements:
-            self.arrive(each, each.groups.head.largest)
-        self.arrive(each, self.config.model.hidden_size)
+        self.arrive(each, each.trained.head.largest)
+        self.arrive(each, self.norm_elements)
 
     def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Take the gradient of a matrix, and those of its bias and of the norm of which it is the last reader."""
-        hidden = self.config.model.hidden_size
         each.put(buffers_gradient=moment.computed * self.precision.compute_bytes)
         if moment.is_accumulation:
             self.arrive(each, moment.computed)
             if not moment.is_followed_by_matrix or model_profile(self.config.model).has_biases:
-                self.arrive(each, hidden)
+                self.arrive(each, self.norm_elements)
 
     def end(self, each: Pass) -> None:
         """Take the embedding's gradient, and reduce what is left.
@@ -75,7 +78,7 @@ class BucketedZero(DeepSpeedZero):
         The gradients of a tied matrix are summed beside both of them unless one is added to the other
         (torch/csrc/autograd/input_buffer.cpp), as the embedding's is to the sum of a head's in parts.
         """
-        group = each.groups.embedding if each.groups.embedding.elements else each.groups.root
+        group = each.trained.embedding if each.trained.embedding.elements else each.trained.root
         gradient = group.largest * self.precision.compute_bytes
         other = gradient * self.config.model.tie_word_embeddings
         self.arrive(each, group.elements - group.largest)  # the positions' gradient
@@ -163,7 +166,7 @@ class ZeroStage2(BucketedZero):
         if self.is_large(content):
             copies = round(min(content, self.partition) * max(wire, norm))
         else:
-            largest = self.groups[0].layer.largest
+            largest = self.trained[0].layer.largest
             is_joined = self.is_mixed or part < content or self.widths.all_reduces_gradients
             in_norm = min(content, 0 if self.is_large(largest) else largest) * norm
             copies = max(part * (wire + self.precision.compute_bytes * is_joined), in_norm)
@@ -247,8 +250,9 @@ class ZeroStage3(BucketedZero):
         super().in_layer(each, following, moment)
 
     def end(self, each: Pass) -> None:
-        """Gather the embedding."""
-        self.gather(each, "backward", "embedding", "enter")
+        """Gather the embedding, unless it is frozen."""
+        if not self.config.model.adapter.is_enabled:
+            self.gather(each, "backward", "embedding", "enter")
         super().end(each)
 
     def step(self, tape: Tape) -> None:

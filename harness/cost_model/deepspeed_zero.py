@@ -22,7 +22,7 @@ FP64_BYTES = 8
 
 @dataclass(frozen=True)
 class RankPartition:
-    """A rank's partition of the flat parameters, with the parameters that lie in it, at least in part."""
+    """A rank's partition of the flat trained parameters, with the parameters that lie in it, at least in part."""
 
     rank: int
     first: int  # the number of the first one
@@ -36,7 +36,10 @@ class RankPartition:
 
 
 class DeepSpeedZero(Sharding):
-    """What DeepSpeed's stages have in common: no pipeline, and a partition of each kind of state that they divide."""
+    """What DeepSpeed's stages have in common: no pipeline, and a partition of each kind of state that they divide.
+
+    Its optimizers know trained parameters alone.
+    """
 
     has_host_part = True
 
@@ -77,11 +80,11 @@ class DeepSpeedZero(Sharding):
     def copied_bytes(self) -> int:
         """The bytes of the rank's part of the gradients in a flat copy that the optimizer takes."""
         width = self.precision.accumulate_bytes
-        return -(-width * sum(self.counts) // self.degree) * (self.widths.gradients == width)
+        return -(-width * sum(self.counts_of("gradients")) // self.degree) * (self.widths.gradients == width)
 
     def gathered_copy(self) -> int:
         """Return the bytes of the flat copy in which gloo gathers new parameters."""
-        return self.precision.compute_bytes * sum(self.counts) * (self.degree > 1)
+        return self.precision.compute_bytes * sum(self.counts_of("gradients")) * (self.degree > 1)
 
     def flat_step(self, tape: Tape, has_others: bool = False) -> None:
         """Compute the norm of each gradient in fp64, copy a partition that is not flat, and run the optimizer on it.
@@ -170,8 +173,8 @@ class ZeroStage1(DeepSpeedZero):
 def rank_partitions(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> Sequence[RankPartition]:
     """Return the partitions among which those with the most of anything are, in order.
 
-    Stages 1 and 2 divide all parameters as one tensor. A rank within one parameter has no more than the ranks in which
-    that parameter begins and ends.
+    Stages 1 and 2 divide all trained parameters as one tensor. A rank within one parameter has no more than the ranks
+    in which that parameter begins and ends.
     """
     return _rank_partitions(model, without_data_parallelism(layout), tuple(stages), layout.dp_shard)
 
@@ -180,7 +183,7 @@ def rank_partitions(model: ModelConfig, layout: Layout, stages: Sequence[Stage])
 def _rank_partitions(
     model: ModelConfig, layout: Layout, stages: tuple[Stage, ...], shards: int
 ) -> Sequence[RankPartition]:
-    sizes = local_sizes(model, layout, stages)
+    sizes = local_sizes(model, layout, stages, trained=True)
     part, ends = sum(sizes) / shards, list(accumulate(sizes))
     begins = [end - size for size, end in zip(sizes, ends, strict=True)]
     borders = {int(end / part) + offset for end in (0.0, *ends) for offset in (-1, 0, 1)}

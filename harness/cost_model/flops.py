@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, Device, RunConfig
-from harness.layout.layer_spec import layer_matrices, projection_flops
+from harness.layout.layer_spec import last_product, layer_matrices, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, split_into_stages
 
@@ -34,10 +34,10 @@ class Operations(NamedTuple):
     frozen: int = 0  # of the forward of matrices whose own gradients no backward computes
 
 
-def operations(config: RunConfig, routers: int = 1) -> Operations:
+def operations(config: RunConfig, tp: int = 1) -> Operations:
     """Return the operations of a model, by its sizes, or of a library's by its trace of one sequence.
 
-    `routers` is the number of ranks that all compute a router.
+    They are those of `tp` ranks, all of which compute routers and a part of adapters.
     torch stops a second forward before the last projection, unless dropout follows it: the mask is drawn behind it; or
     experts, whose outputs are summed behind it.
     """
@@ -48,19 +48,13 @@ def operations(config: RunConfig, routers: int = 1) -> Operations:
         traced = (layers, info.forward_flops - layers, info.attention_recompute_flops, again, to_end)
         return Operations(*(train.global_batch * flops for flops in traced))
     depth, tokens = model.num_hidden_layers, train.global_batch * train.seq_len
-    products, scores = [*projection_flops(model, tokens, routers).values()], depth * attention_product_flops(config)
+    products, scores = [*projection_flops(model, tokens, tp).values()], depth * attention_product_flops(config)
     layers = depth * sum(products) + 2 * scores
-    stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * last_product_flops(model, tokens)
+    stopped = layers if model.dropout > 0 or model.num_experts else layers - depth * products[-1]
     head, frozen = 2 * tokens * model.hidden_size * model.vocab_size, 0
     if model.adapter.is_enabled:
         frozen = head + depth * sum(2 * tokens * matrix.elements for matrix in layer_matrices(model))
     return Operations(layers, head, scores, stopped, layers, frozen)
-
-
-def last_product_flops(model: ModelConfig, tokens: int) -> int:
-    """Return the operations of the last product of a layer: of its last matrix, or of that one's adapter's second."""
-    last = layer_matrices(model)[-1]
-    return 2 * tokens * last.uses * last.outputs * (last.rank or last.inputs)
 
 
 def attention_product_flops(config: RunConfig) -> int:
@@ -198,7 +192,7 @@ def recomputed_product_flops(
     """
     names = checkpointing.recomputed_products(products)
     is_last_run = runs_to_end or model.dropout > 0 or model.num_experts > 0
-    return sum(products[name] for name in names if is_last_run or name != layer_matrices(model)[-1].name)
+    return sum(products[name] for name in names if is_last_run or name != last_product(model))
 
 
 def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int:

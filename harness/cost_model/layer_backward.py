@@ -17,7 +17,7 @@ from harness.cost_model.activations import (
     routing_tensors,
 )
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
-from harness.layout.layer_spec import Matrix, layer_matrices
+from harness.layout.layer_spec import Matrix, last_product, layer_matrices
 
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
 BEFORE_SCORES = (
@@ -129,12 +129,14 @@ def recompute_layer(backward: LayerBackward) -> None:
     shape, results = backward.shape, backward.recomputed
     before = {name: size for name, size in results.items() if name.startswith(BEFORE_SCORES)}
     taken_before = ("q_proj", "k_proj", "v_proj", "scores")
-    backward.saved = {name: size for name, size in backward.saved.items() if name not in taken_before}
+    saved = backward.saved.items()
+    backward.saved = {name: size for name, size in saved if not name.startswith(taken_before)}
     backward.recompute(before, {"copies": forward_copies_bytes(shape)})
     backward.saved = {name: size for name, size in backward.saved.items() if name not in backward.consumed}
-    last = layer_matrices(shape.model)[-1].name
     summed = shape.whole_hidden_bytes + 3 * shape.hidden_bytes - shape.dropout_mask_bytes  # beside the gradient
-    backward.run({"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last))
+    backward.run(
+        {"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last_product(shape.model))
+    )
     if shape.routed_rows:
         backward.run({"sums_of_experts": shape.expert_sum_bytes}, ("sums_of_experts",))
 
@@ -239,7 +241,7 @@ def run_matrix(
         run_product(backward, name, (output_grad, *frees), matrix.elements // parts, is_followed_by_matrix)
         return
     if matrix.rank:
-        inner, outer = map(math.prod, matrix.adapter_shapes.values())
+        _, inner, outer = (round(math.prod(cut)) for cut in matrix.products(shape.tp).values())
         backward.run({"scaled.grad": output_bytes})
         saved = f"adapter.{matrix.name}"
         backward.run({"rank.grad": shape.tokens * matrix.rank * shape.width}, ("scaled.grad", saved), weight=outer)

@@ -31,6 +31,9 @@ class MicroBatchShape:
     vocabulary_parallel: bool = True
     accumulate_bytes: int = FP32_BYTES  # of an element of the gradients' sum over micro-batches
     ep: int = 1
+    saves_all_inputs: bool = (
+        False  # whether a frozen matrix keeps its input too, as DeepSpeed's own linear function does
+    )
 
     @property
     def vocabulary_tp(self) -> int:
@@ -204,4 +207,11 @@ def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> Micr
         layout.vocabulary_parallel,
         config.precision.accumulate_bytes,
         layout.ep,
+        config.model.adapter.is_enabled and replaces_linear_function(config, layout),
     )
+
+
+def replaces_linear_function(config: RunConfig, layout: Layout) -> bool:
+    """Return whether DeepSpeed replaces torch's linear function, for the whole process."""
+    is_stage_3 = layout.uses_deepspeed_zero and layout.zero_stage == 3
+    return is_stage_3 and bool(config.strategy.options.get("memory_efficient_linear", True))

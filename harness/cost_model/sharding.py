@@ -55,7 +55,7 @@ class Sharding:
         self.is_tied = config.model.tie_word_embeddings and not layout.pp_enabled
         self.shape = micro_batch_shape(config, layout, device)
         self.activations = [stage_activations(self.shape, stage, config.checkpointing) for stage in stages]
-        self.even_sizes = local_sizes(config.model, layout, stages)  # of the parameters, each an even share
+        self.even_sizes = local_sizes(config.model, layout, stages, trained=True)  # of parameters, each an even share
         self.groups = [shard_groups(config.model, layout, stage) for stage in stages]
         self.trained = [shard_groups(config.model, layout, stage, trained=True) for stage in stages]
         self.shard_counts = {kind: layout.shard_count(kind) for kind in STATE_KINDS}

@@ -81,7 +81,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
     }
     if memory.kind != "harness":
         rules |= {
-            "stack_adapter": config.adapter.is_enabled,
+            "stack_adapter": config.model.adapter.is_enabled,
             "stack_optimizer": config.optimizer.name != "adamw",
             "stack_offload": layout.offload != "none",
             "stack_checkpointing": checkpointing.name == "selective",

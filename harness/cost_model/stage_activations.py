@@ -14,7 +14,7 @@ from harness.cost_model.activations import (
 )
 from harness.cost_model.layer_backward import BEFORE_SCORES, LayerMoment, layer_backward
 from harness.cost_model.micro_batch_shape import FP32_BYTES, INT64_BYTES, MicroBatchShape
-from harness.layout.layer_spec import layer_matrices
+from harness.layout.layer_spec import last_product
 from harness.layout.partition import Stage
 
 
@@ -50,7 +50,7 @@ def one_layer_activations(
         names = {"input", "scores"} | ({"input_layernorm.output"} | rotated if shape.cp == 1 else set())
         until_scores |= {name: size for name, size in (block | saved).items() if name in names}
     # A selective second forward takes and frees saved results, and stops before the last product.
-    stays = {*block, "input", layer_matrices(shape.model)[-1].name}
+    stays = {*block, "input", last_product(shape.model)}
     is_selective = checkpointing.name == "selective"
     consumed = {name: size for name, size in saved.items() if is_selective and name not in stays}
     backward = layer_backward(shape, saved, recomputed, consumed, is_recomputed)

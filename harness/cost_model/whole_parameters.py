@@ -19,7 +19,7 @@ from harness.layout.model_profile import model_profile
 # The most elements of whole parameters, by the moment. Outside of layers that is an event: the phase, the module (the
 # embedding, the norm, the head, or else its path) and what happens to it; `gather` is its entering with copies.
 # A layer's forward is one moment. In its backward, moments are those when a matrix's gradient is computed, when it is
-# forgotten as it becomes the parameter's, and all between two matrices; the last number is the matrices before.
+# forgotten as it becomes the parameter's, and all between two of them; the last number is the trained matrices before.
 WholeParameters = Mapping[tuple[str | int, ...], int]
 
 
@@ -41,10 +41,10 @@ class Module(NamedTuple):
 
     @property
     def chain(self) -> list["Module"]:
-        """The modules around it that run, which lists of layers do not, from the model on, and itself."""
+        """The modules around it that run, which lists of layers or adapters do not, from the model on, and itself."""
         parts = self.path.split(".")
-        around = [Module(".".join(parts[:end])) for end in range(len(parts)) if not parts[end].isdigit()]
-        return [*around, self]
+        around = [".".join(parts[:end]) for end, part in enumerate(parts) if not part.isdigit() and part != "default"]
+        return [*map(Module, around), self]
 
 
 # What happens to a module, and when: hooks of DeepSpeed, autograd's references to its parameters, and their gradients.
@@ -70,24 +70,25 @@ def whole_parameters(
     sizes = {name: math.prod(shape) for name, shape in profile.parameter_shapes.items()}
     coordinator = ParameterCoordinator(sizes, [module for kind, module, _ in events if kind == "enter"], options)
     most = defaultdict[tuple[str | int, ...], int](int)
-    behind = Counter[int]()  # matrices that backward has left, by their layer
+    behind = Counter[int]()  # trained matrices that backward has left, by their layer
     for kind, module, phase in events:
         waited = getattr(coordinator, kind)(module) if kind not in ("compute", "between") else 0
         layer, copied = profile.layer_index(module.path), waited if kind == "enter" and backend_copies else 0
+        is_of_gradient = kind in ("compute", "forget") and model.adapter.trains(module.path)
         moments: dict[tuple[str | int, ...], int] = {}  # with their copies
         if layer is None:
             place = (phase, places.get(module.path, module.path))
             moments = {(*place, kind): 0, (*place, "gather"): copied}
         elif phase == "forward":
             moments = {(phase, layer): copied}
-        elif kind in ("compute", "forget"):
+        elif is_of_gradient:
             moments = {(phase, layer, kind, behind[layer]): 0}
-        elif phase == "recompute" or kind in ("leave", "between") or not module.matrices:
+        elif phase == "recompute" or kind != "enter" or not module.matrices:
             moments = {("backward", layer, "between", behind[layer]): 0}
         for moment, copies in moments.items():
             most[moment] = max(most[moment], coordinator.elements + copies)
         if layer is not None:
-            behind[layer] += kind == "forget"
+            behind[layer] += is_of_gradient and kind == "forget"
     return dict(most)
 
 
@@ -102,12 +103,15 @@ def modules_in_order(model: ModelConfig) -> list[Module]:
 
 def decoder_order(model: ModelConfig) -> list[str]:
     """Return the paths of the modules of the project's decoder in the order in which forward runs them."""
-    in_layer = [
+    profile = model_profile(model)
+    of_branches = [
         path
         for branch in model.architecture.branches
         for path in (branch.norm, *[f"{branch.module}.{each.matrix}" for each in branch.operators if each.matrix])
     ]
-    paths = [name.removesuffix(".weight") for name in model_profile(model).embedding_shapes]
+    own = dict.fromkeys(name.rpartition(".")[0] for name in profile.layer_shapes)  # with those that peft puts in others
+    in_layer = [path for outer in of_branches for path in own if f"{path}.".startswith(f"{outer}.")]
+    paths = [name.removesuffix(".weight") for name in profile.embedding_shapes]
     layers = [f"layers.{index}.{path}" for index in range(model.num_hidden_layers) for path in in_layer]
     return [*paths, *layers, "norm", "lm_head"]
 
@@ -117,8 +121,9 @@ def micro_batch_events(
 ) -> Iterator[Event]:
     """Yield what happens to the modules in forward and backward, in order.
 
-    Backward never leaves an embedding, whose input has no gradient. It enters a layer's last matrix before it runs the
-    layer's second forward, which ends as soon as that matrix refers to its parameters again.
+    Backward never leaves an embedding, whose input has no gradient, and does not enter a frozen one. It enters a
+    layer's last matrix before it runs the layer's second forward, which ends as soon as that matrix refers to its
+    parameters again.
     """
     profile = model_profile(model)
     embeddings = {module.path for module in modules[:-2] if profile.layer_index(module.path) is None}
@@ -130,6 +135,8 @@ def micro_batch_events(
     forward = list(nested(modules))
     yield from ((kind, module, "forward") for kind, module in forward)
     for kind, module in reversed(forward):
+        if module.path in embeddings and model.adapter.is_enabled:
+            continue
         if kind == "leave":
             yield "enter", module, "backward"
             layer = profile.layer_index(module.path)

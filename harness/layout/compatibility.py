@@ -51,7 +51,7 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "layers_per_stage": not pp_enabled and layout.layers_per_stage is not None,
         "sequence_chunks": layout.cp_enabled and train.seq_len % (2 * layout.cp) != 0,
     }
-    if config.adapter.is_enabled:
+    if config.model.adapter.is_enabled:
         yield from adapter_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
     yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
@@ -105,20 +105,19 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
 def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yield what adapters were not proven with, and matrices that the layers do not have."""
     model, names = config.model, [matrix.name for matrix in layer_matrices(config.model)]
-    axes = [f"strategy.{axis}={layout.axis_sizes[axis]}" for axis in ("tp", "pp") if layout.axis_sizes[axis] > 1]
-    unknown = [name for name in config.adapter.target_modules or () if name not in names]
+    unknown = [name for name in config.model.adapter.target_modules or () if name not in names]
     rules = {
         "adapter_model": model.hf_info is not None or model.num_experts > 0,
-        "adapter_engine": layout.engine != "torch",
-        "adapter_axes": len(axes) > 0,
+        "adapter_engine": layout.engine == "accelerate" and layout.data_parallel == "fsdp",
+        "adapter_pp": layout.pp_enabled,
+        "adapter_tp": layout.tp_enabled and (layout.engine != "torch" or model.architecture.biases),
         "adapter_offload": layout.offload != "none" or config.checkpointing.offload_activations,
-        "adapter_checkpointing": config.checkpointing.name in ("selective", "attention"),
         "adapter_compile": config.train.compile,
         "adapter_optimizer": config.optimizer.name not in ("adamw", "sgd"),
         "adapter_launch": config.launch != "processes",
         "adapter_targets": len(unknown) > 0,
     }
-    values = {"axes": " ".join(axes), "unknown": ", ".join(unknown), "names": ", ".join(names)}
+    values = {"unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)
 
 

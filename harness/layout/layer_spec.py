@@ -55,6 +55,22 @@ class Matrix(NamedTuple):
         shapes = {"lora_A": (self.rank, self.inputs), "lora_B": (self.outputs, self.rank)}
         return {f"{name}.default.weight": shape for name, shape in shapes.items() if self.rank}
 
+    @property
+    def cut_modules(self) -> list[str]:
+        """The paths of the modules that tensor parallelism cuts by its style: with an adapter also one part of that."""
+        parts = {"column": "lora_B.default", "row": "lora_A.default"}
+        of_adapter = [f"{self.path}.base_layer", f"{self.path}.{parts.get(self.style or '')}"] if self.rank else []
+        return [self.path, *of_adapter]
+
+    def products(self, tp: int = 1) -> dict[str, tuple[float, float]]:
+        """Return the outputs and inputs of its own product and its adapter's, by name, on a tensor-parallel rank.
+
+        The name of an adapter's first product is that of its result, which the second one keeps for backward.
+        """
+        outputs, inputs = self.cut(tp)
+        of_adapter = {f"adapter.{self.name}": (self.rank, inputs), f"{self.name}.adapted": (outputs, self.rank)}
+        return {self.name: (outputs, inputs)} | (of_adapter if self.rank else {})
+
     def cut(self, tp: int) -> tuple[float, float]:
         """Return the outputs and inputs that one of so many tensor-parallel ranks has, an even share."""
         sizes: list[float] = [self.outputs, self.inputs]
@@ -92,21 +108,26 @@ def layer_matrices(model: ModelConfig) -> tuple[Matrix, ...]:
     )
 
 
+def last_product(model: ModelConfig) -> str:
+    """Return the name of the last product of a layer."""
+    return next(reversed(layer_matrices(model)[-1].products()))
+
+
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters of a norm with this name."""
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}
     return weight | ({f"{name}.bias": (model.hidden_size,)} if model.architecture.norm == "layer" else {})
 
 
-def projection_flops(model: ModelConfig, tokens: int, routers: int = 1) -> dict[str, int]:
-    """Return the operations of each of a layer's projections with its adapter, in the order of forward.
+def projection_flops(model: ModelConfig, tokens: int, tp: int = 1) -> dict[str, int]:
+    """Return the operations of each product of a layer's projections and their adapters, in the order of forward.
 
-    `routers` is the number of ranks that all compute a router.
+    They are those of `tp` ranks, all of which compute what is not cut: a router, and one of an adapter's products.
     """
     return {
-        matrix.name: 2 * tokens * matrix.uses * matrix.outputs * matrix.inputs * (routers if matrix.is_router else 1)
-        + 2 * tokens * numel(matrix.adapter_shapes)
+        name: round(2 * tokens * matrix.uses * math.prod(shape) * tp)
         for matrix in layer_matrices(model)
+        for name, shape in matrix.products(tp).items()
     }
 
 

@@ -75,7 +75,9 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     """Return the profile of the project's decoder; parameters have the names of Hugging Face's Llama.
 
     A tied head is the embedding. A second forward runs all modules of a layer to their end but for the last matrix,
-    and that one, too, where each token's outputs of experts are summed behind it.
+    and that one, too, where each token's outputs of experts are summed behind it. Of a last matrix with an adapter it
+    does not run the adapter's second one. The first one is whole by then: its module reads the width of the weight,
+    and DeepSpeed's stage 3 gathers all that a module reads when backward enters it.
     """
     layers, matrices = tuple(f"layers.{i}" for i in range(model.num_hidden_layers)), layer_matrices(model)
     table = (model.vocab_size, model.hidden_size)
@@ -93,9 +95,11 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
         shapes["embed_positions.weight"] = (model.context_length, model.hidden_size)
     shapes |= {f"{path}.{name}": shape for path in layers for name, shape in of_layer.items()}
     shapes |= norm_shapes("norm", model) | ({} if model.tie_word_embeddings else {"lm_head.weight": table})
-    plan = {f"{path}.{matrix.path}": matrix.style for path in layers for matrix in matrices if matrix.style}
+    styled = [(part, matrix.style) for matrix in matrices if matrix.style for part in matrix.cut_modules]
+    plan = {f"{path}.{part}": style for path in layers for part, style in styled}
     plan |= {"embed_tokens": "vocabulary", "lm_head": "vocabulary"}
-    not_recomputed = () if model.architecture.has_experts else (matrices[-1].path,)
+    of_adapter = [f"{matrices[-1].path}.{name.removesuffix('.weight')}" for name in matrices[-1].adapter_shapes]
+    not_recomputed = () if model.architecture.has_experts else tuple(of_adapter or [matrices[-1].path])
     return ModelProfile(True, shapes, layers, ("norm", "lm_head"), plan, matrices, not_recomputed)
 
 

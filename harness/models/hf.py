@@ -93,6 +93,7 @@ def fill_model_config(model: GroupValues, seq_len: int | None) -> GroupValues:
         "parameters": count,
         "source": f"the Hugging Face configuration of model type {config.model_type}",
         "family": "hf",
+        "adapter": model.get("adapter", {}),
         "attention": attention,
         "path": str(path),
         "name": model.get("name") or default_model_name(str(path), values, count),

@@ -230,7 +230,7 @@ def _ownership_problems(
         if name not in shapes:
             yield f"{label}: ranks have shards of it, but the model has no such parameter"
         elif not has_state[name]:
-            yield f"{label}: ranks have shards of it, but adapter={config.adapter.name} freezes this parameter"
+            yield f"{label}: ranks have shards of it, but adapter={config.model.adapter.name} freezes this parameter"
         elif sum(map(box_numel, boxes)) != math.prod(shapes[name]) or _overlap(boxes):
             yield f"{label}: the ranks' shards do not add up to its {math.prod(shapes[name])} elements"
         elif (name, state_name) not in expected:

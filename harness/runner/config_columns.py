@@ -42,9 +42,9 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "repeat": config.repeat,
         "launch": config.launch,
     }
-    if config.adapter.is_enabled:
+    if config.model.adapter.is_enabled:
         trained = trained_parameter_count(config.model)
-        row |= {"adapter": config.adapter.name, "adapter_rank": config.adapter.r}
+        row |= {"adapter": config.model.adapter.name, "adapter_rank": config.model.adapter.r}
         row |= {"trained_parameters": trained, "frozen_parameters": parameter_count(config.model) - trained}
     if config.model.num_experts:
         row |= {"active_parameters": active_parameter_count(config.model), "routing": config.model.routing}

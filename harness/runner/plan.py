@@ -169,7 +169,7 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     libraries = {rule.library for rule in config.optimizer.spec.rules}
     for library in sorted(name for name in libraries if find_spec(name) is None):
         yield from refusals({"optimizer_library": True}, config, layout, library=library)
-    is_missing = config.adapter.is_enabled and find_spec("peft") is None
+    is_missing = config.model.adapter.is_enabled and find_spec("peft") is None
     yield from refusals({"adapter_library": is_missing}, config, layout)
     if config.launch != "simulated":
         yield from machine_problems(config, layout, machine)

@@ -10,7 +10,7 @@ from harness.records.schema import Record
 from harness.report.claims import claims
 from harness.report.lines import lines_of
 from tests.support import faults
-from tests.support.commands import Entry, assert_not_proven, assert_ok, long, run_with
+from tests.support.commands import Entry, assert_not_proven, assert_ok, long, run_with, with_larger
 
 SIZES = "model=moe_tiny model.num_hidden_layers=2 train.micro_batch=1 train.seq_len=32"
 
@@ -118,16 +118,6 @@ LARGER = (
 )
 
 
-@pytest.mark.parametrize(
-    ("fault", "overrides", "problem"),
-    [
-        *FAULTS,
-        *(
-            long(fault, f"{strategy} {LARGER} precision={precision}", problem)
-            for precision in ("fp32", "bf16_mixed")
-            for fault, strategy, problem in FAULTS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "overrides", "problem"), with_larger(FAULTS, LARGER))
 def test_a_fault_in_a_mixture_is_an_error(results: Path, fault: Entry, overrides: str, problem: str) -> None:
     assert_not_proven(record_of(results, 2, overrides, fault), problem)

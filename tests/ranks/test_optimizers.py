@@ -10,6 +10,7 @@ from harness.cost_model.memory import estimate_memory
 from harness.layout.compatibility import incompatibilities
 from tests.support import faults
 from tests.support.commands import (
+    PRECISIONS,
     Entry,
     assert_not_proven,
     assert_ok,
@@ -17,11 +18,10 @@ from tests.support.commands import (
     long,
     run_with,
     widths_of,
+    with_larger,
 )
 
 OTHERS = [name for name in OPTIMIZERS if name != "adamw"]
-
-PRECISIONS = ("fp32", "bf16_mixed")
 
 # By strategy and ranks, the optimizers that can update its tensors.
 MORE = {
@@ -83,17 +83,7 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("fault", "overrides", "problem"),
-    [
-        *FAULTS,
-        *(
-            long(fault, f"{overrides} precision={precision} {LARGER}", problem)
-            for precision in PRECISIONS
-            for fault, overrides, problem in FAULTS
-        ),
-    ],
-)
+@pytest.mark.parametrize(("fault", "overrides", "problem"), with_larger(FAULTS, LARGER))
 def test_a_fault_of_an_update_is_an_error(results: Path, fault: Entry, overrides: str, problem: str) -> None:
     assert_not_proven(run_with(results, *overrides.split(), entry=fault), problem)
 

@@ -3,9 +3,10 @@
 import copy
 import functools
 import io
+import itertools
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -37,6 +38,8 @@ from harness.runner.run import execute
 from harness.worker import main as worker_main
 
 ROOT = Path(__file__).resolve().parents[2]
+
+PRECISIONS = ("fp32", "bf16_mixed")
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
 
@@ -123,6 +126,15 @@ def execute_run(config: RunConfig, command: CommandConfig, entry: Entry = worker
 def long(*values: object) -> Any:
     """Return a case of a test that is too long for every change."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+def with_larger(cases: Sequence[tuple[Entry, str, str]], larger: str) -> list[Any]:
+    """Return faults with the words of their runs and their problems, and each as long cases of a larger model."""
+    both = itertools.product(PRECISIONS, cases)
+    return [
+        *cases,
+        *(long(fault, f"{words} {larger} precision={each}", problem) for each, (fault, words, problem) in both),
+    ]
 
 
 def assert_ok(row: Cells) -> None:

@@ -133,7 +133,7 @@ def run(model: ModelConfig, precision: PrecisionConfig = FP32, checkpointing: st
     values = {
         "name": "test",
         "results_dir": "results",
-        "model": {name: value for name, value in dataclasses.asdict(model).items() if name != "adapter"},
+        "model": dataclasses.asdict(model),
         "strategy": {"name": "zero", "dp_shard": -1},
         "checkpointing": {"name": checkpointing},
         "precision": dataclasses.asdict(precision),

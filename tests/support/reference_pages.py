@@ -53,7 +53,7 @@ GROUPS = (
     ("cluster.hardware.fitted", "FittedHardware", False),
     ("train", "TrainConfig", False),
     ("optimizer", "OptimizerConfig", True),
-    ("adapter", "AdapterConfig", True),
+    ("model.adapter", "AdapterConfig", True),
     ("simulate", "SimulateConfig", False),
     ("proof", "ProofConfig", False),
     ("tracking", "TrackingConfig", True),
@@ -135,7 +135,7 @@ def type_text(annotation: str) -> str:
 def lead_comment(text: str) -> str:
     """Return the comment at the top of a YAML file as one line."""
     lines = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
-    return " ".join(line.removeprefix("#").strip() for line in lines)
+    return " ".join(line.removeprefix("#").strip() for line in lines if not line.startswith("# @"))
 
 
 def configuration() -> str:
@@ -143,7 +143,7 @@ def configuration() -> str:
     command, run = (key_rows("", owner, PACKAGED_CONF / "config.yaml") for owner in ("CommandConfig", "RunConfig"))
     groups = {
         group: (
-            choices(group) if is_listed else (),
+            choices(group.rpartition(".")[2]) if is_listed else (),
             key_rows(f"{group}.", owner, PACKAGED_CONF / group / "default.yaml"),
         )
         for group, owner, is_listed in GROUPS

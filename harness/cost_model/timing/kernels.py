@@ -172,7 +172,7 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
         rates.product_seconds(tokens * each.uses, rows, columns, shape.width, number)
         for each, rows, columns, number in matrices
     ]
-    adapters = [pair for each, *_ in matrices for pair in each.adapter_shapes.values()]
+    adapters = [pair for each, *_ in matrices for pair in [*each.products(shape.tp).values()][1:]]
     of_adapters = [rates.product_seconds(tokens, rows, columns, shape.width, 1) for rows, columns in adapters]
     weights, trained = sum(rows * columns * number for _, rows, columns, number in matrices), sum(products)
     if model.adapter.is_enabled:

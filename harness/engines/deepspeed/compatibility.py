@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from harness.config.strategy import MODEL_AXES
+from harness.cost_model.micro_batch_shape import replaces_linear_function
 from harness.engines.base import option_problems
 from harness.layout.model_profile import model_profile
 
@@ -103,8 +104,3 @@ def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterat
             f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
             " weight, which autograd then holds unsharded until backward; choose zero_stage 1 or 2, or strategy.tp=1"
         )
-
-
-def replaces_linear_function(config: "RunConfig", layout: "Layout") -> bool:
-    """Return whether DeepSpeed replaces torch's linear function, for the whole process."""
-    return layout.zero_stage == 3 and bool(config.strategy.options.get("memory_efficient_linear", True))

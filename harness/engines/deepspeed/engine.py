@@ -86,7 +86,7 @@ class DeepSpeedTrainEngine:
         The copies' state_name is "gathered" for a parameter that is unsharded on a stage-3 rank, and "staging" for a
         gradient that is already reduced or accumulated but not yet freed; at gradients_ready the latter are left out.
         """
-        shards = state.local_shards(kind, self._engine.optimizer, self._param_slices, self._shard_cache)
+        shards = state.local_shards(kind, self.model, self._engine.optimizer, self._param_slices, self._shard_cache)
         return (shard for shard in shards if not (self._gradients_are_ready and shard.state_name == STAGING))
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:

@@ -59,7 +59,8 @@ def build_engine(
         for name, parameter in model.named_parameters()
     }
     param_slices |= tp_slices
-    [optimizer] = build_optimizers(dict(model.named_parameters()), config)
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    [optimizer] = build_optimizers(trained, config)
     with suppress_stdout():
         if initialize is not None:
             engine = initialize(model, optimizer, ds_config)
@@ -121,7 +122,7 @@ def materialize_partitioned(
     context = Init(config_dict_or_path=ds_config)
     for name, parameter in list(model.named_parameters()):
         whole = initial_value(name, parameter.shape, config.model, config.train.seed, device).to(dtype)
-        torch.utils.swap_tensors(parameter, nn.Parameter(whole))  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(parameter, nn.Parameter(whole, parameter.requires_grad))  # type: ignore[no-untyped-call]
         context._convert_to_deepspeed_param(parameter)
         parameter.partition()  # type: ignore[attr-defined]
     if context.mem_efficient_linear:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.config.optimizer import STATE_NAMES
 from harness.engines.deepspeed.shards import ParamSlices
@@ -48,13 +48,15 @@ class OwnedSlice(NamedTuple):
         return buffer.narrow(0, self.offset, self.stop - self.start)
 
 
-def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices, cache: ShardCache) -> Iterator[Shard]:
+def local_shards(
+    kind: StateKind, model: nn.Module, optimizer: Any, param_slices: ParamSlices, cache: ShardCache
+) -> Iterator[Shard]:
     """Yield the shards of a kind of state that this rank holds now; see Engine.local_shards.
 
-    `cache` belongs to the engine, and keeps what need not be made again.
+    The optimizer knows trained parameters alone. `cache` belongs to the engine, and keeps what need not be made again.
     """
     if kind == "parameters":
-        yield from parameter_shards(optimizer, param_slices)
+        yield from parameter_shards(model, optimizer, param_slices)
     elif kind == "gradients":
         yield from gradient_shards(optimizer, param_slices, cache)
     else:
@@ -62,17 +64,25 @@ def local_shards(kind: StateKind, optimizer: Any, param_slices: ParamSlices, cac
         yield from moment_shards(optimizer, param_slices)
 
 
-def parameter_shards(optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
+def parameter_shards(model: nn.Module, optimizer: Any, param_slices: ParamSlices) -> Iterator[Shard]:
     """Yield this rank's parameters: in stage 3 its partitions, and the parameters that are gathered at present."""
+    parameters: list[Any] = list(model.parameters())
     if not is_stage_3(optimizer):
-        yield from (full_shard(parameter, parameter.detach(), param_slices) for parameter in all_parameters(optimizer))
+        yield from (full_shard(parameter, parameter.detach(), param_slices) for parameter in parameters)
         return
-    for owned in owned_slices(optimizer):
-        parameter: Any = owned.parameter
-        yield from owned.shards(param_slices, parameter.ds_tensor.narrow(0, 0, owned.stop - owned.start))
-    for parameter in all_parameters(optimizer):
+    for parameter in parameters:
+        for owned in partitions(optimizer, parameter):
+            yield from owned.shards(param_slices, parameter.ds_tensor.narrow(0, 0, owned.stop - owned.start))
         if parameter.ds_status.name == "AVAILABLE":
             yield full_shard(parameter, parameter.detach(), param_slices, GATHERED)
+
+
+def partitions(optimizer: Any, parameter: Any, group: int = 0, offset: int = 0) -> Iterator[OwnedSlice]:
+    """Yield stage 3's part of a parameter on this rank, unless it is all padding, at this place in the buffers."""
+    rank, size = dist.get_rank(optimizer.dp_process_group), parameter.partition_numel()
+    start, stop = (min(edge * size, parameter.ds_numel) for edge in (rank, rank + 1))
+    if start < stop:
+        yield OwnedSlice(parameter, parameter.ds_numel, start, stop, group, offset)
 
 
 def gradient_shards(optimizer: Any, param_slices: ParamSlices, cache: ShardCache) -> Iterator[Shard]:
@@ -232,12 +242,9 @@ def full_shard(parameter: Any, local: Tensor, param_slices: ParamSlices, state_n
 def owned_slices(optimizer: Any) -> Iterator[OwnedSlice]:
     """Yield this rank's parts in the order of its buffers, without those that are all padding."""
     if is_stage_3(optimizer):
-        rank = dist.get_rank(optimizer.dp_process_group)
         for parameter in all_parameters(optimizer):
-            group, buffer_offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            start, stop = (min(edge * size, parameter.ds_numel) for edge in (rank, rank + 1))
-            if start < stop:
-                yield OwnedSlice(parameter, parameter.ds_numel, start, stop, group, buffer_offset)
+            group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            yield from partitions(optimizer, parameter, group, offset)
         return
     rank = dist.get_rank(optimizer.real_dp_process_group[0])
     size = master_buffers(optimizer)[0].numel()
@@ -254,7 +261,7 @@ def owned_slices(optimizer: Any) -> Iterator[OwnedSlice]:
 
 
 def all_parameters(optimizer: Any) -> list[Any]:
-    """Return every parameter of the model, partitioned or not."""
+    """Return every trained parameter of the model, partitioned or not."""
     if is_stage_3(optimizer):
         return [parameter for group in optimizer.fp16_groups for parameter in group]
     groups = optimizer.bf16_groups if is_bf16_stage_1(optimizer) else optimizer.bit16_groups

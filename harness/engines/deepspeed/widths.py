@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING
 
-from harness.engines.deepspeed.compatibility import replaces_linear_function
+from harness.cost_model.micro_batch_shape import replaces_linear_function
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateWidths
 
@@ -79,7 +79,8 @@ def gradient_width(config: "RunConfig", layout: "Layout") -> int:
         return 6  # fp32 sums, and the bf16 gradients of the last micro-batch
     if stage == 2 and not mixed and layout.grad_accumulation_steps(config.train) > 1:
         return 2 * width  # the sum so far, and the next micro-batch's gradient
-    largest = max(map(math.prod, model_profile(config.model).layer_shapes.values()))
+    shapes, trains = model_profile(config.model).layer_shapes, config.model.adapter.trains
+    largest = max(math.prod(shape) for name, shape in shapes.items() if trains(name))
     if stage == 2 and mixed and options.get("reduce_bucket_size", DEFAULT_BUCKET) < largest:
         return 6  # a matrix larger than a bucket keeps its bf16 gradient until the end of backward
     return width

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from harness.config.model import ModelConfig
-from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS
+from harness.layout.layer_spec import SHARD_DIM, WHOLE_KEYS, WHOLE_PARAMETERS
 from harness.layout.model_profile import model_profile
 from harness.models.decoder import Decoder, Head
 from harness.models.grouped import GroupedLinear, WidenedProduct
@@ -47,10 +47,12 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
     }
     profile = model_profile(model.config)
     for path, module in list(model.named_modules()):
-        style = profile.tensor_plan.get(path)
+        style, is_placed = profile.tensor_plan.get(path), isinstance(getattr(module, "weight", None), DTensor)
         if isinstance(module, GroupedLinear) or ".shared_experts." in path:
             continue  # see harness.engines.torch.expert_parallel and PartialExperts
-        if style is not None:
+        if style is not None and hasattr(module, "base_layer"):
+            parallelize_module(module, mesh, AdaptedMatrix(style, outside))
+        elif style is not None and not is_placed:
             parallelize_module(module, mesh, styles[type(module), style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
@@ -66,6 +68,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         if model.config.architecture.has_experts:
             parallelize_module(block.get_submodule("mlp"), mesh, PartialExperts(outside))
     model.tie_weights()
+    for name, parameter in model.named_parameters():  # torch's own styles make trained parameters of frozen ones
+        parameter.requires_grad_(model.config.adapter.trains(name))
 
 
 def apply_hf_tensor_plan(module: nn.Module, model: ModelConfig, mesh: DeviceMesh) -> None:
@@ -156,6 +160,41 @@ class PartialExperts(ParallelStyle):
                 shared.forward = partial(with_local_parameters, shared, shared.forward, None)  # type: ignore[method-assign]
         module.forward = partial(mix_partial, module.forward, device_mesh, self.outside)  # type: ignore[method-assign]
         return module
+
+
+class AdaptedMatrix(ParallelStyle):
+    """A matrix with its adapter, of which each rank computes its outputs, or a summand of them by its inputs.
+
+    One matrix of the adapter is whole on every rank, and its gradient is a summand: nothing is sent but those of the
+    layer without adapters.
+    """
+
+    def __init__(self, style: str, outside: Placement) -> None:
+        super().__init__()
+        self.style, self.outside = style, outside
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        whole = {"column": "lora_A", "row": "lora_B"}[self.style]
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Linear):
+                is_whole = name.startswith(whole)
+                placement = Replicate() if is_whole else Shard(SHARD_DIM[self.style])
+                part.weight = sharded_parameter(part.weight, device_mesh, placement)  # type: ignore[arg-type]
+                gradients = [Partial()] if is_whole else None
+                part.forward = partial(with_local_parameters, part, part.forward, gradients)  # type: ignore[method-assign]
+        outside = self.outside if self.style == "row" else None
+        module.forward = partial(multiply_adapted, module.forward, device_mesh, outside)  # type: ignore[method-assign]
+        return module
+
+
+def multiply_adapted(
+    forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, outside: Placement | None, hidden: Tensor
+) -> Tensor:
+    """Return this rank's outputs of a matrix with its adapter, or its part of the sum of all ranks' summands."""
+    output = forward(hidden.to_local(grad_placements=[Partial()]) if isinstance(hidden, DTensor) else hidden)
+    if outside is None:
+        return output
+    return DTensor.from_local(output, mesh, [Partial()], run_check=False).redistribute(placements=[outside]).to_local()
 
 
 def sharded_parameter(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

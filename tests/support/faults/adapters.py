@@ -30,6 +30,37 @@ def frozen_weights_decayed(ordinary: Any, parallel: Any) -> None:
     ordinary(parallel)
 
 
+@replaces("harness.engines.deepspeed.engine.DeepSpeedTrainEngine.step")
+def frozen_weights_decayed_by_deepspeed(ordinary: Any, engine: Any, *arguments: Any) -> Any:
+    """Let the frozen weights, or stage 3's partitions of them, decay in each step."""
+    result = ordinary(engine, *arguments)
+    with torch.no_grad():
+        for parameter in engine.model.parameters():
+            if not parameter.requires_grad:
+                getattr(parameter, "ds_tensor", parameter).mul_(0.99)
+    return result
+
+
+@replaces("harness.engines.deepspeed.engine.DeepSpeedTrainEngine.step")
+def frozen_weights_gathered(ordinary: Any, engine: Any, *arguments: Any) -> Any:
+    """Leave the last frozen matrix whole behind each step of stage 3."""
+    result = ordinary(engine, *arguments)
+    engine.model.lm_head.weight.all_gather()
+    return result
+
+
+@replaces("harness.engines.torch.tensor_parallel.with_local_parameters")
+def whole_adapters_unreduced(ordinary: Any, module: Any, forward: Any, _: Any, *inputs: Any) -> Any:
+    """Take a rank's gradient of an adapter's whole matrix for that of all tensor-parallel ranks."""
+    return ordinary(module, forward, None, *inputs)
+
+
+@replaces("harness.engines.deepspeed.initialize.build_optimizers")
+def adapters_without_updates(ordinary: Any, parameters: Any, *arguments: Any) -> Any:
+    """Give DeepSpeed's optimizer the first matrices of adapters alone."""
+    return ordinary({name: each for name, each in parameters.items() if ".lora_A." in name}, *arguments)
+
+
 @replaces("harness.engines.torch.ddp.DistributedDataParallel.__init__")
 def adapters_unreduced(ordinary: Any, wrapper: Any, module: Any, **settings: Any) -> None:
     """Let DDP ignore the second matrices of adapters, which every rank then updates by its own gradient."""
@@ -38,7 +69,7 @@ def adapters_unreduced(ordinary: Any, wrapper: Any, module: Any, **settings: Any
     ordinary(wrapper, module, **settings)
 
 
-@replaces("harness.models.init_weights.initial_value", of_rank=1)
+@replaces("harness.models.init_weights.initial_value", "harness.engines.deepspeed.initialize.initial_value", of_rank=1)
 def adapters_start_elsewhere(ordinary: Any, name: str, *arguments: Any) -> Any:
     """Draw the second matrices of rank 1's adapters with other values."""
     value = ordinary(name, *arguments)
