@@ -76,6 +76,16 @@ def test_the_readme_shows_figures_of_the_published_report() -> None:
     assert [row for row in rows if row not in report.splitlines()] == []
 
 
+def test_the_readme_shows_the_answer_of_a_published_plan() -> None:
+    """Its first block of text has the first sentences of the committed search that its command repeats."""
+    readme = (ROOT / "README.md").read_text()
+    (answer,) = re.findall(r"```text\n(.*?)\n```", readme, re.DOTALL)
+    report = (ROOT / "results" / "published" / "plans" / "7b_on_8_h100" / "report.md").read_text()
+    assert answer.replace("\n", "\n\n") in report
+    (command,) = re.findall(r"`harness plan (model=7b .*?)`", readme)
+    assert set(command.split()) < set(re.findall(r"Measure it: harness (.*)", report)[0].split())
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
