@@ -1,11 +1,13 @@
 """README and documentation: links resolve, named files exist, generated pages are current, and MkDocs builds them."""
 
+import csv
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from tests.support import reference_pages
 from tests.support.processes import ROOT, run_python
 
@@ -84,6 +86,23 @@ def test_the_readme_shows_the_answer_of_a_published_plan() -> None:
     assert answer.replace("\n", "\n\n") in report
     (command,) = re.findall(r"`harness plan (model=7b .*?)`", readme)
     assert set(command.split()) < set(re.findall(r"Measure it: harness (.*)", report)[0].split())
+
+
+def test_the_sweep_file_of_the_guide_is_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The planner reads the file as a run would, with every combination that the guide counts."""
+    guide = (ROOT / "docs" / "guides" / "sweeps.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "my_layouts.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "format=csv", "sweeps=my_layouts", "cluster=8xh100", "world_size=8"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert f"here {len(rows)} configurations" in guide
+    assert {(row["model"], row["micro_batch"], row["global_batch"], row["seq_len"]) for row in rows} == {
+        ("1b", "2", "64", "2048")
+    }
 
 
 def test_every_page_is_in_the_navigation() -> None:
