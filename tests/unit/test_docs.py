@@ -105,6 +105,20 @@ def test_the_sweep_file_of_the_guide_is_a_sweep(
     }
 
 
+def test_every_message_of_the_troubleshooting_is_printed() -> None:
+    """The parts of a message between its values stand in the harness's sources."""
+    sources = "\n".join(
+        path.read_text() for path in (ROOT / "harness").rglob("*") if path.suffix in (".py", ".toml", ".j2")
+    )
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    messages = [
+        span for cell in re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE) for span in re.findall(r"`([^`]+)`", cell)
+    ]
+    parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 4}
+    assert len(parts) > 30
+    assert sorted(part for part in parts if part not in sources) == []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     navigation = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(navigation) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
