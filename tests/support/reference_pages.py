@@ -26,6 +26,7 @@ from harness.cli.commands import run_word
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
 from harness.records.schema import COLUMNS, Group
+from tests.support.foreign_options import coming_from
 from tests.support.page_templates import render_page
 from tests.support.strategy_pictures import pictures
 
@@ -238,6 +239,7 @@ def pages() -> dict[Path, str]:
     }
     with chdir(ROOT):
         pages = {ROOT / "docs" / "reference" / f"{name}.md": make() for name, make in makers.items()}
+        pages[ROOT / "docs" / "guides" / "coming-from.md"] = coming_from(NOTE)
         return pages | {ROOT / "docs" / "pictures" / f"{name}.svg": text for name, text in pictures().items()}
 
 
