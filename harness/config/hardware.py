@@ -62,14 +62,14 @@ class HardwareConfig:
     host_memory: Size | None = None
     # The price of one device for an hour, in any currency; null if unknown.
     price_per_device_hour: AboveZero | None = None
-    # FLOP/s of dense products in the dtype of compute; null means those of device_name, as run records have them.
+    # FLOP/s of dense products in the dtype of compute; null means that device_name says them, as in run records.
     peak_flops: AboveZero | None = None
     # The only dtype, by torch's name, that peak_flops holds for; null means every one.
     peak_flops_dtype: str | None = None
-    # Whether `harness calibrate` measured these figures, so that runs on such a device take them before other files'.
+    # Whether `harness calibrate` measured these figures. Runs on such a device take them before other files'.
     calibrated: bool = False
     # The processor of a machine whose ranks compute on a CPU; null on GPUs. Ranks of a node share memory,
-    # memory_bandwidth and peak_flops, which are those of the whole machine.
+    # memory_bandwidth and peak_flops, which describe the whole machine.
     processor: str | None = None
     cores: Cores | None = None  # The cores that the ranks of such a machine share; null on GPUs.
     notes: str = field(default="", compare=False)  # What a reader of plans should know about these figures.

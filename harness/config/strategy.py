@@ -52,7 +52,7 @@ class StrategyConfig:
     layers_per_stage: tuple[int, ...] | None = None
     # The model state that the host's memory holds: optimizer moves optimizer state and gradients, parameters moves all.
     offload: Offload = "none"
-    # Whether bytes sent and shares of model state must be those of the published methods; others make the run an error.
+    # Whether a run must send the bytes and hold the shares of the published methods; if it does not, it is an error.
     literature: bool = True
     options: dict[str, Any] = field(default_factory=dict)  # Settings of the engine, which are passed on as they are.
 

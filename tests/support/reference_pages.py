@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/reference: configuration, columns, command line, strategies.
+"""Write the generated pages of docs/reference: configuration, columns, command line, strategies; and the pictures.
 
 `python -m tests.support.reference_pages` writes them; tests/unit/test_docs.py checks that they are current.
 """
@@ -26,7 +26,9 @@ from harness.cli.commands import run_word
 from harness.cli.main import COMMANDS, help_text
 from harness.config.locations import PACKAGED_CONF
 from harness.records.schema import COLUMNS, Group
+from tests.support.foreign_options import coming_from
 from tests.support.page_templates import render_page
+from tests.support.strategy_pictures import pictures
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -236,7 +238,9 @@ def pages() -> dict[Path, str]:
         "strategies": strategies,
     }
     with chdir(ROOT):
-        return {ROOT / "docs" / "reference" / f"{name}.md": make() for name, make in makers.items()}
+        pages = {ROOT / "docs" / "reference" / f"{name}.md": make() for name, make in makers.items()}
+        pages[ROOT / "docs" / "guides" / "coming-from.md"] = coming_from(NOTE)
+        return pages | {ROOT / "docs" / "pictures" / f"{name}.svg": text for name, text in pictures().items()}
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
 """README and documentation: links resolve, named files exist, generated pages are current, and MkDocs builds them."""
 
+import csv
 import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from tests.support import reference_pages
 from tests.support.processes import ROOT, run_python
 
@@ -51,6 +53,8 @@ def test_every_key_and_column_has_a_meaning_in_a_sentence() -> None:
     """A meaning is a sentence or a noun phrase: it begins with a capital letter and ends with a period."""
     meanings = []
     for path, text in reference_pages.pages().items():
+        if path.parent.name != "reference":
+            continue
         for row in re.findall(r"^\| `\w[\w.]*` \| (.+) \|$", text, re.MULTILINE):
             cells = row.split(" | ")
             meanings.append(cells[0] if path.name == "strategies.md" else cells[-1])
@@ -74,6 +78,47 @@ def test_the_readme_shows_figures_of_the_published_report() -> None:
     rows = re.findall(r"^\| \w+ \| \d \| .+ \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) == 9
     assert [row for row in rows if row not in report.splitlines()] == []
+
+
+def test_the_readme_shows_the_answer_of_a_published_plan() -> None:
+    """Its first block of text has the first sentences of the committed search that its command repeats."""
+    readme = (ROOT / "README.md").read_text()
+    (answer,) = re.findall(r"```text\n(.*?)\n```", readme, re.DOTALL)
+    report = (ROOT / "results" / "published" / "plans" / "7b_on_8_h100" / "report.md").read_text()
+    assert answer.replace("\n", "\n\n") in report
+    (command,) = re.findall(r"`harness plan (model=7b .*?)`", readme)
+    assert set(command.split()) < set(re.findall(r"Measure it: harness (.*)", report)[0].split())
+
+
+def test_the_sweep_file_of_the_guide_is_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The planner reads the file as a run would, with every combination that the guide counts."""
+    guide = (ROOT / "docs" / "guides" / "sweeps.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "my_layouts.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "format=csv", "sweeps=my_layouts", "cluster=8xh100", "world_size=8"]) == 0
+    rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
+    assert f"here {len(rows)} configurations" in guide
+    assert {(row["model"], row["micro_batch"], row["global_batch"], row["seq_len"]) for row in rows} == {
+        ("1b", "2", "64", "2048")
+    }
+
+
+def test_every_message_of_the_troubleshooting_is_printed() -> None:
+    """The parts of a message between its values stand in the harness's sources."""
+    sources = "\n".join(
+        path.read_text() for path in (ROOT / "harness").rglob("*") if path.suffix in (".py", ".toml", ".j2")
+    )
+    page = (ROOT / "docs" / "guides" / "troubleshooting.md").read_text()
+    messages = [
+        span for cell in re.findall(r"^\| (`.*?) \| ", page, re.MULTILINE) for span in re.findall(r"`([^`]+)`", cell)
+    ]
+    parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 4}
+    assert len(parts) > 30
+    assert sorted(part for part in parts if part not in sources) == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -112,7 +112,7 @@ def test_the_page_s_reserves_follow_from_the_simulations() -> None:
         f"In the {len(ended_ok)} published simulated runs that fit, it reserved",
         f" it reserved {percent.min():.0f} to {percent.max():.0f} % more than the predicted peak,",
         f" more than the predicted peak, {percent.median():.0f} % in the median.",
-        f"publishes {reserved.measured_bytes / GIB:.1f} GiB reserved for {reserved.model}, the simulated",
+        f"publishes {reserved.measured_bytes / GIB:.1f} GiB reserved for {reserved.model}; the simulated",
         f"reserves {reserved.simulated_bytes / GIB:.1f} GiB",
     )
     assert missing(*sentences) == []

@@ -1,0 +1,51 @@
+"""The page for people who come from other programs, made of the tables that `harness import` reads."""
+
+from collections.abc import Iterator
+
+from harness.foreign.read import table
+from tests.support.page_templates import render_page
+
+PROGRAMS = ("deepspeed", "accelerate", "torchtitan", "megatron")  # with a section in the template
+
+MOST_SETTINGS = 4  # of a value, that are written out
+
+
+def coming_from(note: str) -> str:
+    """Return the page."""
+    lines = {name: [line(*rule) for rule in table(name)["rules"].items()] for name in PROGRAMS}
+    return render_page("coming_from", note=note, **lines)
+
+
+def line(option: str, rule: str | dict[str, str]) -> str:
+    """Return the row of an option."""
+    by_value = rule if isinstance(rule, dict) else {"": rule}
+    here, differs = [], []
+    for value, text in by_value.items():
+        words, _, difference = (part.strip() for part in text.partition("|"))
+        prefix = f"`{value}`: ".replace("`*`", "other") if value else ""
+        settings = list(dict.fromkeys(setting(word) for word in words.split() if setting(word)))
+        if len(settings) > MOST_SETTINGS:
+            settings = list(dict.fromkeys(f"`{entry.strip('`').partition('.')[0]}.*`" for entry in settings))
+        here += [prefix + " ".join(settings)] * bool(settings)
+        differs += [prefix + difference] * bool(difference)
+    return f"| `{option}` | {'; '.join(merged(here)) or 'nothing to set'} | {'; '.join(differs)} |"
+
+
+def merged(entries: list[str]) -> Iterator[str]:
+    """Yield the entries, those of several values with the same settings as one."""
+    by_settings: dict[str, list[str]] = {}
+    for entry in entries:
+        value, _, settings = entry.rpartition(": ")
+        by_settings.setdefault(settings, []).append(value)
+    for settings, values in by_settings.items():
+        yield f"{', '.join(values)}: {settings}" if any(values) else settings
+
+
+def setting(word: str) -> str:
+    """Return what a word of a rule sets, as code: `KEY=VALUE`, a key alone, or nothing for a fact of the tables."""
+    if word.startswith("@"):
+        return f"the settings of that {table(word[1:])['name']} file"
+    key, _, value = word.replace("?=", "=").partition("=")
+    if key.startswith("_"):
+        return ""
+    return f"`{key}={'…' if '{' in value else value}`" if value else f"`{key}`"
