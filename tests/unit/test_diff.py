@@ -112,7 +112,7 @@ SAME = "Versions: no difference\nEnvironment: no difference\nConfiguration share
 
 UNCERTAIN = "~ marks a difference that is not certain"
 
-FEW = "fewer than 3 undisturbed runs, so that it is not certain which is faster"
+FEW = "which is faster is not certain, with fewer than 3 undisturbed runs"
 
 CALM = runs_of("ddp", 1000.0, 1010.0, 990.0)
 
