@@ -4,13 +4,16 @@ import re
 import tomllib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from harness.cli.notice import import_slowly
 from harness.tracking.base import tracker_names
+from harness.util.text import UserError, join_words
 
 # What can be listed, each by its word in the singular, which is the group of the configuration that it is.
 KINDS = {"strategies": "strategy", "models": "model", "clusters": "cluster", "sweeps": "sweep"}
@@ -28,12 +31,16 @@ def run_word(word: str, arguments: Sequence[str]) -> int | None:
     command, words = COMMANDS[word], list(takewhile(lambda argument: argument != "--", arguments))
     line = arguments[len(words) + 1 :]
     parser = ArgumentParser(prog=f"harness {word}", description=command["about"], epilog=command.get("epilog"))
+    parser.error = partial(refuse, word)  # type: ignore[assignment, method-assign]
     values: Mapping[str, Mapping[str, Any]] = {"type": TYPES, "choices": CHOICES}
     for name, options in command["arguments"].items():
         parser.add_argument(
             name, **{key: values[key][value] if key in values else value for key, value in options.items()}
         )
     parsed, settings = parser.parse_known_args(words, Namespace(fail=parser.error, line=line))
+    for setting in settings:
+        for close in get_close_matches(setting, parser._option_string_actions, 1, 0.8):
+            raise UserError(f"{setting} is not an option: type {close}")
     if (settings and not command.get("takes_settings")) or (line and not command.get("takes_line")):
         parser.error(f"unrecognized arguments: {' '.join([*settings, *line])}")
     parsed.settings = settings
@@ -41,6 +48,26 @@ def run_word(word: str, arguments: Sequence[str]) -> int | None:
         parsed
     )
     return status
+
+
+def refuse(word: str, message: str) -> NoReturn:
+    """Raise UserError for a mistake in the arguments of a word, with what there is for one that lacks."""
+    before, _, missing = message.partition("arguments are required: ")
+    if missing:
+        raise UserError(f"harness {word} takes {missing}: {choices_text(word, missing)}")
+    raise UserError(f"harness {word}: {before}; type harness {word} --help")
+
+
+def choices_text(word: str, name: str) -> str:
+    """Return what to type for an argument of this name: a choice, a comparison in ./results, or its fastest runs."""
+    options = COMMANDS[word]["arguments"].get(name, {})
+    names = list(CHOICES.get(options.get("choices", ""), ()))
+    if not names:
+        tables = sorted(Path("results").glob("*/runs.csv"), key=lambda path: path.stat().st_mtime, reverse=True)
+        names = [str(table.parent) for table in tables[:3]]
+        if names and name.endswith("RUN"):
+            names = import_module("harness.records.store").fastest_runs(tables[0].parent)
+    return f"choose {join_words(names, 'or')}" if names else "./results has none yet, so type harness sweeps=quickstart"
 
 
 def parse_share(text: str) -> float:

@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator
 
+from harness.cli.commands import choices_text
 from harness.export.recorded_run import RecordedRun, read_recorded_run
 from harness.util.files import atomic_write_text
 from harness.util.text import UserError, sanitize
@@ -39,7 +40,8 @@ def main(options: Namespace) -> int:
 def run_of(options: Namespace) -> RecordedRun:
     """Return the run of a command line, recorded or planned. Raises UserError."""
     if (options.run is None) == (options.plan is None):
-        raise UserError("harness export takes the folder of one run, or --plan KEY=VALUE… --to DIR")
+        runs = choices_text("export", "results/NAME/RUN")
+        raise UserError(f"harness export takes the folder of one run, or --plan KEY=VALUE… --to DIR: {runs}")
     if options.run is not None:
         from harness.export.row_run import row_alone, row_run  # it imports what plans need
 

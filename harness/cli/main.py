@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from harness.launcher.signals import end_unrecorded, restored_handlers
 from harness.util.text import UserError, run_command
 
 # Words that other programs have, which are no command because settings alone make runs.
-RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep")
+RUN_WORDS = ("run", "train", "launch", "start", "bench", "benchmark", "sweep", "measure", "harness", "fit")
 
 # What starts one process for each rank: the variables that it gives them of their rank and their number, and the one of
 # a shell that only the first of them shows. Batch scripts and shells of salloc have SLURM_NTASKS alone, and run once.
@@ -53,13 +54,17 @@ def run_words(words: Sequence[str]) -> int | None:
     The first one is a command word, `--help` or `--version`; anything else is an override of the configuration that is
     then run. Without words the help is shown and nothing is trained. Raises UserError for a mistake.
     """
+    if len(words) == 2 and "help" in words and (commands := COMMANDS.keys() & set(words)):
+        words = [*commands, "--help"]
     is_run = bool(words) and words[0] not in COMMANDS
     if not words or words[0] == "help" or (is_run and {"-h", "--help"} & set(words)):
         print(help_text())
         return None
-    if words[0] == "--version":
+    if words[0] in ("--version", "-V"):
         print(f"harness {__version__}")
         return None
+    if is_run and words[0].removeprefix("--") in COMMANDS:
+        raise UserError(f"{words[0]} is not an option: type harness {shlex.join([words[0][2:], *words[1:]])}")
     if is_run and re.fullmatch(r"[A-Za-z]\w*", words[0]) and not "".join(words[1:2]).startswith("="):
         raise UserError(unknown_command_text(words))
     if is_run or COMMANDS[words[0]].get("starts_ranks"):
@@ -87,25 +92,27 @@ def unknown_command_text(words: Sequence[str]) -> str:
     """Return why a first word cannot be run, with what to type instead."""
     import difflib
 
-    from harness.config.mistakes import PROGRAMS, choices_of, foreign_line, group_names, similar_choices
+    from harness.config.mistakes import PROGRAMS, WORDS, choices_of, foreign_line, group_names, preset, similar_choices
 
     word, rest = words[0], list(words[1:])
     problem = f"{word} is neither a command nor KEY=VALUE"
     if word in PROGRAMS and rest:
         return f"{problem}: {foreign_line(words, ())}"
-    for group in (word, "strategy", "model", "sweeps"):
-        name = rest[0] if word == group and rest else word
-        if group in group_names() and name in choices_of(group):
-            return f"{problem}: type harness {group}={name}"
-    if word in group_names():
-        instead = [
-            *(similar_choices(word, rest[0]) if rest else ()),
-            f"{word}=NAME with one of {', '.join(choices_of(word))}",
-        ]
-        return f"{problem}: type harness {instead[0]}"
+    if rest and word in group_names() and rest[0] in choices_of(word):
+        return f"{problem}: type harness {word}={rest[0]}"
+    if instead := preset(word):
+        return f"{problem}: type harness {instead}"
+    if word in WORDS:
+        return f"{problem}: {WORDS[word]} {shlex.join(rest) if ' harness ' in WORDS[word] else ''}".rstrip()
     if word in RUN_WORDS:
         names = [f"sweeps={name}" if name in choices_of("sweeps") else name for name in rest]
         return f"{problem}, because settings alone make runs: type harness {' '.join(names) or 'strategy=zero3'}"
+    if word in group_names():
+        names = [
+            *(similar_choices(word, rest[0]) if rest else ()),
+            f"{word}=NAME with one of {', '.join(choices_of(word))}",
+        ]
+        return f"{problem}: type harness {names[0]}"
     if word == "version":
         return f"{problem}: type harness --version"
     if word in ("list", *KINDS):

@@ -4,12 +4,16 @@ import argparse
 import itertools
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
+import yaml
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, ValueType
 from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
 
+from harness.config.command import NAME_RULE
 from harness.config.locations import files_in
 from harness.config.mistakes import (
     FREE_KEYS,
@@ -19,6 +23,7 @@ from harness.config.mistakes import (
     foreign_line,
     group_names,
     known_keys,
+    preset,
     setting,
     similar_settings,
     unknown_choice,
@@ -56,13 +61,10 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     settings = [re.sub(OPTIONS, "++strategy.options", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
     for text in settings:
         refuse_target(text, text)
-    try:
-        overrides = OverridesParser.create().parse_overrides(settings)
-    except OverrideParseException as error:
-        key, _, value = error.override.partition("=")
-        rest = f"put quotes around the value, as in '{key}=\"{value}\"'"
-        raise UserError(f"{error.override} cannot be read: {rest}") from None
-    several = [str(override.input_line) for override in overrides if override.is_sweep_override()]
+    overrides = _parsed(settings)
+    known = {*known_keys(), *group_names()}
+    several = [str(o.input_line) for o in overrides if o.is_sweep_override() and o.key_or_group in known]
+    _check_together(overrides)
     is_sweep = parsed.multirun or any(override.key_or_group in ("sweeps", "hydra.mode") for override in overrides)
     if several and not is_sweep:
         example = f"as in harness -m {' '.join(several)}"
@@ -70,7 +72,74 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
     if not any(word.partition("=")[0] in OTHER_FILES for word in (*words, *settings)):
         for override in overrides:
             _check_override(override)
+        for override in overrides:
+            if override.key_or_group == "sweeps" and (path := files_in("sweeps").get(str(override.value()))):
+                _check_sweep(path, parsed.multirun)
     return [*words, *settings]
+
+
+def _parsed(settings: Sequence[str]) -> list[Override]:
+    """Return settings as Hydra reads them. Raises UserError for one that it cannot."""
+    try:
+        overrides: list[Override] = OverridesParser.create().parse_overrides(list(settings))
+    except OverrideParseException as error:
+        key, _, value = error.override.partition("=")
+        rest = f"cannot be read: put quotes around the value, as in '{key}=\"{value}\"'"
+        if key == "name":
+            rest = NAME_RULE
+        elif re.search(r"\s[\w.]+=", value):
+            rest = "has several settings: take the quotes away"
+        elif key in group_names():
+            raise UserError(unknown_choice(key, value)) from None
+        raise UserError(f"{error.override} {rest}") from None
+    return overrides
+
+
+def _check_together(overrides: Sequence[Override]) -> None:
+    """Raise UserError for a group that is set twice, for two sweeps, and for the number of a repeat without a count."""
+    words: dict[str, list[str]] = {}
+    for override in overrides:
+        if override.package is None:
+            words.setdefault(override.key_or_group, []).append(str(override.input_line))
+    for key, texts in words.items():
+        values = ",".join(dict.fromkeys(text.partition("=")[2] for text in texts))
+        if "," in values and key == "sweeps":
+            first = values.partition(",")[0]
+            raise UserError(f"{' '.join(texts)}: sweeps run one at a time: type harness sweeps={first}, then the next")
+        if len({*texts}) > 1 and key in group_names():
+            raise UserError(f"{' '.join(texts)} sets {key} more than once: type -m {key}={values} to run each")
+    (text,) = words["repeat"] if "repeat" in words and "repeats" not in words else ["repeat=0"]
+    if re.fullmatch(r"repeat=0*[1-9]\d*", text):
+        count = text.replace("repeat", "repeats")
+        raise UserError(f"{text} is the number of one repeat: did you mean {count}? If not, add repeats=1")
+
+
+def _check_sweep(path: Path, is_multirun: bool) -> None:
+    """Raise UserError for a mistake in the file of a sweep, with the line to write; broken YAML is left to Hydra."""
+    text, where = path.read_text(errors="replace"), f"sweeps/{path.name}"
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return
+    if not isinstance(values, dict):
+        raise UserError(f"{where} is empty: write name: {path.stem}, and what it varies under hydra.sweeper.params")
+    if not re.search(r"^# @package _global_", text, re.MULTILINE):
+        raise UserError(f"{where} lacks its first line: write # @package _global_")
+    hydra = OmegaConf.create(values.get("hydra") or {})
+    params, mode = OmegaConf.select(hydra, "sweeper.params"), OmegaConf.select(hydra, "mode")
+    for key, value in values.items():
+        choices = ",".join(map(str, value)) if isinstance(value, list) else value
+        if key in group_names() and not isinstance(value, dict):
+            raise UserError(f"{where}: {key}: {value} is a choice: write {key}: {choices} under hydra.sweeper.params")
+        if key not in (*group_names(), *known_keys(), "hydra", "defaults"):
+            raise UserError(f"{where}: {unknown_key(key, str(choices))}")
+    for key, value in (params or {}).items():
+        if OmegaConf.is_list(value):
+            raise UserError(f"{where}: {key}: {value} is a list: write {key}: {','.join(map(str, value))}")
+        for override in _parsed([f"{key}={str(value).lower() if isinstance(value, bool) else value}"]):
+            _check_override(override)
+    if params and mode != "MULTIRUN" and not is_multirun:
+        raise UserError(f"{where} varies nothing without mode: MULTIRUN under hydra: write it, or add -m")
 
 
 def refuse_target(text: str, where: str) -> None:
@@ -82,6 +151,11 @@ def refuse_target(text: str, where: str) -> None:
 def _check_override(override: Override) -> None:
     """Raise UserError for a mistake in one override."""
     key, values = override.key_or_group, _values(override)
+    if key in ("hydra.launcher", "hydra.sweeper"):
+        raise UserError(f"{override.input_line} is a group: type {key.replace('.', '/')}={values[0]}")
+    if override.type in (OverrideType.DEL, OverrideType.ADD) and key in group_names():
+        off = "none" if "none" in choices_of(key) else "NAME"
+        raise UserError(f"{override.input_line}: every run has one {key}: type {key}={values[0] or off}")
     if override.type is OverrideType.DEL or key.startswith(FREE_KEYS) or override.package is not None:
         return
     if key in known_keys() and key not in group_names():
@@ -176,9 +250,10 @@ def _word_mistake(word: str, before: str) -> str:
     key, colon, value = word.partition(":")
     if colon and (key in group_names() or key in known_keys()):
         return f"is not KEY=VALUE: type {key}={value}"
-    for group in ("strategy", "model", "sweeps", "checkpointing", "precision"):
-        if word in choices_of(group):
-            return f"is not KEY=VALUE: type {group}={word}"
+    if instead := preset(word):
+        return f"is not KEY=VALUE: type {instead}"
+    if Path(word).is_dir():
+        return f"is not KEY=VALUE: type harness report {word}"
     if canonical(word) in group_names():
         return f"has no value: {_value_text(canonical(word))}"
     if "=" in before:

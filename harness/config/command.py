@@ -27,6 +27,7 @@ Parallel = Annotated[
 Top = Annotated[int, rule(lambda value: value >= 1, "is not a number of configurations: choose 1 or more, or null")]
 TrackingMode = Annotated[str, one_of("offline", "online")]
 Seconds = Annotated[float, rule(lambda value: value > 0, "is not positive: choose seconds")]
+NAME_RULE = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
 Pause = Annotated[float, rule(lambda value: value >= 0, "is negative: choose 0 or more seconds")]
 Retries = Annotated[int, rule(lambda value: value >= 0, "is negative: choose 0 or more")]
 

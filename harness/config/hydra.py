@@ -23,7 +23,7 @@ from harness.config.command import CommandConfig
 from harness.config.devices import with_datasheet
 from harness.config.from_dict import ConfigValues, default_of, is_group
 from harness.config.locations import PACKAGED_CONF, PRESETS, files_in, user_folder
-from harness.config.mistakes import choices_of, group_names, known_keys, unknown_choice, unknown_key
+from harness.config.mistakes import VALUES, choices_of, group_names, known_keys, unknown_choice, unknown_key
 from harness.config.model_files import names_model
 from harness.config.schema import RunConfig
 from harness.util.text import UserError, one_line
@@ -155,9 +155,12 @@ def composition_error(error: Exception) -> str:
         return f"a configuration file is not valid YAML: {one_line(error)}"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
-        if group in group_names():
+        if group in (*group_names(), *VALUES):
             return unknown_choice(group, name)
         return f"{group}={name} is not known: choose {', '.join(sorted(error.options))}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        rest = "a sweep is sweeps=NAME, and files of other programs are for harness import FILE"
+        return f"there is no {error.missing_cfg_file}.yaml in conf/: {rest}"
     cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
     key = cause.full_key if isinstance(cause, OmegaConfBaseException) and isinstance(error, HydraException) else None
     if not key:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from harness.config.command import split_values
+from harness.config.command import NAME_RULE, split_values
 from harness.config.from_dict import from_dict, require
 from harness.config.schema import Device, RunConfig
 from harness.data.corpus import Corpus
@@ -182,9 +182,8 @@ def is_run_id(text: object) -> bool:
 
 def comparison_folder(name: str, results_dir: str) -> ComparisonFolder:
     """Return the folder of a comparison by its keys. Raise UserError if they are no path that a script can have."""
-    rule = "cannot name a folder of results: choose letters, digits, '.', '_' and '-', first a letter or digit"
     text = str(name)  # the command line may give a number
-    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text) is not None, "name", name, rule)
+    require(re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", text) is not None, "name", name, NAME_RULE)
     rule = "has a character that cannot be printed: choose a path without"
     require(str(results_dir).isprintable(), "results_dir", results_dir, rule)
     return ComparisonFolder(Path(str(results_dir)) / text)

@@ -29,7 +29,7 @@ from harness.records.schema import COLUMNS, SCHEMA_VERSION, Cell, Record, Row, c
 from harness.util.files import atomic_write_json, atomic_write_text, replace_non_finite
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
-from harness.util.text import UserError, one_line, sanitize
+from harness.util.text import UserError, join_words, one_line, sanitize
 
 # Keys that reports read of the entries of a record's lists, and of the predicted step: all are required.
 _SENT = {"operation": str, "axis": str, "bytes": float, "count": int}
@@ -159,8 +159,19 @@ def read_record(run_dir: Path) -> Record:
 def read_run(folder: Path) -> Record:
     """Return the record in a folder that a user names. Raises UserError if it is not the folder of a run."""
     if not RunFolder(folder).record.exists():
-        raise UserError(f"{folder} is not the folder of a run: choose one of results/NAME/RUN")
+        runs = fastest_runs(folder)
+        choice = join_words(runs, "or") if runs else "one of results/NAME/RUN"
+        raise UserError(f"{folder} is not the folder of a run: choose {choice}")
     return read_record(folder)
+
+
+def fastest_runs(folder: Path) -> list[str]:
+    """Return the folders of the three fastest runs of a comparison that ended ok; none if it is no comparison."""
+    with suppress(UserError):
+        ok = [record for record in read_runs(folder).records if record.status == "ok"]
+        ok.sort(key=lambda record: record.row.get("tokens_per_second") or 0, reverse=True)
+        return [str(folder / record.run_id) for record in ok[:3]]
+    return []
 
 
 def _parsed(content: bytes) -> Any:

@@ -262,7 +262,10 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     if record.status == "timeout":
         raise SlowReferenceError(f"it ran into a time limit: {reason}")
     if record.status != "ok" or not ranks:
-        reason = f"the reference {plan.run_id} failed, so that nothing proves this run: {reason}"
+        if record.status == "interrupted":
+            reason = f"stopped during its reference {plan.run_id}: the same command goes on"
+        else:
+            reason = f"the reference {plan.run_id} failed, and nothing else proves this run: {reason}"
         from_outside = record.row.get("ended_from_outside")
         raise FailedReferenceError("error" if record.status == "ok" else record.status, reason, from_outside)
     return Reference(f"compared with {plan.run_id}", plan, merge_reports(ranks), record.row["duration_seconds"])

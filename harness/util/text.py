@@ -123,18 +123,21 @@ _MAX_BYTES = 2**63 - 1  # allocators count in 64 bits
 def parse_bytes(text: str | int | float, key: str = "") -> int:
     """Return the bytes of a size such as 108MiB, 1.5GB or 4096; with a unit, a fraction of a byte is dropped.
 
-    Raises UserError for anything else and for sizes below 1, naming the key if there is one.
+    Raises UserError for anything else, for sizes below 1 byte, and for a number below 1,024 without a unit, which is
+    meant in another one. It names the key if there is one.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", str(text).strip(), re.ASCII)
     unit = UNITS.get(match[2], 0) if match else 0
     size = Decimal(match[1]) * unit if match else Decimal(0)
-    if 1 <= size <= _MAX_BYTES and (size == int(size) or unit > 1):
+    is_bare = bool(match and not match[2])
+    if (2**10 if is_bare else 1) <= size <= _MAX_BYTES and (size == int(size) or unit > 1):
         return int(size)
     choice = f"choose a number with {', '.join((*BINARY, *DECIMAL, 'B'))}, or of bytes alone"
-    if match and not unit and (letter := match[2][:1].upper()) in ("G", "M", "K"):
+    letter = "G" if is_bare and size else match[2][:1].upper() if match and not unit else ""
+    if match and letter in ("G", "M", "K"):
         choice = f"did you mean {match[1]}{letter}iB or {match[1]}{letter}B?"
     setting = f"{key}={text}" if key else str(text)
-    raise UserError(f"{setting} is not a size of 1 byte or more: {choice}")
+    raise UserError(f"{setting} is not a size of memory: {choice}")
 
 
 Size = Annotated[str | int | float, parse_bytes]

@@ -213,7 +213,7 @@ def test_a_failed_reference_is_an_error(results: Path, monkeypatch: pytest.Monke
     row = run_with(results, "strategy=ddp", "train.seed=5").row
     assert row["status"] == "error"
     assert row["reason"].startswith("the reference single-none-tiny-w1-"), row["reason"]
-    assert "failed, so that nothing proves this run: not proven: the loss is not" in row["reason"]
+    assert "failed, and nothing else proves this run: not proven: the loss is not" in row["reason"]
     assert row["reference"].startswith("none: the reference single-none-tiny-w1-")
 
 

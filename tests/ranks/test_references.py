@@ -116,7 +116,7 @@ def test_a_fault_in_the_references_layout_is_an_error(chain: Chain, monkeypatch:
     assert row["status"] == "error" and row.get("tokens_per_second") is None
     faulty = next(record for record in chain.references("fsdp_full_shard-*"))
     assert layers_of(faulty) == 2 and faulty.row["grad_deviation"] > 0.01
-    failed = f"the reference {faulty.run_id} failed, so that nothing proves this run: not proven: gradient deviates"
+    failed = f"the reference {faulty.run_id} failed, and nothing else proves this run: not proven: gradient deviates"
     assert row["reason"].startswith(failed), row["reason"]
 
 
@@ -173,7 +173,7 @@ def test_a_chain_is_as_deep_and_as_long_as_is_cheap(
     monkeypatch.setattr(reference_runs, "worker_entry", faults.other_data)
     row = chain.run("strategy=tp", "repeat=4").row
     assert row["status"] == "error"
-    assert "failed, so that nothing proves this run: not proven: gradient deviates" in row["reason"], row["reason"]
+    assert "failed, and nothing else proves this run: not proven: gradient deviates" in row["reason"], row["reason"]
 
 
 @pytest.mark.long
@@ -252,7 +252,7 @@ def test_a_fault_in_a_large_references_layout_is_an_error(
     row = large_chain.run("strategy=tp", f"repeat={len(fault.__name__)}").row
     print(fault.__name__, row["reason"])
     assert row["status"] == "error"
-    assert "failed, so that nothing proves this run: not proven: " in row["reason"]
+    assert "failed, and nothing else proves this run: not proven: " in row["reason"]
 
 
 def test_a_hugging_face_model_is_traced_again_with_fewer_layers(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ LIBRARY = {
     ("words", "reason"),
     [
         ("train.compile=true", "train.compile=true cannot be simulated"),
-        ("stack=torchtitan", "stack=torchtitan is planned alone"),
+        ("stack=torchtitan", "stack=torchtitan is only planned"),
         long("model=library.json model.num_hidden_layers=4", "simulated devices run the layers of this project"),
         ("strategy.offload=optimizer cluster.hardware.memory=3GiB", "on the host a simulation takes too long"),
         long("timeout_seconds=1", "timeout: "),

@@ -110,8 +110,8 @@ def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
         f" {tokens / 1e9:,.10g} billion tokens in {duration(seconds)}"
         + (f" for {price * tokens / 1e9:,.0f} at {hour:.4g} a device-hour." if price else "."),
         f"How sure: it {fits}: tensors need {limits[0]} to {limits[1]} of"
-        f" {size_text(row['memory_limit_bytes'] - row['process_bytes'])}, by the measured peaks of {name}. Nine of ten"
-        f" such trainings should take {duration(low * seconds)} to {duration(high * seconds)}: ",
+        f" {size_text(row['memory_limit_bytes'] - row['process_bytes'])}, by the error of earlier predictions for"
+        f" {name}. Nine of ten such trainings should take {duration(low * seconds)} to {duration(high * seconds)}: ",
     ]
 
 
@@ -191,14 +191,13 @@ def detail(row: Row) -> list[str]:
     limits = [row["predicted_peak_low_bytes"], row["predicted_peak_high_bytes"]]
     state = sum(row[f"at_peak_{part}_bytes"] or 0 for part in ("parameter", "gradient", "optimizer"))
     assert limits[0] >= state, "a peak is never below the state that is there at once"
-    bound = ", its state," if limits[0] == state else ""
+    bound = " (its state)" if limits[0] == state else ""
     available = row["memory_limit_bytes"] - row["process_bytes"]
     seconds = ", ".join(f"{part} {size:.4g} s" for part, size in parts_of_step(row).items() if size)
     return [
         f"memory: rank {row['peak_rank']} peaks at {peak} in {row['peak_phase']}: {parts}{more}.",
-        f"fits: {row['fits']}: measured peaks of {name} were {low} to {high} of predicted ones, so that this one needs"
-        f" between {size_text(limits[0])}{bound} and {size_text(limits[1])}; {size_text(available)} of a device are for"
-        " tensors.",
+        f"fits: {row['fits']}: tensors need {size_text(limits[0])}{bound} to {size_text(limits[1])} of"
+        f" {size_text(available)}, as measured peaks of {name} were {low} to {high} of predicted ones.",
         f"step: {row['predicted_step_seconds']:.4g} s: {seconds}.",
     ]
 
@@ -223,8 +222,8 @@ def counts(page: Mapping[str, Any]) -> str:
 def misfit(row: Row) -> str:
     """Return how a sentence on a layout that does not fit begins."""
     return (
-        f"{label(row)} would take {row['predicted_step_seconds']:.4g} s but allocates {size_text(needed(row))} of the"
-        f" {size_text(row['memory_limit_bytes'])} of a device: "
+        f"{label(row)}: a step would take {row['predicted_step_seconds']:.4g} s, but needs {size_text(needed(row))}; a"
+        f" device has {size_text(row['memory_limit_bytes'])}. "
     )
 
 
@@ -238,15 +237,15 @@ def notes(row: Row) -> list[str]:
         share = (
             float(memory.removesuffix("GB")) * 1e9 / min(cluster["gpus_per_node"], row["world_size"]) if memory else 0
         )
-        has = f"of which it has {size_text(share)}" if memory else "which no plan checks"
+        has = f" and has {size_text(share)}" if memory else ", which no plan checks"
         lines.append(
-            f"A device needs {size_text(row['host_bytes'])} of its host's memory, {has}, and up to twice"
-            " as much where torch rounds pinned memory to powers of two; copies to the host are predicted by the"
-            " datasheet of its link alone."
+            f"A device needs {size_text(row['host_bytes'])} of its host's memory{has}. Torch may round pinned memory up"
+            " to powers of two, at most twice as much. Copies to the host are predicted by the datasheet of its link"
+            " alone."
         )
     batch, devices = row["global_batch"], row["world_size"]
-    reason = "as in a run" if batch != devices else "one sequence for each device, where a run has 48 in all"
-    chosen = f"train.global_batch=auto became {batch}, {reason}: give train.global_batch for your own."
+    reason = "as in a run" if batch != devices else "one sequence for each device; a run has 48 in all"
+    chosen = f"train.global_batch=auto became {batch}, {reason}. Set train.global_batch for your own."
     return [*lines, left_out(row), chosen]
 
 
@@ -262,9 +261,9 @@ def left_out(row: Row) -> str:
     dtype, width = {"fp32": ("float32", 4), "fp16_mixed": ("float16", 2)}.get(row["precision"], ("bfloat16", 2))
     whole, processes = width * row["parameters"], min(cluster_of(row)["gpus_per_node"], row["world_size"])
     return (
-        f"Not planned: host memory for a checkpoint, {size_text(processes * whole)} a node"
-        f" where each process loads the whole model in {dtype} and {size_text(whole)} where rank 0 gathers it; nor"
-        f" evaluation, nor sequences longer than train.seq_len={row['seq_len']}."
+        f"Not planned: evaluation, sequences longer than train.seq_len={row['seq_len']}, and host memory for a"
+        f" checkpoint in {dtype}: {size_text(processes * whole)} a node if each process loads the whole model,"
+        f" {size_text(whole)} if rank 0 gathers it."
     )
 
 
@@ -309,7 +308,7 @@ def unexplained(
     decided = [line for row in fitting[:1] for line in decision(row, bool(page), tokens_of(settings))]
     known = [*expected]
     if page and not any(row["offload"] == "none" and not row["offload_activations"] for row in rows):
-        known += ["No layout is predicted to fit without the host's memory, so that offload was searched, too."]
+        known += ["No layout is predicted to fit without the host's memory. Offload was searched, too."]
     known += [line for row in [*rows, *front[:1]] for line in notes(row)]
     shown = [*front[:1], *front[-1:], *rows]
     misfits = tuple(misfit(row) for row in shown if needed(row) > row["memory_limit_bytes"])

@@ -701,7 +701,7 @@ def test_charts_of_repeats_use_the_largest_peak_and_the_median_speed() -> None:
     assert len(view.lines) == 1
     assert sum(row.get(part, 0) for row in data_of(peak.spec) for part in PARTS.values()) == pytest.approx(5)
     assert sum(row[part] for row in data_of(step.spec) for part in TIMES.values()) == pytest.approx(1024 / 2)
-    assert "the run with the median speed, or of an even number the slower one of the middle two" in step.alt_text
+    assert "the median run (of an even number, the slower one of the middle two)" in step.alt_text
 
 
 def test_figures_that_are_not_finite_are_unknown() -> None:

@@ -217,6 +217,6 @@ def test_figures_are_captioned_with_runs_and_setting_and_have_no_title(tmp_path:
     captions = re.findall(r"\\caption\{(.*)\}", latex_figures(view, drawn, COLUMN))
     assert len(captions) == len(drawn) >= 3
     for caption in captions:
-        assert "run 1 to 3 times, of which n = 3 count" in caption and "Setting: tiny" in caption
+        assert "run 1 to 3 times; n = 3 of these count" in caption and "Setting: tiny" in caption
     assert "[width=85.09mm]" in latex_figures(view, drawn, 85.09)
     assert "[width=\\linewidth]" in latex_figures(view, drawn)

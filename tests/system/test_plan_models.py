@@ -58,7 +58,7 @@ def test_a_model_is_traced_once_and_without_torch_here(
     assert json.loads(output.out) == [row] and "Tracing" not in output.err
     assert main(["plan", *settings(tmp_path)]) == 0
     text = capsys.readouterr().out
-    assert "its activations those of a traced layer" in text
+    assert "its activations from a traced layer" in text
     assert "measured peaks of the least predictable stack on file were 0.84 to 1.45" in text
 
 

@@ -25,9 +25,11 @@ from harness.data.corpus import Corpus
 from harness.export.recorded_run import RecordedRun
 from harness.export.script import file_text, refusals
 from harness.records.run_folder import RunSpec
+from harness.records.store import write_runs_csv
 from harness.report.files import FOLDER, FORMATS
 from harness.util.text import UserError
 from tests.support.commands import ROOT, compose_layout
+from tests.support.example_records import row
 from tests.support.processes import run_python
 from tests.support.tracking import write_example_record
 
@@ -199,8 +201,11 @@ def answer(typed: str, capsys: pytest.CaptureFixture[str]) -> str:
     return printed.err.strip().replace("`", "")
 
 
-def test_every_mistake_of_the_page_has_its_answer(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(SLIPS) > 70
+def test_every_mistake_of_the_page_has_its_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)  # which has no results
+    assert len(SLIPS) > 120
     answers = {typed: (expected, answer(typed, capsys)) for typed, expected in SLIPS}
     wrong = {
         typed: printed
@@ -214,9 +219,64 @@ def test_several_values_are_the_first_mistake_that_is_named(capsys: pytest.Captu
     assert "add -m to run every combination" in answer("gpus=8 strategy=ddp,nope", capsys)
 
 
+HEADER = "# @package _global_\n"
+PARAMS = "name: mine\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      "
+
+SWEEP_FILES = {
+    PARAMS + "strategy: ddp,tp": "sweeps/mine.yaml lacks its first line: write # @package _global_",
+    HEADER: "sweeps/mine.yaml is empty: write name: mine, and what it varies under hydra.sweeper.params",
+    HEADER
+    + "strategy: [ddp, tp]": "sweeps/mine.yaml: strategy: ['ddp', 'tp'] is a choice: write strategy: ddp,tp under"
+    " hydra.sweeper.params",
+    HEADER + "strategie: ddp": "sweeps/mine.yaml: strategie is not a key: did you mean strategy=ddp?",
+    HEADER + PARAMS + "strategie: ddp,tp": "strategie is not a key: did you mean strategy=ddp,tp?",
+    HEADER
+    + PARAMS
+    + "strategy: [ddp, tp]": "sweeps/mine.yaml: strategy: ['ddp', 'tp'] is a list: write strategy: ddp,tp",
+    HEADER + PARAMS + "strategy: ddp,zerro3": "strategy=zerro3 is not known: did you mean strategy=zero3, .+",
+    HEADER + PARAMS + "checkpointing: true": "checkpointing=true is not known: did you mean checkpointing=full?",
+    HEADER + PARAMS.replace("  mode: MULTIRUN\n", "") + "strategy: ddp,tp": "sweeps/mine.yaml varies nothing without"
+    " mode: MULTIRUN under hydra: write it, or add -m",
+}
+
+
+@pytest.mark.parametrize(("text", "expected"), SWEEP_FILES.items())
+def test_a_mistake_in_the_file_of_a_sweep_has_the_line_to_write(
+    text: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert re.fullmatch(re.escape(expected).replace(r"\.\+", ".+"), answer("sweeps=mine", capsys))
+
+
+def test_a_command_without_its_folder_names_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The fastest run comes first, by a command that lacks its run and by one that was given a comparison."""
+    runs = [row(n, "ddp", "torch", 0, tokens_per_second=speed) for n, speed in enumerate((100.0, 300.0, 200.0))]
+    (tmp_path / "results" / "mine").mkdir(parents=True)
+    write_runs_csv(tmp_path / "results" / "mine", runs)
+    monkeypatch.chdir(tmp_path)
+    folders = [f"results/mine/{runs[n]['run_id']}" for n in (1, 2, 0)]
+    fastest = f"choose {folders[0]}, {folders[1]} or {folders[2]}"
+    for word in ("status", "report", "reproduce", "sync"):
+        assert answer(word, capsys) == f"harness {word} takes results/NAME: choose results/mine"
+    assert answer("explain", capsys) == f"harness explain takes results/NAME/RUN: {fastest}"
+    assert answer("export", capsys).endswith(fastest)
+    assert answer("explain results/mine", capsys) == f"results/mine is not the folder of a run: {fastest}"
+
+
+@pytest.mark.parametrize("typed", ["help plan", "plan help"])
+def test_help_may_stand_on_either_side_of_its_word(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(typed.split())
+    assert capsys.readouterr().out.startswith("usage: harness plan")
+
+
 def is_setting(key: str, value: str) -> bool:
     """Return whether a setting is one that the harness has; what the user fills in is not checked."""
-    if key in group_names() and "{" not in value:
+    if key in (*group_names(), "hydra/launcher") and "{" not in value:
         return value in choices_of(key)
     return key in (*known_keys(), *group_names())
 
@@ -229,8 +289,10 @@ def test_every_alias_leads_to_a_setting_that_exists() -> None:
         for choices in names.values()
         for choice in choices
     ]
-    targets += [text.replace("hydra/launcher=slurm", "") for text in mistakes.NO_KEYS.values()]
-    settings = [pair for target in targets for pair in re.findall(r"\b([a-z_.]+)=([\w.{}-]+)", target)]
+    targets += [text for sentences in (mistakes.NO_KEYS, *mistakes.NO_VALUES.values()) for text in sentences.values()]
+    targets += [target for targets in mistakes.KEY_VALUES.values() for target in targets.values() if "=" in target]
+    targets += mistakes.WORDS.values()
+    settings = [pair for target in targets for pair in re.findall(r"\b([a-z_./]+)=([\w.{}-]+)", target)]
     assert [pair for pair in settings if not is_setting(*pair)] == [] and set(mistakes.KEY_VALUES) <= set(known_keys())
 
 
@@ -238,7 +300,7 @@ def test_no_alias_hides_what_exists() -> None:
     names = {*known_keys(), *group_names()} - {"sweep"}  # which is a group of keys, and no setting by itself
     assert not names & {*mistakes.KEYS, *mistakes.NO_KEYS}
     assert not set(mistakes.KEYS) & set(mistakes.NO_KEYS)
-    for group, spellings in mistakes.VALUES.items():
+    for group, spellings in (*mistakes.VALUES.items(), *mistakes.NO_VALUES.items()):
         assert not set(spellings) & set(choices_of(group)), group
 
 
@@ -253,7 +315,12 @@ def test_no_alias_hides_what_exists() -> None:
         ("gpt3-175b", ["gpt_175b"]),
         ("mpt-30b-chat", ["mpt_30b"]),
         ("llama-65b", ["70b"]),
-        ("Qwen2.5-7B", []),
+        ("Qwen2.5-7B", ["model=Qwen/Qwen2.5-7B"]),
+        ("gemma-2b", ["model=google/gemma-2b"]),
+        ("gemma-2-2b-it", ["model=google/gemma-2-2b"]),
+        ("phi3", ["model=microsoft/Phi-3-mini-4k-instruct"]),
+        ("mixtral-8x22b", ["model=mistralai/Mixtral-8x22B-v0.1"]),
+        ("pythia", []),
         ("bert-base", []),
     ],
 )

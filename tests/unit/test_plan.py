@@ -222,7 +222,7 @@ def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> 
         (tmp_path / "conf/cluster/eight.yaml").write_text(HARDWARE.replace("  sources", f"{memory}  sources"))
         (row,) = planned(capsys, *settings)
         assert (row["fits"], row["host_bytes"]) == (fits, needed)
-        assert (" of its host's memory.\n" in printed(capsys, *settings)) is (fits == "no")
+        assert (" of the host's memory for each device; " in printed(capsys, *settings)) is (fits == "no")
         assert all(found["host_bytes"] <= room / 8 for found in planned(capsys, *search, "strategy.offload=optimizer"))
 
 
