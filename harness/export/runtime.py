@@ -6,6 +6,7 @@ that it needs these names; each is documented where it is defined:
 - read_run_spec(run_folder): the run's configuration, layout and corpus.
 - Batches(corpus, config, layout, rank, device): called with a step, the rank's micro-batches of that step.
 - build_model(model_config, stage=None): the model, or one pipeline stage of it, on the meta device.
+- base_model(model_config): the model without the adapters that its configuration has, on the meta device.
 - stages_of_rank(model_config, layout, rank): the pipeline stages of a rank.
 - materialize(model, model_config, seed, device, dtype, storage_device=None): fills the model with its initial values.
 - materialize_partitioned(model, config, deepspeed_config, device, dtype): the same for DeepSpeed's stage 3, where each
@@ -39,8 +40,10 @@ Scripts that were exported before continue to work when other modules of the har
 
 from typing import Any
 
+import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
+from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig
 from harness.engines.deepspeed.initialize import materialize_partitioned
 from harness.engines.torch.context_parallel import apply_context_parallel
@@ -54,7 +57,7 @@ from harness.engines.torch.tensor_parallel import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
 )
-from harness.layout.partition import stages_of_rank
+from harness.layout.partition import stages_of_rank, whole_model
 from harness.models import activation_offload
 from harness.models.activation_checkpoint import SAVED_OPS, SavedOperatorsMode
 from harness.models.build import build_model
@@ -74,6 +77,7 @@ __all__ = [
     "VocabularyParallelHead",
     "apply_context_parallel",
     "average_over",
+    "base_model",
     "build_model",
     "exchange_tokens",
     "hsdp_mesh",
@@ -89,6 +93,12 @@ __all__ = [
     "shard_experts",
     "stages_of_rank",
 ]
+
+
+def base_model(model: ModelConfig) -> Decoder:
+    """Return the model on the meta device without the adapters of its configuration, which scripts add by peft."""
+    with torch.device("meta"):
+        return Decoder(model, whole_model(model))
 
 
 def offload_activations(model: Decoder) -> None:

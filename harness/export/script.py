@@ -21,6 +21,7 @@ from harness.engines.deepspeed.widths import reduces_to_owner_rank
 from harness.engines.torch.pipeline_parallel import SCHEDULES, stage_io_shape
 from harness.export import runtime
 from harness.export.recorded_run import RecordedRun
+from harness.layout.layer_spec import layer_matrices
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import fsdp_dim, parameters_of_stage, split_into_stages, whole_model
@@ -80,6 +81,10 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
     own_shapes = [each.local_shape(layout.tp, 1, layout.ep) for each in parameters if each.is_expert]
     expert_shards = layout.of_experts.axes_size(layout.of_experts.sharding_axes)
     second_rows = ["Shard"] if is_fsdp and any(fsdp_dim(shape, expert_shards) for shape in own_shapes) else []
+    fp32_calls = {
+        "safe_get_full_fp32_param": config.model.adapter.is_enabled,
+        "safe_set_full_fp32_param": precision.is_mixed,
+    }
     own_clip = pp or divides_experts or layout.offload != "none"
     # No device may have room for all parameters before they are sharded.
     on_host = ', storage_device=torch.device("cpu")' if is_fsdp and (is_accelerate or layout.offload != "none") else ""
@@ -107,6 +112,8 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "clips": config.train.gradient_clipping > 0 and not zero,
         "own_clip": own_clip,
         "has_copy": splits_tables,
+        "adapted_modules": [matrix.name for matrix in layer_matrices(config.model) if matrix.rank],
+        "fp32_calls": [name for name, is_used in fp32_calls.items() if is_used],
         "recomputes": recomputes,
         "selects": checkpointing.name == "selective" and not (zero and layout.zero_stage == 3),
         "saved": sorted(map(str, SAVED_OPS)),

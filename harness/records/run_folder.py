@@ -159,8 +159,9 @@ class ComparisonFolder:
         return RunFolder(self.path / run_id)
 
     def commands(self) -> list[str]:
-        """Return the names of the commands that have a queue listed."""
-        return [path.stem for path in self.locks.glob(f"{COMMAND_PREFIX}*.json")]
+        """Return the names of the commands that list a queue, or were killed while they did."""
+        paths = self.locks.glob(f"*{COMMAND_PREFIX}*.json*")
+        return sorted({path.name.removeprefix(".").partition(".")[0] for path in paths})
 
     def damaged_files(self) -> list[Path]:
         """Return the files of queues, of jobs, of a plan and of what trackers have that are not a group of keys."""

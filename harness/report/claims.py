@@ -113,9 +113,13 @@ def peer(
 ) -> Quantities | None:
     """Return a run of the same setting with the required values that has the run's own values of the columns `same`.
 
+    It has the run's adapters too, unless others are required.
+
     Among several the one with the same options is returned, else the first with the fewest: variants come after what
     they vary.
     """
-    values = {"setting": run["setting"]} | {name: run.get(name) for name in same} | required
+    values = (
+        {name: run.get(name) for name in ("setting", "adapters")} | {name: run.get(name) for name in same} | required
+    )
     peers = [other for other in runs if all(other.get(name) == value for name, value in values.items())]
     return min(peers, key=lambda other: (other["options"] != run["options"], len(other["options"])), default=None)

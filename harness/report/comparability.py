@@ -55,9 +55,14 @@ def choice_key(row: Row) -> tuple[Any, ...]:
 
 
 def claim_key(record: Record) -> str:
-    """Return a key that is equal for records that a claim may compare: the same model, training, versions and data."""
-    columns = [record.row.get(name) for name in _CLAIM_SETTING]
-    training = [record.config.get("model"), record.config.get("train")]
+    """Return a key that is equal for records that a claim may compare: the same model, training, versions and data.
+
+    One of them may have adapters beside the model.
+    """
+    own_parameters = record.row.get("frozen_parameters") or record.row.get("parameters")
+    columns = [own_parameters, *(record.row.get(name) for name in _CLAIM_SETTING if name != "parameters")]
+    model = {key: value for key, value in record.config.get("model", {}).items() if key != "adapter"}
+    training = [model, record.config.get("train")]
     return key_text([columns, *training, record.versions, record.corpus])
 
 

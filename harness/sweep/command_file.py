@@ -66,7 +66,8 @@ def read_commands(comparison: ComparisonFolder) -> list[tuple[CommandFile, bool]
 
 def remove_command(comparison: ComparisonFolder, name: str) -> None:
     """Remove a command's list and its lock."""
-    comparison.command(name).unlink(missing_ok=True)
+    for path in (comparison.command(name), *comparison.locks.glob(f".{name}.json.*.tmp")):
+        path.unlink(missing_ok=True)
     remove_lock(comparison.lock(name))
 
 

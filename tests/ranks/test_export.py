@@ -5,17 +5,22 @@ import itertools
 import json
 import math
 import re
+import statistics
 import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from accelerate import DistributedType
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from peft import PeftModel
+from safetensors.torch import load_file
 
 from harness.cli.main import main
 from harness.config.strategy import DEGREES
+from harness.export.runtime import Batches, base_model, initial_value, materialize
 from harness.models.build import build_model
 from harness.planner.plan import plans
 from harness.records.run_folder import read_run_spec
@@ -64,6 +69,14 @@ BY_TORCHRUN = (
     "strategy=cp checkpointing=attention",
     "strategy=ddp train.compile=true train.loss_chunks=2",
     "strategy=tp_sp model=gpt_tiny",
+    *(
+        f"strategy={strategy} adapter=lora"
+        for strategy in (
+            *("single world_size=1", "ddp checkpointing=full model=gpt_tiny", "zero1_torch", "cp checkpointing=full"),
+            *("fsdp_full_shard precision=bf16_mixed", "fsdp_shard_grad_op model.tie_word_embeddings=true"),
+            "fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
+        )
+    ),
     "strategy=tp_sp strategy.pp=2 precision=bf16_mixed train.loss_chunks=2 world_size=4",
     "strategy=tp_pp model.tie_word_embeddings=true world_size=4",
     *(f"strategy=ddp_pp precision={precision} world_size=4" for precision in ("fp32", "bf16_mixed")),
@@ -87,7 +100,7 @@ BY_TORCHRUN = (
 # A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded.
 BY_ACCELERATE = (
     *("strategy=ddp", "strategy=zero1", "strategy=zero3"),
-    *("strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard"),
+    *("strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard", "strategy=ddp adapter=lora"),
 )
 
 
@@ -96,6 +109,7 @@ BY_ACCELERATE = (
     [
         (TORCHRUN, "strategy=pp_1f1b"),
         (TORCHRUN, "strategy=fsdp_ep model=moe_tiny world_size=4"),
+        (TORCHRUN, "strategy=ddp precision=bf16_mixed adapter=lora"),
         *(long(TORCHRUN, overrides) for overrides in BY_TORCHRUN),
         *(long(ACCELERATE, overrides) for overrides in BY_ACCELERATE),
     ],
@@ -123,6 +137,33 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, strategy: str
     directory = exported(results, f"strategy={strategy} train.micro_batch={8 if strategy == 'cp' else 4}")
     lose_line(directory / "export" / "train.py", lost)
     assert losses(directory / "export", TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    ["ddp precision=bf16_mixed", long("single world_size=1"), long("fsdp_full_shard"), long("zero1_torch")],
+)
+def test_a_script_saves_its_adapters_for_peft(results: Path, overrides: str) -> None:
+    """They are those of the end of the training: with them, the frozen model has the loss of the step that follows."""
+    directory = exported(results, f"strategy={overrides} adapter=lora")
+    last = len(of_the_run(directory)) - 1
+    script = directory / "export" / "train.py"
+    script.write_text(re.sub(r"^STEPS = .*$", f"STEPS = {last}", script.read_text(), flags=re.MULTILINE))
+    losses(directory / "export", TORCHRUN)
+    spec, device = read_run_spec(directory), torch.device("cpu")
+    model = base_model(spec.config.model)
+    materialize(model, spec.config.model, spec.config.train.seed, device, torch.float32)
+    trained = PeftModel.from_pretrained(model, str(directory / "export" / "adapter"))
+    for name, parameter in model.named_parameters():
+        if ".lora_" not in name:  # names, from which values are drawn, have changed
+            parameter.data = initial_value(name, parameter.shape, spec.config.model, spec.config.train.seed, device)
+    ranks = (Batches(spec.corpus, spec.config, spec.layout, rank, device) for rank in range(spec.layout.dp))
+    with torch.no_grad():
+        of_micro_batches = [trained(*batch).item() for batches in ranks for batch in batches(last)]
+    bound = 1e-3 if "bf16" in overrides else 1e-5
+    assert statistics.mean(of_micro_batches) == pytest.approx(of_the_run(directory)[last], rel=bound)
+    saved = load_file(directory / "export" / "adapter" / "adapter_model.safetensors")
+    assert saved and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in saved)
 
 
 def lose_line(script: Path, lost: str) -> None:

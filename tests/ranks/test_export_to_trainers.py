@@ -6,14 +6,18 @@ import json
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 import yaml
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch.distributed.pipelining.schedules import get_schedule_class
+from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
 from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.export.planned_run import plan_run
@@ -229,6 +233,19 @@ def test_the_trainer_reduces_in_16_bit_as_the_refusal_says() -> None:
     )
 
 
+def test_the_trainer_makes_no_groups_beside_adapters_as_the_refusal_says() -> None:
+    """The Trainer replaces the policy by which Accelerate finds layers by peft's, which Accelerate does not read."""
+    config = transformers.LlamaConfig(num_hidden_layers=1, hidden_size=16, intermediate_size=16, num_attention_heads=2)
+    plain = transformers.LlamaForCausalLM(config)
+    arguments = arguments_of(small("strategy=fsdp_full_shard"))
+    plugin = FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args)
+    assert fsdp2_prepare_auto_wrap_policy(plugin, plain) is not None
+    model = peft.get_peft_model(plain, peft.LoraConfig(target_modules=["q_proj"]))
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    update_fsdp_plugin_peft(model, accelerator)
+    assert fsdp2_prepare_auto_wrap_policy(plugin, model) is None
+
+
 def test_a_model_of_the_user_needs_no_decoder_of_this_project() -> None:
     """The Trainer takes dropout and other layers, with DeepSpeed's file beside its own."""
     run = small("strategy=zero2 model=gpt_tiny model.dropout=0.1")
@@ -242,6 +259,14 @@ def test_a_model_of_the_user_needs_no_decoder_of_this_project() -> None:
     [
         ("strategy=ddp", {"bf16": False, "ddp_broadcast_buffers": False, "ddp_find_unused_parameters": False}),
         ("strategy=zero2 precision=bf16_mixed", {"bf16": True, "deepspeed": "deepspeed.json"}),
+        (
+            "strategy=ddp adapter=lora",
+            {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True, "lora_qkv_kernel": False},
+        ),
+        (
+            "strategy=ddp adapter=lora adapter.target_modules=[v_proj,q_proj]",
+            {"lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0},
+        ),
         (
             "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 precision=bf16",
             {"bf16": True, "fsdp_version": 2, "dp_shard_size": 4, "dp_replicate_size": 2},
@@ -290,6 +315,7 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("torchtitan", "strategy=ddp train.loss_chunks=2", "train.loss_chunks=1"),
         ("torchtitan", "strategy=ddp model=gpt_tiny", "model=7b"),
         ("torchtitan", "strategy=ddp model.attention=eager", "model.attention=flash"),
+        ("torchtitan", "strategy=ddp adapter=lora", "adapter=none"),
         ("torchtitan", "strategy=fsdp_full_shard precision=bf16", "precision=bf16_mixed"),
         ("trainer", "strategy=ddp precision=bf16_mixed", "precision=fp32"),
         ("trainer", "strategy=ddp checkpointing=every_n", "checkpointing=full"),
@@ -298,9 +324,11 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("trainer", "strategy=ddp train.compile=true", "train.compile=false"),
         ("trainer", "strategy=cp", "strategy.data_parallel=fsdp strategy.zero_stage=3"),
         ("trainer", "strategy=fsdp_full_shard strategy.offload=parameters", "strategy.offload=none"),
+        ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("trainer", "strategy=zero1_torch", "strategy=zero1"),
         ("trainer", "strategy=zero1 precision=bf16_mixed", "strategy=zero2"),
         ("axolotl", "strategy=ddp precision=bf16", "precision=fp32"),
+        ("axolotl", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("axolotl", "strategy=fsdp_full_shard precision=bf16_mixed", "precision=bf16"),
         ("axolotl", "strategy=fsdp_full_shard strategy.cp=2", "strategy.cp=1"),
         (
@@ -329,6 +357,7 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"
 import torch
 import transformers
+import trainer_arguments
 from trainer_arguments import ARGUMENTS, MODEL
 from harness.export.runtime import Batches, initial_value, read_run_spec
 
@@ -339,10 +368,14 @@ batches = (batch for step in range(config.train.total_steps) for rank in ranks f
 pairs = (pair for batch in batches for pair in zip(*batch))
 data = [{"input_ids": inputs, "labels": targets, "shift_labels": targets} for inputs, targets in pairs]
 model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**MODEL, attn_implementation="sdpa"))
+if hasattr(trainer_arguments, "LORA"):
+    from peft import LoraConfig, get_peft_model
+    model = get_peft_model(model, LoraConfig(**trainer_arguments.LORA), autocast_adapter_dtype=False)
 
 def value(name, parameter):
     shape = getattr(parameter, "ds_shape", parameter.shape)
-    return initial_value(name.removeprefix("model."), shape, config.model, config.train.seed, device)
+    own_name = name.removeprefix("base_model.model.").removeprefix("model.")
+    return initial_value(own_name, shape, config.model, config.train.seed, device)
 
 for name, parameter in model.named_parameters():
     parameter.data = value(name, parameter)
@@ -383,6 +416,7 @@ def losses(directory: Path) -> list[float]:
     "overrides",
     [
         "strategy=ddp checkpointing=selective",
+        "strategy=ddp adapter=lora adapter.r=4 adapter.target_modules=[q_proj,v_proj]",
         long("strategy=ddp checkpointing=selective checkpointing.saved_products=every_second"),
         long("strategy=zero1"),
         long("strategy=zero2 precision=bf16_mixed checkpointing=full"),

@@ -101,11 +101,12 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
         long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
-        *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3")),
+        ("", "zero2 precision=fp16_mixed", ""),
+        *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3", "zero1 precision=fp16_mixed")),
     ],
 )
 def test_faults_in_the_code_for_cuda_are_noticed_and_nothing_else(fault: str, strategy: str, problem: str) -> None:
-    problems = problems_with(fault, f"strategy={strategy}")
+    problems = problems_with(fault, *f"strategy={strategy}".split())
     assert any(problem in entry for entry in problems) if fault else not problems, problems
 
 

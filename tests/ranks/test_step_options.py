@@ -177,8 +177,13 @@ def test_a_precision_is_the_same_in_every_layout(results: Path, precision: str) 
 
 def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
     """The scale is halved until gradients fit; skipped steps are counted, and the rest is proven as usual."""
-    overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "train.warmup_steps=8", "world_size=2")
-    layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b"
+    overrides = (
+        "precision=fp16_mixed",
+        f"precision.initial_loss_scale={2**22}",
+        "train.warmup_steps=8",
+        "world_size=2",
+    )
+    layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b,zero2,zero3"
     done = run_harness(tmp_path, "-m", "name=o", layouts, *SMALLEST, *overrides)
     assert done.returncode == 0, done.stdout[-2000:]
     rows = read_rows(tmp_path, "o")
@@ -191,7 +196,7 @@ def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [1, 2])
 def test_an_overflow_in_the_profiled_step_profiles_it_again(steps: int, tmp_path: Path) -> None:
     """The scale doubles after every step that fits, so that every other step overflows: of two lengths one's last."""
-    overrides = ("precision=fp16_mixed", "precision.initial_loss_scale=4e6", "precision.loss_scale_window=1")
+    overrides = ("precision=fp16_mixed", f"precision.initial_loss_scale={2**22}", "precision.loss_scale_window=1")
     layouts = "strategy=fsdp_full_shard,zero1"
     lengths = (*SMALLEST, "train.warmup_steps=8", f"train.steps={steps}")
     done = run_harness(tmp_path, "-m", "name=o", layouts, *lengths, *overrides, "world_size=2")

@@ -14,6 +14,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops
 from harness.cost_model.pipeline import bubble_ratio
 from harness.layout.layout import Layout, resolve_layout
+from harness.layout.model_profile import trained_parameter_count
 from harness.metrics.formulas import DERIVATIONS, ENVIRONMENT
 from harness.records.schema import COLUMNS, Record
 from harness.report import markdown
@@ -125,6 +126,26 @@ EXPECTED = [
     ("pp_zero_bubble + full checkpointing", "operations", 1.372, "1.33×", "executed_flops", "pp_zero_bubble"),
     ("pp_1f1b", "parameters", 2, "p× = 2×", "parameter_bytes", "ddp"),
 ]
+
+
+def of_adapters(**columns: Any) -> Record:
+    """Return the record of a run with adapters under DistributedDataParallel in fp32."""
+    model = run_of("strategy=ddp", "adapter=lora")[0].model
+    trained = trained_parameter_count(model)
+    state = {"gradient_bytes": 4 * trained, "optimizer_bytes": 8 * trained}
+    return record_of("ddp", "adapter=lora", parameter_bytes=4 * (N + trained), **(state | columns))
+
+
+def test_adapters_are_compared_with_the_training_of_all_parameters() -> None:
+    """Gradients of frozen parameters are noticed, and ZeRO's claims are not made of adapters."""
+    trained = of_adapters().row["trained_parameters"]
+    claim = claim_of([*SWEEP, of_adapters()], "ddp 0.566M", "model state: that of all")
+    assert claim.agrees and claim.expected == pytest.approx(4 * N / (N + 4 * trained))
+    assert "4× where adapters are small" in claim.limit and not claim.reason
+    assert not claim_of([*SWEEP, of_adapters(gradient_bytes=4 * N)], "ddp 0.566M", "model state: that of all").agrees
+    sharded = claims_on([*SWEEP, record_of("fsdp_full_shard", "adapter=lora")])
+    assert not [claim for claim in sharded if claim.label == "fsdp_full_shard 0.566M" and "ZeRO" in claim.source]
+
 
 STATE_COLUMNS = ("optimizer_bytes", "parameter_bytes", "gradient_bytes")
 

@@ -1,5 +1,6 @@
 """DeepSpeed's settings in the strategies: none makes a GPU wait, and what they send and hide is planned."""
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.locations import PACKAGED_CONF
 from harness.config.strategy import AXES
 from harness.cost_model.prediction import Prediction
-from harness.engines.deepspeed.compatibility import FLAGS, SIZES
+from harness.engines.deepspeed.compatibility import FLAGS, SIZES, layout_unsupported, unsupported
 from harness.engines.deepspeed.config import deepspeed_config
 from harness.layout.layout import resolve_layout
+from harness.runner.resolve import detect_machine
 from harness.simulator.process_group import fake_process_group
 from tests.support.commands import compose_config
 from tests.support.deepspeed_accelerator import count_synchronizations
@@ -132,3 +134,27 @@ def test_overlap_with_one_owner_of_each_bucket_waits_at_every_bucket(mesh: Devic
 
 def test_the_timer_of_the_librarys_defaults_waits_twice_in_a_micro_batch(mesh: DeviceMesh) -> None:
     assert waits_per_step(mesh, "strategy=zero1_defaults") == 2 * MICRO_BATCHES
+
+
+def test_fp16_is_planned_and_refused_on_a_cpu_that_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed asks torch whether its CPU kernels have fp16; plans and simulated devices need none."""
+    [prediction] = planned("strategy=zero2", "precision=fp16_mixed", "model=7b", "cluster=8xh100").predictions
+    assert prediction.fits
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False, raising=False)
+    of_run = compose_config("strategy=zero2", "precision=fp16_mixed", "world_size=2")
+    layout, machine = resolve_layout(of_run.strategy, 2), detect_machine(of_run.cluster)
+    (reason,) = unsupported(of_run, layout, machine)
+    assert reason.startswith("precision=fp16_mixed: DeepSpeed has no fp16 on this machine's CPU: choose")
+    assert not list(unsupported(dataclasses.replace(of_run, launch="simulated"), layout, machine))
+
+
+@pytest.mark.parametrize(("scale", "ranks", "power"), [(65536, 2, 15), (65536, 3, 14), (2**22, 1, 22)])
+def test_the_loss_scale_includes_the_average_over_ranks(scale: int, ranks: int, power: int) -> None:
+    """It is a power of two; a scale that is none is refused with the nearest one."""
+    words = ("strategy=zero2", "precision=fp16_mixed", f"world_size={ranks}", f"train.global_batch={2 * ranks}")
+    config = compose_config(*words, f"precision.initial_loss_scale={scale}")
+    written = deepspeed_config(config, resolve_layout(config.strategy, ranks), torch.device("cpu"))["fp16"]
+    assert (written["initial_scale_power"], written["hysteresis"]) == (power, 1)
+    other = compose_config(*words, f"precision.initial_loss_scale={scale + 1000}")
+    (reason,) = layout_unsupported(other, resolve_layout(other.strategy, ranks))
+    assert reason.endswith(f"choose {scale}")

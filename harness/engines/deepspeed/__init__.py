@@ -7,6 +7,8 @@ width. bf16_mixed differs in two points:
         they require a reduction to the owner of each partition (use_multi_rank_bucket_allreduce: false), the
         optimizer of stages 1 and 2 is used instead, because it supports that.
     Stage 2 divides a bf16 gradient by the number of ranks before it widens it, which is exact for powers of two only.
+fp16_mixed has the optimizer of stages 1 and 2 in stage 1. Its gradients are scaled until the optimizer steps, and the
+engine yields them without the scale.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,7 @@
 """Runs that the DeepSpeed engine cannot train, and what to choose in their place."""
 
 import importlib.util
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -50,16 +51,25 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             "strategy.engine=deepspeed needs the package deepspeed, which is not installed: DS_ACCELERATOR=cpu pip"
             " install 'training-harness[deepspeed]', or choose strategy.engine=torch"
         )
+    if config.precision.compute == "float16" and machine.device == "cpu" and config.launch != "simulated":
+        import torch
+
+        if not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # as DeepSpeed asks (cpu_accelerator.py)
+            yield (
+                f"precision={config.precision.name}: DeepSpeed has no fp16 on this machine's CPU: choose bf16_mixed, or"
+                " strategy.engine=torch"
+            )
     yield from layout_unsupported(config, layout)
 
 
 def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     """Yield every reason why DeepSpeed cannot train this run on any machine."""
     unsupported = "is not supported by strategy.engine=deepspeed"
-    if config.precision.name == "fp16_mixed":
+    scale = config.precision.initial_loss_scale
+    if scale is not None and not math.log2(scale).is_integer():
         yield (
-            f"precision=fp16_mixed {unsupported}, which scales the loss by its own rule (and on a CPU not at all):"
-            " choose bf16_mixed"
+            f"precision.initial_loss_scale={scale:g} is no power of two, and DeepSpeed begins with one: choose"
+            f" {2 ** round(math.log2(scale))}"
         )
     if config.precision.name == "bf16" and layout.offload != "none":
         yield f"precision=bf16 with strategy.offload={layout.offload} needs DeepSpeed's own AdamW: choose bf16_mixed"

@@ -44,7 +44,7 @@ class DeepSpeedTrainEngine:
     def step(self, micro_batches: Sequence[Batch]) -> StepResult:
         """Run one step; see Engine.step.
 
-        Raise FloatingPointError where DeepSpeed skips the step because gradients overflow.
+        Raise FloatingPointError where DeepSpeed skips the step although no loss scale is to be adapted.
         """
         accumulation = self._engine.gradient_accumulation_steps()
         if len(micro_batches) != accumulation:
@@ -69,7 +69,7 @@ class DeepSpeedTrainEngine:
         self._gradients_are_ready = False
         with self._probe.phase("optimizer"):
             self._engine.step()
-            if not self._engine.was_step_applied():
+            if not self._engine.was_step_applied() and not self._engine.fp16_enabled():
                 raise FloatingPointError("DeepSpeed skipped a step: the gradients are not finite")
             return StepResult(torch.stack(losses).mean(), self._engine.get_global_grad_norm(), squares)
 
@@ -86,8 +86,12 @@ class DeepSpeedTrainEngine:
         The copies' state_name is "gathered" for a parameter that is unsharded on a stage-3 rank, and "staging" for a
         gradient that is already reduced or accumulated but not yet freed; at gradients_ready the latter are left out.
         """
-        shards = state.local_shards(kind, self.model, self._engine.optimizer, self._param_slices, self._shard_cache)
-        return (shard for shard in shards if not (self._gradients_are_ready and shard.state_name == STAGING))
+        optimizer, ready = self._engine.optimizer, self._gradients_are_ready
+        shards = state.local_shards(kind, self.model, optimizer, self._param_slices, self._shard_cache)
+        shards = (shard for shard in shards if not (ready and shard.state_name == STAGING))
+        if not (ready and kind == "gradients" and self._engine.fp16_enabled()):
+            return shards
+        return (shard._replace(local=shard.local.float() / optimizer.loss_scale) for shard in shards)
 
     def named_buffers(self) -> Iterable[tuple[str, str, torch.Tensor]]:
         """Yield the reduction buckets, even an unused one, and the buffers for copies between device and host."""

@@ -67,7 +67,8 @@ def uses_bf16_optimizer(config: "RunConfig", layout: "Layout") -> bool:
     Offload and the reduction of each gradient to the rank that owns it are the other stage-1 optimizer's.
     """
     is_plain = layout.offload == "none" and not reduces_to_owner_rank(config)
-    sums_wide = config.precision.is_mixed and config.precision.accumulate == "float32"
+    precision = config.precision
+    sums_wide = precision.is_mixed and (precision.compute, precision.accumulate) == ("bfloat16", "float32")
     return layout.zero_stage == 1 and sums_wide and is_plain
 
 
