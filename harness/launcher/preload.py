@@ -26,6 +26,9 @@ MODULES = (
 )
 
 
+RARE = "harness.engines.torch.low_bit"  # imports torchao, which takes seconds and warns of its libraries for GPUs
+
+
 def load(modules: Iterable[str]) -> None:
     """Import modules. An import that fails here fails again in a rank that needs it.
 
@@ -42,9 +45,9 @@ def load(modules: Iterable[str]) -> None:
 
 
 def modules_of(package: ModuleType) -> Iterator[str]:
-    """Yield the names of all modules below a package."""
+    """Yield the names of all modules below a package but the one that few ranks need."""
     infos = pkgutil.walk_packages(package.__path__, f"{package.__name__}.", onerror=lambda _: None)
-    return (module.name for module in infos)
+    return (module.name for module in infos if module.name != RARE)
 
 
 load((*MODULES, *modules_of(harness.engines.torch)))

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.records.run_folder import ComparisonFolder
+from harness.sweep.command_file import register_command
 from tests.support.commands import read_rows
 from tests.support.processes import ROOT, run_python, start
 from tests.support.slurm_cluster import wait_for, wait_for_step
@@ -146,3 +148,15 @@ def test_status_and_the_next_command_know_who_lives(tmp_path: Path, library: Pat
     assert "is being run by another command" not in again.output()
     assert list(read_rows(tmp_path, "sweep").status) == ["ok"]
     assert [path.name for path in (tmp_path / "sweep" / ".locks").iterdir()] == [f"{folder.name}.lock"]
+
+
+def test_a_command_that_was_killed_while_it_wrote_its_queue_leaves_nothing(tmp_path: Path) -> None:
+    comparison = ComparisonFolder(tmp_path)
+    with register_command(comparison, (), 1):
+        (alive,) = comparison.commands()
+        for name in (".command-dead.json.1.ab.tmp", "command-dead.lock", f".{alive}.json.2.cd.tmp"):
+            (comparison.locks / name).touch()
+        with register_command(comparison, (), 1):
+            assert alive in comparison.commands() and len(comparison.commands()) == 2
+            assert not [*comparison.locks.glob("*dead*")]
+    assert [*comparison.locks.iterdir()] == []
