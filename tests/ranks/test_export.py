@@ -73,6 +73,8 @@ BY_TORCHRUN = (
         f"strategy={strategy} adapter=lora"
         for strategy in (
             *("single world_size=1", "ddp checkpointing=full model=gpt_tiny", "zero1_torch", "cp checkpointing=full"),
+            *("zero1", "zero2 precision=bf16_mixed", "zero3", "tp", "tp_sp precision=bf16_mixed", "fsdp_tp world_size=4"),
+            "ddp checkpointing=selective",
             *("fsdp_full_shard precision=bf16_mixed", "fsdp_shard_grad_op model.tie_word_embeddings=true"),
             "fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
         )

@@ -264,7 +264,7 @@ def test_a_model_of_the_user_needs_no_decoder_of_this_project() -> None:
             {"adapter": "lora", "lora_r": 16, "lora_alpha": 32, "lora_target_linear": True, "lora_qkv_kernel": False},
         ),
         (
-            "strategy=ddp adapter=lora adapter.target_modules=[v_proj,q_proj]",
+            "strategy=ddp adapter=lora model.adapter.target_modules=[v_proj,q_proj]",
             {"lora_target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.0},
         ),
         (
@@ -416,7 +416,7 @@ def losses(directory: Path) -> list[float]:
     "overrides",
     [
         "strategy=ddp checkpointing=selective",
-        "strategy=ddp adapter=lora adapter.r=4 adapter.target_modules=[q_proj,v_proj]",
+        "strategy=ddp adapter=lora model.adapter.r=4 model.adapter.target_modules=[q_proj,v_proj]",
         long("strategy=ddp checkpointing=selective checkpointing.saved_products=every_second"),
         long("strategy=zero1"),
         long("strategy=zero2 precision=bf16_mixed checkpointing=full"),

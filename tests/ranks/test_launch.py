@@ -180,6 +180,7 @@ def test_preload_imports_and_does_nothing_else() -> None:
     assert values["switch"] is None  # a rank would inherit it
     assert values["frozen"] > 100_000  # torch alone makes more
     modules = set(values["modules"])
+    assert not modules & {"torchao", "peft"}  # which few ranks need, and which take seconds
     engines = {
         "harness.engines.torch.pipeline_parallel",
         "harness.engines.deepspeed.initialize",
