@@ -33,8 +33,8 @@ from harness.config.mistakes import (
 from harness.config.model_files import names_model
 from harness.util.text import UserError, join_words
 
-# Options of a strategy, whose keys only an engine knows: they may be new ones.
-OPTIONS = re.compile(r"^strategy\.options(?=[.=])")
+# Options of a strategy or a tracker, whose keys only an engine or that tracker knows: they may be new ones.
+OPTIONS = re.compile(r"^(?=(strategy|tracking)\.options[.=])")
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
 LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
@@ -58,7 +58,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(f"{word} {_word_mistake(word, before)}")
     for word in parsed.overrides:
         words.remove(word)
-    settings = [re.sub(OPTIONS, "++strategy.options", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
+    settings = [re.sub(OPTIONS, "++", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
     for text in settings:
         refuse_target(text, text)
     overrides = _parsed(settings)

@@ -66,7 +66,7 @@ PROGRAMS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "srun", 
 # Whose names are known without their group.
 WORD_GROUPS = ("strategy", "model", "sweeps", "checkpointing", "precision", "cluster", "optimizer", "tracking")
 
-FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a library knows
+FREE_KEYS = ("strategy.options.", "tracking.options.", "hydra.", "hydra/")  # whose keys only a library knows
 
 
 def foreign_line(words: Sequence[str], options: Sequence[str]) -> str | None:
