@@ -14,6 +14,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from harness.config.command import NAME_RULE
+from harness.config.hydra import composing
 from harness.config.locations import files_in
 from harness.config.mistakes import (
     FREE_KEYS,
@@ -33,8 +34,8 @@ from harness.config.mistakes import (
 from harness.config.model_files import names_model
 from harness.util.text import UserError, join_words
 
-# Options of a strategy, whose keys only an engine knows: they may be new ones.
-OPTIONS = re.compile(r"^strategy\.options(?=[.=])")
+# Options of a strategy or a tracker, whose keys only an engine or that tracker knows: they may be new ones.
+OPTIONS = re.compile(r"^(?=(strategy|tracking)\.options[.=])")
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
 LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
@@ -58,7 +59,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(f"{word} {_word_mistake(word, before)}")
     for word in parsed.overrides:
         words.remove(word)
-    settings = [re.sub(OPTIONS, "++strategy.options", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
+    settings = [re.sub(OPTIONS, "++", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
     for text in settings:
         refuse_target(text, text)
     overrides = _parsed(settings)
@@ -97,48 +98,42 @@ def _parsed(settings: Sequence[str]) -> list[Override]:
 
 def _check_together(overrides: Sequence[Override]) -> None:
     """Raise UserError for a group that is set twice, for two sweeps, and for the number of a repeat without a count."""
-    words: dict[str, list[str]] = {}
-    for override in overrides:
-        if override.package is None:
-            words.setdefault(override.key_or_group, []).append(str(override.input_line))
-    for key, texts in words.items():
+    keys = dict.fromkeys(override.key_or_group for override in overrides if override.package is None)
+    for key in keys:
+        texts = [str(override.input_line) for override in overrides if override.key_or_group == key]
         values = ",".join(dict.fromkeys(text.partition("=")[2] for text in texts))
         if "," in values and key == "sweeps":
             first = values.partition(",")[0]
             raise UserError(f"{' '.join(texts)}: sweeps run one at a time: type harness sweeps={first}, then the next")
         if len({*texts}) > 1 and key in group_names():
             raise UserError(f"{' '.join(texts)} sets {key} more than once: type -m {key}={values} to run each")
-    (text,) = words["repeat"] if "repeat" in words and "repeats" not in words else ["repeat=0"]
-    if re.fullmatch(r"repeat=0*[1-9]\d*", text):
-        count = text.replace("repeat", "repeats")
-        raise UserError(f"{text} is the number of one repeat: did you mean {count}? If not, add repeats=1")
+        if key == "repeat" and "repeats" not in keys and re.fullmatch(r"0*[1-9]\d*", values):
+            raise UserError(
+                f"{texts[0]} is the number of one repeat: did you mean repeats={values}? If not, add repeats=1"
+            )
 
 
 def _check_sweep(path: Path, is_multirun: bool) -> None:
-    """Raise UserError for a mistake in the file of a sweep, with the line to write; broken YAML is left to Hydra."""
+    """Raise UserError for a mistake in the file of a sweep, with the line to write."""
     text, where = path.read_text(errors="replace"), f"sweeps/{path.name}"
-    try:
-        values = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return
-    if not isinstance(values, dict):
-        raise UserError(f"{where} is empty: write name: {path.stem}, and what it varies under hydra.sweeper.params")
+    with composing():
+        values = yaml.safe_load(text) or {}
     if not re.search(r"^# @package _global_", text, re.MULTILINE):
         raise UserError(f"{where} lacks its first line: write # @package _global_")
-    hydra = OmegaConf.create(values.get("hydra") or {})
-    params, mode = OmegaConf.select(hydra, "sweeper.params"), OmegaConf.select(hydra, "mode")
+    hydra = OmegaConf.create({"mode": None, "sweeper": {"params": {}}} | (values.get("hydra") or {}))
+    params = OmegaConf.select(hydra, "sweeper.params") or {}
     for key, value in values.items():
         choices = ",".join(map(str, value)) if isinstance(value, list) else value
         if key in group_names() and not isinstance(value, dict):
             raise UserError(f"{where}: {key}: {value} is a choice: write {key}: {choices} under hydra.sweeper.params")
         if key not in (*group_names(), *known_keys(), "hydra", "defaults"):
             raise UserError(f"{where}: {unknown_key(key, str(choices))}")
-    for key, value in (params or {}).items():
+    for key, value in params.items():
         if OmegaConf.is_list(value):
             raise UserError(f"{where}: {key}: {value} is a list: write {key}: {','.join(map(str, value))}")
         for override in _parsed([f"{key}={str(value).lower() if isinstance(value, bool) else value}"]):
             _check_override(override)
-    if params and mode != "MULTIRUN" and not is_multirun:
+    if params and hydra.mode != "MULTIRUN" and not is_multirun:
         raise UserError(f"{where} varies nothing without mode: MULTIRUN under hydra: write it, or add -m")
 
 

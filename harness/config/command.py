@@ -5,7 +5,7 @@ Nothing here changes what a run measures, so nothing here is part of a run's ide
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from harness.config.from_dict import ConfigValues, Positive, from_dict, one_of, rule
@@ -93,6 +93,8 @@ class TrackingConfig:
     uri: str | None = None
     # Tags of every run, besides strategy, model, checkpointing, precision and status.
     tags: tuple[str, ...] = ()
+    # Settings of the tracker's own, which only the tracker knows; each is tracking.options.KEY=VALUE.
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

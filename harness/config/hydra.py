@@ -48,7 +48,8 @@ def register_resolvers() -> None:
     """
     OmegaConf.register_new_resolver("harness.most", max, replace=True)
     defaults = OmegaConf.create(dataclass_defaults(CommandConfig) | dataclass_defaults(RunConfig))
-    OmegaConf.set_struct(defaults.strategy.options, False)  # an engine's settings, which only the engine knows
+    for part in (defaults.strategy, defaults.tracking):
+        OmegaConf.set_struct(part.options, False)  # settings that only the engine or the tracker knows
     OmegaConf.set_struct(defaults.cluster, False)  # its hardware is null, or has the keys that its file gives
     ConfigStore.instance().store(name="defaults_of_groups", node=defaults)
     Plugins.instance().register(HarnessSearchPath)

@@ -66,7 +66,7 @@ PROGRAMS = ("torchrun", "accelerate", "deepspeed", "python", "python3", "srun", 
 # Whose names are known without their group.
 WORD_GROUPS = ("strategy", "model", "sweeps", "checkpointing", "precision", "cluster", "optimizer", "tracking")
 
-FREE_KEYS = ("strategy.options.", "hydra.", "hydra/")  # whose keys only a library knows
+FREE_KEYS = ("strategy.options.", "tracking.options.", "hydra.", "hydra/")  # whose keys only a library knows
 
 
 def foreign_line(words: Sequence[str], options: Sequence[str]) -> str | None:
@@ -83,11 +83,8 @@ def preset(word: str) -> str | None:
     if path.suffix in (".yaml", ".yml"):
         group = path.parent.name or "sweeps"
         return f"{group}={path.stem}" if group in group_names() and path.stem in choices_of(group) else None
-    for group in WORD_GROUPS:
-        if word in choices_of(group):
-            return f"{group}={word}"
-    meant = (similar_choices(group, word) for group in WORD_GROUPS if canonical(word) in VALUES.get(group, {}))
-    return next((join_words(settings, "or") for settings in meant), None)
+    known = (group for group in WORD_GROUPS if word in choices_of(group) or canonical(word) in VALUES.get(group, {}))
+    return next((join_words(similar_choices(group, word), "or") for group in known), None)
 
 
 def group_names() -> list[str]:
@@ -300,12 +297,11 @@ def similar_clusters(name: str, choices: Sequence[str]) -> list[str]:
         if node.isdigit() and re.match(rf"[a-z]*{match[2]}(_|$)", gpu):
             count = math.prod(map(int, counts)) if counts else int(node)
             nodes, rest = divmod(count, int(node))
-            several = f" cluster.nodes={nodes}" if nodes > 1 else ""
-            meant.append(choice + (several if nodes and not rest else f" cluster.gpus_per_node={count}"))
-    if not meant:
-        with suppress(UserError):
-            device_named(match[2])
-            meant.append(f"cluster=gpu cluster.hardware.device_name={match[2]}")
+            several = f" cluster.nodes={nodes}" if nodes and not rest else f" cluster.gpus_per_node={count}"
+            meant.append(choice if count == int(node) else choice + several)
+    with suppress(UserError):
+        device_named(match[2])
+        meant = meant or [f"cluster=gpu cluster.hardware.device_name={match[2]}"]
     return meant
 
 

@@ -25,22 +25,31 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("extended")
     for folder in ("harness", "conf", "sweeps"):
         shutil.copytree(ROOT / folder, root / folder)  # with compiled modules, which save seconds
-    strategy, model, engine, column, value, tracker = BLOCKS
+    strategy, model, engine, column, value, chart, sentence, imported, placed, tracker, settings = BLOCKS
     files = {
         "conf/strategy/wide_pipeline.yaml": strategy,
         "conf/model/small.yaml": model,
-        "conf/tracking/lines.yaml": "name: lines\n",
+        "conf/tracking/lines.yaml": settings,
+        "harness/report/charts/per_token.py": chart,
         "harness/engines/by_hand.py": engine,
         "harness/tracking/trackers/lines.py": tracker,
         "harness/records/columns.toml": (root / "harness" / "records" / "columns.toml").read_text() + column,
+        "harness/report/sentences.j2": (root / "harness" / "report" / "sentences.j2").read_text() + sentence,
     }
     for name, text in files.items():
         (root / name).write_text(text)
-    metrics = root / "harness" / "metrics" / "columns.py"
-    returned = '        "tokens_per_second": tokens / step_seconds,\n'
-    assert metrics.read_text().count(returned) == 1
-    metrics.write_text(metrics.read_text().replace(returned, returned + value))
+    insert(root / "harness" / "metrics" / "columns.py", '        "tokens_per_second": tokens / step_seconds,\n', value)
+    insert(root / "harness" / "report" / "sections.py", "        *batches(part),\n", placed)
+    insert(
+        root / "harness" / "report" / "sections.py", "from harness.report.charts import speed, tradeoffs\n", imported
+    )
     return root
+
+
+def insert(path: Path, before: str, text: str) -> None:
+    """Insert text into a file behind the only line of this kind."""
+    assert path.read_text().count(before) == 1
+    path.write_text(path.read_text().replace(before, before + text))
 
 
 def statuses(clone: Path, name: str, *overrides: str, tracking: str = "none") -> list[tuple[str, str]]:
@@ -50,15 +59,25 @@ def statuses(clone: Path, name: str, *overrides: str, tracking: str = "none") ->
     return list(zip(rows.status, rows.reason.astype(object).fillna(""), strict=True))
 
 
-def test_a_strategy_a_model_a_column_and_a_tracker_are_added_by_their_blocks(clone: Path) -> None:
-    run = ("strategy=wide_pipeline", "model=small", "world_size=4")
+def test_all_but_an_engine_are_added_by_their_blocks(clone: Path) -> None:
+    run = ("strategy=wide_pipeline", "model=small", "world_size=4", "tracking.options.file=own.jsonl")
     assert statuses(clone, "blocks", *run, tracking="lines") == [("ok", "")]
     (row,) = read_rows(clone / "results", "blocks").to_dict("records")
     assert row["sequences_per_second"] * 32 == pytest.approx(row["tokens_per_second"])
     assert row["parameters"] == 180800
-    tracked = clone / "results" / "blocks" / "lines.jsonl"
+    tracked = clone / "results" / "blocks" / "own.jsonl"
     line = tracked.read_text()
     assert json.loads(line)["sequences_per_second"] == row["sequences_per_second"]
+    steps = [
+        json.loads(step) for step in (clone / f"results/blocks/{row['run_id']}/steps.jsonl").read_text().splitlines()
+    ]
+    assert set(steps[0]) == {"step", "phase", "loss", "grad_norm", "seconds"}
+    assert json.loads(line)["losses"] == {str(step["step"]): step["loss"] for step in steps[::2]}
+    report = (clone / "results" / "blocks" / "report.md").read_text()
+    assert (
+        "## Bytes sent per token" in report and "![Bytes that a rank of 1 configuration sends for each token" in report
+    )
+    assert (clone / "results" / "blocks" / "figures" / "per_token.svg").exists()
     tracked.unlink()
     command = [sys.executable, "-m", "harness", "sync", "results/blocks", "--tracker", "lines", "--again"]
     subprocess.run(command, cwd=clone, check=True, timeout=300, capture_output=True)

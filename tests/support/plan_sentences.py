@@ -222,8 +222,8 @@ def counts(page: Mapping[str, Any]) -> str:
 def misfit(row: Row) -> str:
     """Return how a sentence on a layout that does not fit begins."""
     return (
-        f"{label(row)}: a step would take {row['predicted_step_seconds']:.4g} s, but needs {size_text(needed(row))}; a"
-        f" device has {size_text(row['memory_limit_bytes'])}. "
+        f"{label(row)} would take {row['predicted_step_seconds']:.4g} s a step, but needs {size_text(needed(row))}; a"
+        f" device has {size_text(row['memory_limit_bytes'])}: "
     )
 
 

@@ -135,7 +135,7 @@ def test_the_text_of_a_layout_follows_from_its_row(settings: str, capsys: pytest
 
 def check_offers(line: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     """Check that each offer of a layout that does not fit, typed as it stands, fits in the bytes that it names."""
-    for offer in line.rpartition(" of a device: ")[2].removesuffix(" would fit.").split(", or "):
+    for offer in line.rpartition("; a device has ")[2].partition(": ")[2].removesuffix(" would fit.").split(", or "):
         match = re.fullmatch(r"(.+?)(?: on more such machines)? \((.+) a rank\)", offer)
         if match is None:
             assert offer == "a smaller model or a larger cluster"

@@ -224,7 +224,7 @@ PARAMS = "name: mine\nhydra:\n  mode: MULTIRUN\n  sweeper:\n    params:\n      "
 
 SWEEP_FILES = {
     PARAMS + "strategy: ddp,tp": "sweeps/mine.yaml lacks its first line: write # @package _global_",
-    HEADER: "sweeps/mine.yaml is empty: write name: mine, and what it varies under hydra.sweeper.params",
+    HEADER + "name: [": "a configuration file is not valid YAML: .+",
     HEADER
     + "strategy: [ddp, tp]": "sweeps/mine.yaml: strategy: ['ddp', 'tp'] is a choice: write strategy: ddp,tp under"
     " hydra.sweeper.params",
