@@ -112,7 +112,7 @@ TIED_ENDS = [each._replace(options=(*each.options, TIED)) for each in map(model_
 
 PRECISION_LAYOUTS = {
     "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
-    "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble",
+    "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble,zero2,zero3",
     "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
 }
 
