@@ -134,7 +134,8 @@ def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     """Yield the commands that run a layout and export it, if these engines train it."""
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
     is_own = not first.is_of_library
-    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own), "exported": is_own}
+    facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own)}
+    facts["exported"] = is_own and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 

@@ -73,7 +73,7 @@ BY_TORCHRUN = (
         f"strategy={strategy} adapter=lora"
         for strategy in (
             *("single world_size=1", "ddp checkpointing=full model=gpt_tiny", "zero1_torch", "cp checkpointing=full"),
-            *("zero1", "zero2 precision=bf16_mixed", "zero3", "tp", "tp_sp precision=bf16_mixed", "fsdp_tp world_size=4"),
+            *("zero1", "zero2 precision=bf16_mixed", "zero3"),
             "ddp checkpointing=selective",
             *("fsdp_full_shard precision=bf16_mixed", "fsdp_shard_grad_op model.tie_word_embeddings=true"),
             "fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4",
@@ -358,6 +358,7 @@ def test_no_name_adds_code_to_a_script(results: Path) -> None:
         ("strategy=ddp precision=fp16_mixed", "precision=bf16_mixed"),
         ("strategy=tp model=gpt_tiny model.dropout=0.1", "model.dropout=0"),
         ("strategy=zero1_tp strategy.tp=2", "strategy=fsdp_tp"),
+        ("strategy=tp adapter=lora", "strategy=fsdp_full_shard"),
     ],
 )
 def test_a_run_of_which_nothing_is_exported_is_one_line(
