@@ -280,9 +280,9 @@ def fallback_run_id(values: ConfigValues) -> str:
     at the combination to the next.
     """
     hashed = without_new_defaults({key: value for key, value in values.items() if key not in BETWEEN_ATTEMPTS})
-    for group, added in (("cluster", "hardware"), ("tracking", "uri")):  # later keys, not in ids
+    for group, added in {"cluster": ("hardware",), "tracking": ("uri", "options")}.items():  # later keys, not in ids
         if isinstance(values.get(group), dict):
-            hashed[group] = {key: value for key, value in values[group].items() if key != added}
+            hashed[group] = {key: value for key, value in values[group].items() if key not in added}
     names = group_names(values)
     return readable_id(names["strategy"], names["checkpointing"], names["model"], key=short_hash(with_old_keys(hashed)))
 

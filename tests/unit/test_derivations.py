@@ -252,7 +252,7 @@ def test_a_layer_keeps_what_the_paper_counts(degree: int, attention: str) -> Non
     replicated = 2 + 1 + 2 + 1 + 4  # the inputs of attention and MLP, the masks of dropout after them, and the norms
 
     def layer(**row: Any) -> Any:
-        known = {"t": degree, "a": 16, "s": 2, "b": 1, "h": 2, "attention": attention} | row
+        known = {"adapters": "none", "t": degree, "a": 16, "s": 2, "b": 1, "h": 2, "attention": attention} | row
         formula = next(formula for holds, formula in TABLE["layer"] if value_of(holds, known))
         return value_of(formula.replace("*s*b*h", ""), known)
 
