@@ -97,7 +97,7 @@ def _parsed(settings: Sequence[str]) -> list[Override]:
 
 
 def _check_together(overrides: Sequence[Override]) -> None:
-    """Raise UserError for a group that is set twice, for two sweeps, and for the number of a repeat without a count."""
+    """Raise UserError for two sweeps, and for the number of a repeat without a count. Of other groups the last counts."""
     keys = dict.fromkeys(override.key_or_group for override in overrides if override.package is None)
     for key in keys:
         texts = [str(override.input_line) for override in overrides if override.key_or_group == key]
@@ -105,8 +105,6 @@ def _check_together(overrides: Sequence[Override]) -> None:
         if "," in values and key == "sweeps":
             first = values.partition(",")[0]
             raise UserError(f"{' '.join(texts)}: sweeps run one at a time: type harness sweeps={first}, then the next")
-        if len({*texts}) > 1 and key in group_names():
-            raise UserError(f"{' '.join(texts)} sets {key} more than once: type -m {key}={values} to run each")
         if key == "repeat" and "repeats" not in keys and re.fullmatch(r"0*[1-9]\d*", values):
             raise UserError(
                 f"{texts[0]} is the number of one repeat: did you mean repeats={values}? If not, add repeats=1"

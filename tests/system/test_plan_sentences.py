@@ -205,7 +205,7 @@ def test_two_layouts_side_by_side_are_those_of_their_rows(
         assert sentence.startswith(f"{label(slower)} {longer(slower, faster)} than {label(faster)}: its ")
         part = max(parts[0], key=lambda name: parts_of_step(slower)[name] - parts_of_step(faster)[name])
         assert f"its {part} take" in sentence
-    note = "No layout is predicted to fit without the host's memory, so that offload was searched, too."
+    note = "No layout is predicted to fit without the host's memory. Offload was searched, too."
     assert set(unexplained(lines[lines.index("") + 4 :], rows, decides=False)) <= {note}
 
 
