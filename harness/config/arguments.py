@@ -97,7 +97,7 @@ def _parsed(settings: Sequence[str]) -> list[Override]:
 
 
 def _check_together(overrides: Sequence[Override]) -> None:
-    """Raise UserError for two sweeps, and for the number of a repeat without a count. Of other groups the last counts."""
+    """Raise UserError for two sweeps, of other groups the last counts, and for a repeat's number without a count."""
     keys = dict.fromkeys(override.key_or_group for override in overrides if override.package is None)
     for key in keys:
         texts = [str(override.input_line) for override in overrides if override.key_or_group == key]

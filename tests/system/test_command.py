@@ -65,7 +65,10 @@ from tests.support.processes import run_python
         ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true: strategy.tp=2"),
         ("strategy=ddp strategy.engine=accelerate strategy.tp=2 world_size=4", "strategy.tp=2 is not supported by"),
         ("cluster.device=cuda", "cluster.device=cuda needs a CUDA device"),
-        ("precision=fp8", "precision=fp8 is not known: there is no 8-bit or 4-bit training, so type precision=bf16_mixed"),
+        (
+            "precision=fp8",
+            "precision=fp8 is not known: there is no 8-bit or 4-bit training, so type precision=bf16_mixed",
+        ),
         ("tracking.mode=loud", "tracking.mode=loud is not known"),
     ],
 )
