@@ -107,6 +107,8 @@ FAULTS = [
     (faults.tokens_dropped, "fsdp_ep", "gradient deviates by"),
     (faults.experts_whole, "fsdp_ep", "2 of 2 ranks hold them, and the layout has 1 copies"),
     (faults.last_use_without_gradient, "ep", "gradient deviates by"),
+    (faults.shared_experts_detached, f"ep {SHARED}", "gradient deviates by"),
+    (faults.shared_experts_detached, f"tp {SHARED}", "gradient deviates by"),
     (faults.few_experts_padded, f"fsdp_full_shard {ONE_EXPERT}", "equal share"),
 ]
 

@@ -68,6 +68,12 @@ def tokens_dropped(ordinary: Any, self: Any, rows: Any, weights: Any, counts: An
     return ordinary(self, rows, weights, counts) * (place < capacity).unsqueeze(1)
 
 
+@replaces("harness.models.projections.SwiGLU.forward")
+def shared_experts_detached(ordinary: Any, self: Any, hidden: Any) -> Any:
+    """Return the output of shared experts that pass no gradient to the layers before them."""
+    return ordinary(self, hidden.detach())
+
+
 @replaces(f"{TORCH}.expert_parallel.shard_experts")
 def experts_whole(_: Any, model: Any, mesh: Any) -> None:
     """Leave all experts on all ranks, each of which uses its own."""
