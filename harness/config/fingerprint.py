@@ -33,6 +33,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 0,
         "shared_expert_intermediate_size": 0,
         "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.0,
         "routing": "learned",
         "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
     },

@@ -175,6 +175,8 @@ class ModelConfig:
     norm_topk_prob: bool = True  # Whether the weights of a token's experts are divided by their sum.
     # The inner size of an MLP that computes every token beside its experts, for family moe; 0 for none.
     shared_expert_intermediate_size: Natural = 0
+    # The coefficient of the loss that balances the loads of the experts of each sequence; 0 for none, for family moe.
+    router_aux_loss_coef: float = 0.0
     # How tokens are given to experts: learned by the router, or balanced, in turn, to measure without uneven loads.
     routing: Routing = "learned"
     # The file or folder from which family hf takes its configuration.
@@ -215,7 +217,12 @@ class ModelConfig:
         """Raise UserError unless there are experts where the family has them, and a gradient for their router."""
         experts, of_token = self.num_experts, self.num_experts_per_tok
         if not self.architecture.has_experts:
-            for key in ("num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"):
+            for key in (
+                "num_experts",
+                "num_experts_per_tok",
+                "shared_expert_intermediate_size",
+                "router_aux_loss_coef",
+            ):
                 value = getattr(self, key)
                 require(value == 0, f"model.{key}", value, f"is not part of the {self.family} family: choose 0")
             return
@@ -224,6 +231,8 @@ class ModelConfig:
         require(1 <= of_token <= experts, "model.num_experts_per_tok", of_token, rule)
         rule = "makes every weight 1 where a token has one expert, and the router has no gradient: choose false"
         require(of_token > 1 or not self.norm_topk_prob, "model.norm_topk_prob", self.norm_topk_prob, rule)
+        coefficient, rule = self.router_aux_loss_coef, "must not be negative: choose 0 or more, such as 0.001"
+        require(coefficient >= 0, "model.router_aux_loss_coef", coefficient, rule)
 
     @cached_property
     def architecture(self) -> Architecture:

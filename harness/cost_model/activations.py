@@ -87,6 +87,7 @@ def routing_tensors(shape: MicroBatchShape) -> dict[str, int]:
         "sums": sums,
         "indices": indices,
         "weights": rows * shape.width,
+        "slopes": shape.sequences * model.num_experts * FP32_BYTES * (model.router_aux_loss_coef > 0),
     }
 
 

@@ -210,7 +210,9 @@ def run_router(backward: LayerBackward, elements: int, frees: tuple[str, ...]) -
     `frees` is its input, if no other operator needs that any more.
     """
     shape, scores = backward.shape, backward.shape.scores_of_experts_bytes
-    backward.run({"scores.grad": scores, "probabilities.grad": scores}, ("probabilities.grad", "mlp.probabilities"))
+    balance = scores * (shape.model.router_aux_loss_coef > 0)
+    gradients = {"scores.grad": scores, "probabilities.grad": scores, "balance.grad": balance}
+    backward.run(gradients, ("probabilities.grad", "balance.grad", "mlp.probabilities"))
     backward.free(*(f"mlp.{name}" for name in routing_tensors(shape)))
     wide = shape.whole_hidden_bytes * FP32_BYTES // shape.width * (shape.width < FP32_BYTES)
     backward.run({"summand.grad": shape.whole_hidden_bytes, "wide.grad": wide}, (), weight=elements)

@@ -30,6 +30,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "offload_selective": moves and checkpointing.name == "selective",
         "offload_compiled": moves and train.compile,
         "compiled_experts": config.model.num_experts > 0 and train.compile,
+        "balanced_scaling": config.model.router_aux_loss_coef > 0 and config.precision.name == "fp16_mixed",
+        "balanced_cp": config.model.router_aux_loss_coef > 0 and layout.cp_enabled,
         "byte_vocabulary": config.data.kind == "text" and config.model.vocab_size < 256,
     }
     yield from refusals(rules, config, layout, tokens=tokens)

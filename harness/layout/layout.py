@@ -238,6 +238,14 @@ class Layout:
             )
         return train.global_batch // per_pass
 
+    def balancing_weight(self, config: RunConfig) -> float:
+        """Return the weight of the loss that balances a sequence's experts, in the loss of a rank's whole step.
+
+        Tensor-parallel ranks each add a part to the routers' gradients, which are summed over them.
+        """
+        sequences = config.train.global_batch // self.dp
+        return config.model.router_aux_loss_coef / (sequences * self.tp)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, as a run's record has them."""
         return dataclasses.asdict(self)

@@ -7,6 +7,7 @@ import torch
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.layout.layer_spec import layer_matrices
+from harness.layout.layout import Layout
 from harness.layout.partition import Stage, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations
@@ -35,20 +36,22 @@ def add_adapters(decoder: Decoder) -> Decoder:
     return inject_adapter_in_model(lora, decoder)  # type: ignore[arg-type, return-value]
 
 
-def build_meta_model(config: RunConfig, probe: Probe) -> Decoder:
+def build_meta_model(config: RunConfig, layout: Layout, probe: Probe) -> Decoder:
     """Return the run's whole model on the meta device, with all transforms applied."""
     model = build_model(config.model)
-    apply_model_transforms(model, config, probe)
+    apply_model_transforms(model, config, layout, probe)
     return model
 
 
-def apply_model_transforms(model: Decoder, config: RunConfig, probe: Probe) -> None:
+def apply_model_transforms(model: Decoder, config: RunConfig, layout: Layout, probe: Probe) -> None:
     """Apply compile, checkpointing, activation offload and loss chunks in place, each around those before it.
 
     Experts announce to the probe how many tokens they have.
     """
     if config.model.num_experts:
         model.listen_to_routers(probe.routed)
+    if config.model.router_aux_loss_coef:
+        model.balance_experts(layout.balancing_weight(config))
     if config.train.compile:
         apply_compile(model)
     apply_checkpointing(model, config.checkpointing, probe)

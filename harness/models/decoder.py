@@ -150,6 +150,15 @@ class Decoder(nn.Module):
             mixture: Any = block.get_submodule("mlp")
             mixture.announce = partial(listener, index)
 
+    def balance_experts(self, weight: float) -> None:
+        """Add a loss for unequal loads of experts to the gradients of the routers.
+
+        `weight` is that of each sequence in the loss of which a micro-batch's backward computes the gradients.
+        """
+        for block in self.layers_by_index().values():
+            mixture: Any = block.get_submodule("mlp")
+            mixture.balancing_weight = weight
+
     def embedding_and_head_groups(self) -> list[list[nn.Module]]:
         """Return the modules before the layers and those behind them, as two lists or as one where weights are tied."""
         first, last = (self.embed_tokens, self.embed_positions), (self.norm, self.lm_head)

@@ -41,7 +41,10 @@ STYLES = {
 
 
 # Keys of the built-in families, for which a configuration of the library has its own keys.
-MODEL_KEYS = ("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range", "norm_topk_prob", "routing")
+MODEL_KEYS = (
+    *("rope_theta", "rms_norm_eps", "layer_norm_epsilon", "initializer_range"),
+    *("norm_topk_prob", "routing", "router_aux_loss_coef"),
+)
 
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads")

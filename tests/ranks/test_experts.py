@@ -16,12 +16,17 @@ SIZES = "model=moe_tiny model.num_hidden_layers=2 train.micro_batch=1 train.seq_
 
 SHARED = "model.shared_expert_intermediate_size=96"
 
+BALANCED = "model.router_aux_loss_coef=0.01"
+
 # Every kind of data parallelism, and products with every other axis, by world size.
 STRATEGIES = {
     1: ("single",),
-    2: ("ddp", "fsdp_full_shard", "zero2", "zero3", "tp", "tp_sp", "pp_1f1b", "ep", "fsdp_ep", f"ep {SHARED}"),
+    2: (
+        *("ddp", "fsdp_full_shard", "zero2", "zero3", "tp", "tp_sp", "pp_1f1b", "ep", "fsdp_ep"),
+        *(f"ep {SHARED}", f"ep {BALANCED}"),
+    ),
     4: (
-        f"fsdp_ep strategy.tp=2 strategy.sequence_parallel=true {SHARED}",
+        f"fsdp_ep strategy.tp=2 strategy.sequence_parallel=true {SHARED} {BALANCED}",
         "fsdp_ep strategy.cp=2",
         "ep strategy.pp=2",
         "fsdp_ep strategy.dp_replicate=2",
@@ -34,7 +39,10 @@ MORE = {
     2: (
         *("zero1", "zero1_torch", "fsdp_shard_grad_op", "fsdp_no_shard", "cp", "pp_gpipe", "zero1_tp"),
         *(f"{strategy} {SHARED}" for strategy in ("zero3", "tp", "pp_1f1b", "cp", "fsdp_full_shard")),
+        *(f"{each} {BALANCED}" for each in ("zero1", "zero3", "tp", "pp_1f1b", "fsdp_full_shard", "ddp")),
         f"ep {SHARED} precision=bf16_mixed checkpointing=selective",
+        f"ep {BALANCED} precision=bf16_mixed checkpointing=full train.micro_batch=2",
+        f"zero2 {BALANCED} precision=bf16_mixed checkpointing=selective strategy.engine=accelerate",
         f"fsdp_ep {SHARED} checkpointing=full model.routing=balanced",
     ),
     3: ("fsdp_full_shard model.num_experts=2 train.global_batch=6 checkpointing=full",),  # fewer experts than shards
@@ -103,6 +111,8 @@ FAULTS = [
     (faults.experts_summed, "ep", ".mlp.experts."),
     (faults.tokens_of_others_without_gradient, "ep", "gradient deviates by"),
     (faults.router_detached, "fsdp_ep", ".mlp.gate.weight's first"),
+    (faults.balanced_by_micro_batch, f"ep {BALANCED}", ".mlp.gate.weight's"),
+    (faults.balanced_by_every_rank, f"fsdp_ep {BALANCED}", ".mlp.gate.weight's"),
     (faults.tokens_in_another_order, "ep", "gradient deviates by"),
     (faults.tokens_dropped, "fsdp_ep", "gradient deviates by"),
     (faults.experts_whole, "fsdp_ep", "2 of 2 ranks hold them, and the layout has 1 copies"),

@@ -91,7 +91,7 @@ BY_TORCHRUN = (
             *("fsdp_ep strategy.tp=2 world_size=4", "ep strategy.pp=2 world_size=4", "ep strategy.cp=2 world_size=4"),
             *(
                 "fsdp_ep model.num_experts=2 world_size=4",
-                "ep model.shared_expert_intermediate_size=96",
+                "ep model.shared_expert_intermediate_size=96 model.router_aux_loss_coef=0.01",
                 "fsdp_full_shard model.num_experts=1 model.num_experts_per_tok=1 model.norm_topk_prob=false",
             ),
             *("fsdp_ep strategy.dp_replicate=2 world_size=4", "fsdp_ep strategy.zero_stage=2 world_size=4"),

@@ -203,7 +203,28 @@ def test_balanced_routing_gives_each_expert_its_turn(tokens: int, experts: int, 
     sizes = (f"model.num_experts={experts}", f"model.num_experts_per_tok={uses}", "model.routing=balanced")
     config = compose_config("model=moe_tiny", *sizes)
     mixture = MixtureOfExperts(config.model, "mlp")
-    _, chosen = mixture.route(torch.randn(tokens, config.model.hidden_size))
+    _, chosen = mixture.route(torch.randn(tokens, config.model.hidden_size), 1)
     owners = (chosen.flatten() // (experts // ranks)).bincount(minlength=ranks)
     assert owners.tolist() == balanced_rows(tokens * uses, experts, ranks)
     assert chosen.sort().values.diff().ne(0).all(), "an expert has a token once"
+
+
+def test_the_balancing_loss_of_sequences_is_the_published_one() -> None:
+    """Gradients with the injected loss are those of the model's output and the formula of DeepSeek-V2, eq. 12."""
+    model = compose_config("model=moe_tiny", "model.router_aux_loss_coef=0.01").model
+    decoder = build_model(model)
+    materialize(decoder, model, 0, CPU, torch.float32)
+    mixture = decoder.layers_by_index()[0].get_submodule("mlp")
+    hidden = torch.randn(3, 40, model.hidden_size, requires_grad=True)
+    probabilities = (hidden.flatten(0, 1) @ mixture.get_parameter("gate.weight").t()).softmax(-1).view(3, 40, -1)
+    chosen = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(model.num_experts_per_tok).indices, 1)
+    shares = chosen.mean(1) * model.num_experts / model.num_experts_per_tok
+    loss = 0.05 * (shares * probabilities.mean(1)).sum()
+    wanted = [hidden, mixture.get_parameter("gate.weight")]
+    explicit = torch.autograd.grad(mixture(hidden).sum() + loss, wanted)
+    without = torch.autograd.grad(mixture(hidden).sum(), wanted)
+    decoder.balance_experts(0.05)
+    injected = torch.autograd.grad(mixture(hidden).sum(), wanted)
+    for of_loss, of_none, of_injected in zip(explicit, without, injected, strict=True):
+        torch.testing.assert_close(of_injected, of_loss, rtol=1e-4, atol=1e-7)
+        assert not torch.allclose(of_injected, of_none, rtol=1e-4, atol=1e-7)

@@ -30,7 +30,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
             )
         return prepared
 
-    model = build_meta_model(config, probe)
+    model = build_meta_model(config, layout, probe)
     accumulation = layout.grad_accumulation_steps(config.train)
     parallel = ReplicatedParams([model], config, device, prepare, accumulation, accelerator.no_sync)
     return whole_model_engine(model, config, layout, mesh, probe, parallel, accelerator)

@@ -69,7 +69,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
             exchange_tokens(part, mesh.get_group("ep"))
         if layout.cp_enabled:
             apply_context_parallel(part, mesh.get_group("cp"), part.sequence_chunks)
-        apply_model_transforms(part, config, probe)
+        apply_model_transforms(part, config, layout, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":
         shard_parts(parts, config, layout, mesh, device)
