@@ -13,6 +13,8 @@ MOST_PARAMETERS = 16e6
 
 RARE_FROM = 10_000  # draws from this number on are of what the others seldom have: see rare_preset()
 
+MIXTURES_FROM = 20_000  # draws from this number on are of mixtures of experts: see draw_mixture()
+
 RARE_STRATEGIES = ("3d", "fsdp_hybrid_shard", "fsdp_tp", "pp_interleaved", "tp_sp", "zero1_tp")
 
 LARGE_WORLD_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")
@@ -144,6 +146,8 @@ def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> st
 def draw_real_size(seed: int, most_ranks: int) -> Overrides:
     """Return the overrides of one random run at a real size: half of them of a preset strategy, half as draw() has."""
     r, is_rare = random.Random(f"real size {seed}"), seed >= RARE_FROM
+    if seed >= MIXTURES_FROM:
+        return draw_mixture(r, most_ranks)
     if is_rare and r.random() < 0.25:
         return draw_library_model(r)
     if is_rare:
@@ -167,7 +171,7 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
         lengths = [n for n in lengths if n % 6 == 0] or [24]
     precision = r.choice(PRECISIONS)
     if precision == "fp16_mixed" and overrides["strategy"].startswith("zero") and r.random() < 0.9:
-        precision = "fp32"  # DeepSpeed refuses fp16_mixed
+        precision = "fp32"  # which DeepSpeed refused when these draws were first made
     return overrides | {
         "model.num_hidden_layers": layers,
         "model.num_attention_heads": heads,
@@ -212,6 +216,76 @@ def draw_library_model(r: random.Random) -> Overrides:
         "train.steps": 1,
         "train.warmup_steps": 2,
         "train.loss_chunks": r.choice((1, 1, 2)),
+    }
+
+
+# Strategies of mixtures of experts with the ranks that they need and that share a part of the data, the most micro-batches
+# that they need, and what they take part of.
+MIXTURES = (
+    *((strategy, 2, 1, 1) for strategy in ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")),
+    *((strategy, 2, 2, 1) for strategy in ("tp", "tp_sp", "cp")),
+    *((strategy, 2, 2, 2) for strategy in ("pp_1f1b", "pp_gpipe")),
+    ("fsdp_tp", 4, 2, 1),
+    *((f"{kind} strategy.ep={ep}", ep, 1, 1) for kind in ("ep", "fsdp_ep") for ep in (2, 2, 3, 4, 6)),
+    *((f"{kind} strategy.tp=2", 4, 2, 1) for kind in ("ep", "fsdp_ep")),
+    *((f"{kind} strategy.cp=2", 4, 2, 1) for kind in ("ep", "fsdp_ep")),
+    *((f"{kind} strategy.pp=2", 4, 2, 2) for kind in ("ep", "fsdp_ep")),
+    ("fsdp_ep strategy.tp=2 strategy.sequence_parallel=true", 4, 2, 1),
+    ("fsdp_ep strategy.zero_stage=2", 2, 1, 1),
+    ("fsdp_ep strategy.dp_replicate=2", 4, 1, 1),
+)
+
+
+def draw_mixture(r: random.Random, most_ranks: int) -> Overrides:
+    """Return the overrides of a run of a mixture of experts, whole or divided."""
+    strategy, least, shared, stages = r.choice(MIXTURES)
+    world = least * (1 if shared == least else r.choice([n for n in (1, 1, 2) if n * least <= most_ranks]))
+    first, *products = strategy.split()
+    degree = int(strategy.partition("ep=")[2] or 2)
+    experts = degree * r.choice((1, 2, 3, 5)) if "ep" in first else r.choice((3, 4, 7, 8, 16))
+    of_token = r.randint(1, min(4, experts))
+    heads, groups = r.choice(((4, 2), (4, 4), (8, 4), (12, 4)))
+    micro_batch, passes = r.choice((1, 2)), stages * r.choice((1, 2))
+    while True:
+        hidden, inner, layers = heads * r.randrange(8, 1 + 384 // heads, 8), r.randrange(32, 400, 2), r.randint(2, 5)
+        vocabulary, length = vocabulary_size(r), r.choice((32, 64, 96, 128, 192, 256))
+        shared_inner = r.choice((0, 0, r.randrange(32, 200, 2)))
+        mlps = 3 * hidden * (experts * inner + shared_inner)
+        parameters = 2 * vocabulary * hidden + layers * (4 * hidden * hidden + mlps)
+        tokens = world // shared * micro_batch * passes * length
+        if hidden >= 64 and parameters <= MOST_PARAMETERS and parameters * tokens <= MOST_WORK:
+            break
+    return {
+        "strategy": first,
+        **dict(product.split("=") for product in products),
+        "world_size": world,
+        "model": "moe_tiny",
+        "model.num_experts": experts,
+        "model.num_experts_per_tok": of_token,
+        "model.norm_topk_prob": of_token > 1 and r.random() < 0.5,
+        "model.shared_expert_intermediate_size": shared_inner,
+        "model.router_aux_loss_coef": r.choice((0, 0, 0.01)),
+        "model.routing": r.choice(("learned", "learned", "balanced")),
+        "model.num_hidden_layers": layers,
+        "model.num_attention_heads": heads,
+        "model.num_key_value_heads": groups,
+        "model.hidden_size": hidden,
+        "model.intermediate_size": inner,
+        "model.vocab_size": vocabulary,
+        "model.context_length": 512,
+        "model.attention": r.choice(("flash", "flash", "eager")),
+        "model.tie_word_embeddings": r.random() < 0.2,
+        "checkpointing": r.choice(("none", "none", "full", "every_n", "selective", "attention")),
+        "data": "synthetic" if vocabulary < 256 or r.random() < 0.5 else "text",
+        "precision": r.choice(PRECISIONS),
+        "train.global_batch": world // shared * micro_batch * passes,
+        "train.micro_batch": micro_batch,
+        "train.seq_len": length,
+        "train.steps": 1,
+        "train.warmup_steps": r.choice((1, 2)),
+        "train.gradient_clipping": r.choice((0, 1.0)),
+        "train.loss_chunks": r.choice((1, 1, 1, 2)),
+        "train.fused_optimizer": r.random() < 0.8,
     }
 
 
