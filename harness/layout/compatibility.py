@@ -11,6 +11,8 @@ from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.partition import split_into_stages
 from harness.util.text import UserError
 
+GROUPED_ALIGNMENT = 16  # bytes, of which torch's grouped products take rows only in multiples
+
 
 def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yield one line for every reason why the configuration cannot run as this layout; nothing if it can."""
@@ -21,6 +23,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield str(error)
         return
     tokens = train.micro_batch * train.seq_len // layout.cp
+    unit = GROUPED_ALIGNMENT // config.precision.compute_bytes
+    widths = (config.model.hidden_size, config.model.intermediate_size // layout.tp)
     moves = checkpointing.offload_activations  # by hooks that selective checkpointing and the compiler do not call
     rules = {
         "loss_chunks": tokens % train.loss_chunks != 0,
@@ -32,9 +36,10 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "compiled_experts": config.model.num_experts > 0 and train.compile,
         "balanced_scaling": config.model.router_aux_loss_coef > 0 and config.precision.name == "fp16_mixed",
         "balanced_cp": config.model.router_aux_loss_coef > 0 and layout.cp_enabled,
+        "expert_widths": config.model.num_experts > 0 and any(width % unit for width in widths),
         "byte_vocabulary": config.data.kind == "text" and config.model.vocab_size < 256,
     }
-    yield from refusals(rules, config, layout, tokens=tokens)
+    yield from refusals(rules, config, layout, tokens=tokens, unit=unit, tp_unit=unit * layout.tp)
     if config.model.hf_info is None:
         yield from decoder_incompatibilities(config, layout, micro_batches)
     else:

@@ -219,8 +219,7 @@ def draw_library_model(r: random.Random) -> Overrides:
     }
 
 
-# Strategies of mixtures of experts with the ranks that they need and that share a part of the data, the most micro-batches
-# that they need, and what they take part of.
+# Strategies of mixtures of experts, the ranks that they need, and those that share sequences and layers.
 MIXTURES = (
     *((strategy, 2, 1, 1) for strategy in ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")),
     *((strategy, 2, 2, 1) for strategy in ("tp", "tp_sp", "cp")),
@@ -247,7 +246,11 @@ def draw_mixture(r: random.Random, most_ranks: int) -> Overrides:
     heads, groups = r.choice(((4, 2), (4, 4), (8, 4), (12, 4)))
     micro_batch, passes = r.choice((1, 2)), stages * r.choice((1, 2))
     while True:
-        hidden, inner, layers = heads * r.randrange(8, 1 + 384 // heads, 8), r.randrange(32, 400, 2), r.randint(2, 5)
+        hidden, inner, layers = (
+            heads * r.randrange(8, 1 + 384 // heads, 8),
+            r.choice((8, 8, 8, 2)) * r.randint(4, 50),
+            r.randint(2, 5),
+        )
         vocabulary, length = vocabulary_size(r), r.choice((32, 64, 96, 128, 192, 256))
         shared_inner = r.choice((0, 0, r.randrange(32, 200, 2)))
         mlps = 3 * hidden * (experts * inner + shared_inner)
