@@ -5,6 +5,7 @@ import functools
 import io
 import itertools
 import json
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ from harness.util.files import atomic_write_json, atomic_write_text, replace_non
 from harness.util.locks import is_locked
 from harness.util.redact import redacted
 from harness.util.text import UserError, join_words, one_line, sanitize
+
+ABANDONED_SECONDS = 60  # after which nobody still writes a file
 
 # Keys that reports read of the entries of a record's lists, and of the predicted step: all are required.
 _SENT = {"operation": str, "axis": str, "bytes": float, "count": int}
@@ -86,7 +89,8 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
 
     None in the row is an unknown value, and a number that is not finite becomes one; a fraction of a byte is rounded.
     Secrets are left out (harness.util.redact), since a reason may quote a library that quotes its environment. Raises
-    ValueError that names the column of a value of the wrong type.
+    ValueError that names the column of a value of the wrong type. What a command that was killed left of an earlier
+    writing is removed.
     """
     values = record.to_json() if isinstance(record, Record) else dict(record)
     row = {key: _of_column_type(key, value) for key, value in replace_non_finite(values["row"]).items()}
@@ -94,7 +98,12 @@ def write_record(run_dir: Path, record: Record | Mapping[str, Any]) -> None:
     content = replace_non_finite(redacted(version | values | version | {"row": row}))
     _check(content)
     run_dir.mkdir(parents=True, exist_ok=True)
-    atomic_write_json(RunFolder(run_dir).record, content)
+    path = RunFolder(run_dir).record
+    atomic_write_json(path, content)
+    for unfinished in run_dir.glob(f".{path.name}.*.tmp"):
+        with suppress(OSError):  # another command may do the same
+            if time.time() - unfinished.stat().st_mtime > ABANDONED_SECONDS:
+                unfinished.unlink()
 
 
 def _of_column_type(column: str, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Files that are truncated, filled with noise or half written are made again or ignored, never a wrong row."""
 
+import os
 import random
 import shutil
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.data.corpus import token_file
-from harness.records.store import read_all, read_record
+from harness.records.store import read_all, read_record, write_record
 from tests.support.commands import Done, run_harness
 from tests.support.folder_invariants import Ledger, differences, litter
 from tests.support.processes import TINY
@@ -173,3 +174,9 @@ def test_a_kill_during_writing_leaves_a_whole_record(tmp_path: Path) -> None:
             break
     assert leftovers > 0  # a kill did fall into a write
     assert len(read_all(tmp_path).records) == 1
+    unfinished = next(run_dir.glob(".record.json.*.tmp"))
+    write_record(run_dir, stored)
+    assert unfinished.exists()  # it could be of a command that still writes
+    os.utime(unfinished, (0, 0))
+    write_record(run_dir, stored)
+    assert not unfinished.exists()
