@@ -187,13 +187,12 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
     rules = {
         "simulated_optimizer": is_simulated and any(rule.library != "torch" for rule in config.optimizer.spec.rules),
         "simulated_compile": is_simulated and config.train.compile,
-        "simulated_routing": is_simulated and layout.ep_enabled and config.model.routing != "balanced",
-        "virtual_ep": is_virtual and layout.ep_enabled,
+        "played_routing": (is_simulated or is_virtual) and layout.ep_enabled and config.model.routing != "balanced",
         "played_rank": (is_simulated or is_virtual) and isinstance(rank, int) and rank > last_rank,
         "simulated_release": is_simulated and release != PLAYED_RELEASE,
         "virtual_release": is_virtual
         and release < PLAYED_RELEASE
-        and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel),
+        and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel or layout.ep_enabled),
         "virtual_nodes": is_virtual and config.cluster.nodes > 1,
         "virtual_devices": is_virtual and drives_several_devices(layout),
     }

@@ -16,6 +16,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.futures import Future
 
 from harness.config.strategy import AXES
+from harness.engines.torch import expert_parallel
 from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
@@ -52,6 +53,7 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
         around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
         around(schedules, "_batch_p2p", start_and_hold),
         around(dist, "reduce_scatter_tensor", scatter_own_part),
+        around(expert_parallel, "all_to_all_single", receive_own_counts),
         filled_parts(device) if layout.uses_deepspeed_zero else nullcontext(),
         fake_process_group(rank, layout.world_size),
     ):
@@ -69,6 +71,17 @@ def scatter_own_part(scatter: Any, output: Tensor, input: Tensor, *arguments: An
     """Reduce and scatter a tensor; before torch 2.13 the fake group does not write the output."""
     output.copy_(input.flatten()[: output.numel()].view_as(output))
     return scatter(output, input, *arguments, **keywords)
+
+
+def receive_own_counts(exchange: Any, counts: Tensor, *arguments: Any) -> Tensor:
+    """Exchange the numbers of tokens for experts with ranks that all have as many as this one, by balanced routing.
+
+    The fake group copies what this rank sends to the first ranks in the order of senders.
+    """
+    group = arguments[-1]
+    received = exchange(counts, *arguments)
+    received.copy_(counts.view(group.size(), -1)[group.rank()].repeat(group.size()))
+    return received  # type: ignore[no-any-return]
 
 
 def own_vocabulary(vocab_size: int, layout: Layout, rank: int) -> range:

@@ -36,17 +36,21 @@ class Case(NamedTuple):
 
 UNCHECKPOINTED = ("checkpointing=none",)
 
+EVENLY_ROUTED = ("model=moe_tiny", "model.routing=balanced")
+
 FAST = [
     Case(Combination("ddp", 2, UNCHECKPOINTED), 0),
     Case(Combination("fsdp_full_shard", 2, UNCHECKPOINTED), 1),
     Case(Combination("zero3", 2, UNCHECKPOINTED), 1),
     Case(Combination("pp_1f1b"), 1),
     Case(Combination("tp"), 1),
+    Case(Combination("ep", 2, EVENLY_ROUTED), 1),
 ]
 
 OTHERS = [
     *(Combination("cp"), Combination("3d", 4, ("model.num_hidden_layers=4",)), Combination("zero1_tp")),
     *(Combination("fsdp_hybrid_shard", 4), Combination("ddp_pp", 4), Combination("zero_offload")),
+    Combination("fsdp_ep", 4, EVENLY_ROUTED),
     *(Combination("zero2", 2, ("strategy.engine=accelerate",)), model_parallel("pp_gpipe", 4, "full")),
 ]
 
