@@ -72,11 +72,17 @@ def hf_values(model: GroupValues, seq_len: int | None, cache: Path) -> GroupValu
 def decoder_values(config: dict[str, Any], model: GroupValues, name: str) -> GroupValues | None:
     """Return a model as the project's own decoder; None where its architecture is another one.
 
-    Layers of the type llama may have biases, heads or an activation that the family's have not.
+    Layers of the type llama may have biases, heads or an activation that the family's have not. Where the longest
+    sequence is missing, the library has its own.
     """
     family = _FAMILIES.get(str(config.get("model_type")))
     if family is None:
         return None
+    missing = [value for value, key in _KEYS[family].items() if key not in config]
+    if missing == ["context_length"]:
+        return None
+    if missing:
+        raise ValueError(f"it has no {', '.join(_KEYS[family][value] for value in missing)}")
     values: GroupValues = {value: config[key] for value, key in _KEYS[family].items()}
     width, heads, is_gpt = values["hidden_size"], values["num_attention_heads"], family == "gpt"
     has_biases = config.get("attention_bias") or config.get("mlp_bias")

@@ -240,7 +240,7 @@ def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> 
         ("plan model=7b cluster=broken", "broken.yaml"),
         ("plan --report plan.html model=1b cluster=eight strategy=ddp", "--report="),
         ("plan sweeps=mine model=1b cluster=eight world_size=12", "none of the other 3 combinations has a plan"),
-        ("plan model=hf model.path=sizeless cluster=eight", "no readable config.json of a causal language model"),
+        ("plan model=hf model.path=sizeless cluster=eight", "model: it has no hidden_size, num_hidden_layers,"),
         ("plan model=hf model.path=list cluster=eight", "no readable config.json of a causal language model"),
         ("cluster=broken", "broken.yaml"),
         ("strategy=search", "harness plan"),  # a run of every strategy
