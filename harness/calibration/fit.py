@@ -140,8 +140,8 @@ def fit_links(measured: Measurements) -> tuple[float, float]:
     steps, moved = max(terms, key=lambda term: term[1])
     if per_byte * moved < BYTES_SHARE * (per_byte * moved + latency * steps):
         raise UserError(
-            f"harness calibrate cannot tell a bandwidth from messages of at most {max(p.work for p in points):.0f}"
-            " bytes, whose time is latency for the most part: measure longer ones, without --quick"
+            f"harness calibrate cannot fit a bandwidth, as messages of {max(p.work for p in points):.0f} bytes take"
+            " latency alone: leave out --quick"
         )
     return 1 / per_byte, latency
 

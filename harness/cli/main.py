@@ -82,9 +82,9 @@ def refuse_copies(variables: Mapping[str, str]) -> None:
     for starter, (rank, size, shell) in STARTERS.items():
         if {rank, size} <= variables.keys() and variables[size] not in ("", "1") and shell not in variables:
             raise UserError(
-                f"{size}={variables[size]} and {rank}={variables[rank]}, as {starter} sets them for each rank: start"
-                f" the harness once on a node, without {starter}, and it starts the ranks; over several nodes with"
-                " hydra/launcher=slurm"
+                f"{starter} must not start the harness, which starts the ranks itself ({rank}={variables[rank]} and"
+                f" {size}={variables[size]} are set): leave out {starter}, and add hydra/launcher=slurm for several"
+                " nodes"
             )
 
 

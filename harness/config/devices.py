@@ -42,8 +42,8 @@ def device_named(name: str) -> str:
     close = difflib.get_close_matches(" ".join(words), spellings, MOST_SUGGESTIONS, 0.4)
     known = ", ".join(spellings[spelling] for spelling in close) or "a device such as RTX 4090"
     raise UserError(
-        f"cluster.hardware.device_name={name} is not in the table of datasheets: choose {known}, or copy a file of"
-        " conf/cluster and give its figures"
+        f"cluster.hardware.device_name={name} has no datasheet here: choose {known}, or give its figures in a file of"
+        " conf/cluster"
     )
 
 
@@ -58,8 +58,8 @@ def with_datasheet(cluster: GroupValues) -> GroupValues:
         return cluster
     if hardware["device_name"] is None:
         raise UserError(
-            "cluster.hardware.device_name=null: name the GPU that cluster=gpu describes, such as 4090, or choose"
-            " cluster.device=cuda for those of this machine"
+            "cluster=gpu needs the name of a GPU: add cluster.hardware.device_name=4090, or choose cluster=local for"
+            " this machine"
         )
     name = device_named(str(hardware["device_name"]))
     sheet = datasheets()[name]

@@ -152,13 +152,10 @@ def option_problems(
         setting = f"strategy.options.{key}={value}"
         if key in flags:
             if not isinstance(value, bool):
-                yield f"{setting} is neither true nor false: choose one, or leave it out for the library's default"
+                yield f"{setting} is neither true nor false: choose one, or leave it out"
         elif key in sizes:
             is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
             if not is_whole or value < sizes[key]:
-                yield (
-                    f"{setting} is not a whole number of {sizes[key]} or more: choose one, or leave it out for the"
-                    " library's default"
-                )
+                yield f"{setting} is not a whole number of {sizes[key]} or more: choose one, or leave it out"
         else:
             yield f"{setting} is not supported by {subject}: choose among {', '.join(sorted({*flags, *sizes}))}"

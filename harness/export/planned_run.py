@@ -22,7 +22,7 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
         raise UserError(f"{number} plans do not go into one folder: leave out lists of values and sweeps")
     plan = replay_best(plan, log) if plan.result else plan
     if not plan.predictions:
-        raise UserError("no layout of the search fits: choose more devices, or a strategy, which is exported as it is")
+        raise UserError("no layout of the search fits: choose more devices, or name a strategy")
     best = plan.predictions[0]
     if not best.is_runnable:
         raise UserError(f"stack={best.stack.name} is planned alone: leave it out to export what this project trains")

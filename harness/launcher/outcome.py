@@ -74,7 +74,8 @@ def classify_outcome(
         reason = f"{cause}; unfinished: rank {', '.join(map(str, unfinished))}{_where_ranks_hang(run_dir, unfinished)}"
         return LaunchOutcome("timeout", reason, (), seconds)
     if monitor.stop_reason == "interrupted":
-        return LaunchOutcome("interrupted", f"stopped by a signal after {seconds:.1f} s", (), seconds)
+        reason = f"stopped by a signal after {seconds:.1f} s: the same command runs it again"
+        return LaunchOutcome("interrupted", reason, (), seconds)
     if launch_error:
         return LaunchOutcome("error", launch_error, (), seconds)
     if failures:

@@ -287,7 +287,7 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
     elif fixed not in (1, world_size):
         raise UserError(
             f"world_size={world_size} is not the product of the strategy's degrees ({stated}): choose"
-            f" world_size={fixed}, or -1 for one of strategy.{', '.join(degrees)}"
+            f" world_size={fixed}, or -1 for a degree"
         )
     fields = {field.name: getattr(strategy, field.name) for field in dataclasses.fields(Layout)}
     layout = Layout(**fields | degrees)

@@ -107,8 +107,8 @@ def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[
         layers = balanced_layers(depth, numel(profile.embedding_shapes) / layer, head / layer, count)
     if len(layers) != count or sum(layers) != depth or min(layers) < 1:
         raise UserError(
-            f"strategy.layers_per_stage={list(layers)} must be {count} numbers of 1 or more for strategy.pp={pp}"
-            f"{times}, and their sum model.num_hidden_layers={depth}: choose such numbers, or null"
+            f"strategy.layers_per_stage={list(layers)} is not {count} numbers (strategy.pp={pp}{times}) with the sum"
+            f" {depth} (model.num_hidden_layers): choose such numbers, or null"
         )
     return tuple(Stage(i, count, sum(layers[:i]), number) for i, number in enumerate(layers))
 

@@ -161,7 +161,7 @@ def read_record(run_dir: Path) -> Record:
         raise UserError(f"{path} is not a whole record: {one_line(error)}; remove its folder and run again") from None
     record = Record.from_json(values)
     if record.row.get("launch") == "planned":
-        raise UserError(f"{path} is a plan and no measurement, so that runs are not compared with it: remove it")
+        raise UserError(f"{path} is a plan, and runs are compared with runs alone: remove it")
     return record
 
 
@@ -301,7 +301,7 @@ def read_runs_csv(path: Path) -> list[Record]:
     except (ValueError, AttributeError, csv.Error) as error:
         raise UserError(f"{path} is not a table of runs: {error}") from None
     if any(record.row.get("launch") == "planned" for record in records):
-        raise UserError(f"{path} has planned rows, which are no measurements to compare: name a table of runs alone")
+        raise UserError(f"{path} has planned rows, which cannot be compared: name a table of runs alone")
     if not records or any(not row.row.get("run_id") or row.row.get("status") not in STATUSES for row in records):
         raise UserError(f"{path} is not a table of runs: every row of a runs.csv has a run_id and a status")
     return records

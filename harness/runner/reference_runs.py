@@ -227,7 +227,7 @@ def first_layers(plan: RunPlan, cheap_seconds: float, measured: Speed) -> int:
         return predict_cost(single, measured)[0] > limit or capacity_problem(predicted, ()) is not None
 
     if all_layers == 1:
-        raise UserError("it has one layer only, so that nothing smaller could be compared with a single process")
+        raise UserError("it has one layer only, and nothing smaller can be compared with a single process")
     return recorded_layers(plan)[1] or max(bisect.bisect_left(range(1, all_layers), True, key=is_too_deep), 1)
 
 

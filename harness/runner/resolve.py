@@ -40,8 +40,7 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
     """
     for key in keys_holding_secrets(values):
         raise UserError(
-            f"{key} holds a secret, which the run file and the record would store: set it in the library's"
-            " own configuration"
+            f"{key} holds a secret, which the record would store: set it in the library's own configuration"
         )
     if (values.get("strategy") or {}).get("name") == "search":
         raise UserError("strategy=search is searched by `harness plan`, which starts nothing: choose another strategy")
@@ -197,7 +196,7 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
     hardware, names = cluster.hardware, tuple(device.name for device in cuda_devices)
     if hardware is not None and hardware.device_name not in (names[:1] or ("cpu",)):
         raise UserError(
-            f"cluster={cluster.name} has devices of the kind {hardware.device_name}, and this machine has"
+            f"cluster={cluster.name} describes {hardware.device_name}, and this machine has"
             f" {names[0] if names else 'none'}: type harness plan with the same settings, or choose cluster=local"
         )
     if cluster.device == "cuda" and not cuda_devices:
@@ -205,8 +204,8 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
     gpus = os.environ.get("SLURM_GPUS_ON_NODE", "0")
     if cluster.device == "auto" and not cuda_devices and gpus not in ("", "0"):
         raise UserError(
-            f"cluster.device=auto would run on the CPU, although Slurm gave this job {gpus} GPUs: torch sees none of"
-            " them. Install a build of torch for them, or choose cluster.device=cpu"
+            f"cluster.device=auto finds none of this Slurm job's {gpus} GPUs through torch: install a build of torch"
+            " for them, or choose cluster.device=cpu"
         )
     host_free_bytes = psutil.virtual_memory().available
     capabilities = [device.compute_capability for device in cuda_devices]

@@ -209,13 +209,11 @@ def order_by_plan(runs: Sequence[QueuedRun], settings: PlanConfig) -> PlannedOrd
 def _plan_of(run: QueuedRun, setting: str) -> RunPlan:
     """Return the plan of a run. Raises UserError where its machine is unknown, or described by no file."""
     if run.plan is None:
-        raise UserError(
-            f"{setting} needs to know the machine of the runs, which only jobs of a cluster do: leave it out"
-        )
+        raise UserError(f"{setting} cannot predict jobs of a cluster, whose machine is unknown here: leave it out")
     if run_hardware(run.plan.machine, run.plan.config.cluster, run.plan.nodes) is None:
         raise UserError(
-            f"{setting} needs predictions, and no file in conf/cluster describes this machine"
-            f" ({run.plan.machine.device_name}): run harness calibrate first"
+            f"{setting} needs a description of this machine ({run.plan.machine.device_name}): type harness calibrate"
+            " first"
         )
     return run.plan
 

@@ -154,8 +154,8 @@ def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: 
     [
         ("strategy=fsdp_full_shard strategy.engine=accelerate", "through Accelerate"),
         ("strategy=tp model=gpt_tiny", "without biases"),
-        ("strategy=zero1_tp", "by torch alone"),
-        ("strategy=pp_1f1b", "pipeline stages"),
+        ("strategy=zero1_tp", "strategy.engine=torch and matrices"),
+        ("strategy=pp_1f1b", "strategy.pp=2 was not tried"),
         ("strategy=ddp model=moe_tiny", "dense decoder"),
         ("strategy=ddp optimizer=muon", "was not tried"),
         ("strategy=ddp train.compile=true", "fuse the products"),

@@ -284,8 +284,8 @@ def test_a_file_that_cannot_express_the_run_is_not_written(results: Path, capsys
     (directory / "export" / "accelerate.yaml").write_text("old")
     assert main(["export", str(directory)]) == 0
     notes = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    assert notes["accelerate.yaml"].startswith("not written, Accelerate has no pipeline parallelism for training: ")
-    assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b is torch's own")
+    assert notes["accelerate.yaml"].startswith("not written, Accelerate has no pipelines for strategy.pp=2: ")
+    assert notes["deepspeed.json"].startswith("not written, strategy=pp_1f1b does not use DeepSpeed")
     assert notes["train.py"] == str(directory.resolve() / "export" / "train.py")
     assert {path.name for path in (directory / "export").iterdir()} == {"train.py", "torchrun.sh", "torchtitan.toml"}
 
@@ -367,7 +367,7 @@ def test_a_run_of_which_nothing_is_exported_is_one_line(
     """The line has the reason and the nearest change, which can be exported; the exit status is 1."""
     target = written(results, overrides, status=1)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("nothing is written: ") and line.endswith(f": export a run with {change}")
+    assert line.startswith("nothing is written: ") and line.endswith(f": rerun with {change}")
     assert not target.exists()
     written(results, f"{overrides} {change}")
 

@@ -45,7 +45,7 @@ def small(overrides: str) -> RecordedRun:
 
 def nearest_change(reason: str) -> list[str]:
     """Return the settings that a reason ends with, the first of several ways."""
-    change = reason.rpartition(": export a run with ")[2]
+    change = reason.rpartition(": rerun with ")[2]
     return re.split(", | or ", change)[0].split()
 
 

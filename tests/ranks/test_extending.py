@@ -28,7 +28,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     strategy, model, engine, column, value, chart, sentence, imported, placed, tracker, settings = BLOCKS
     files = {
         "conf/strategy/wide_pipeline.yaml": strategy,
-        "conf/model/small.yaml": model,
+        "conf/model/mini.yaml": model,
         "conf/tracking/lines.yaml": settings,
         "harness/report/charts/per_token.py": chart,
         "harness/engines/by_hand.py": engine,
@@ -60,7 +60,7 @@ def statuses(clone: Path, name: str, *overrides: str, tracking: str = "none") ->
 
 
 def test_all_but_an_engine_are_added_by_their_blocks(clone: Path) -> None:
-    run = ("strategy=wide_pipeline", "model=small", "world_size=4", "tracking.options.file=own.jsonl")
+    run = ("strategy=wide_pipeline", "model=mini", "world_size=4", "tracking.options.file=own.jsonl")
     assert statuses(clone, "blocks", *run, tracking="lines") == [("ok", "")]
     (row,) = read_rows(clone / "results", "blocks").to_dict("records")
     assert row["sequences_per_second"] * 32 == pytest.approx(row["tokens_per_second"])

@@ -62,5 +62,5 @@ def test_a_sweep_measures_the_best_predictions_and_says_whether_the_winner_won(d
 def test_a_sweep_on_a_machine_that_no_file_describes_says_what_to_do(tmp_path: Path) -> None:
     done = run_python(tmp_path, "-m", "harness", *SWEEP, *QUICK, "plan.top=2")
     assert done.returncode == 2
-    assert done.stderr.rstrip().splitlines()[-1].endswith("describes this machine (cpu): run harness calibrate first")
+    assert done.stderr.rstrip().splitlines()[-1].endswith("of this machine (cpu): type harness calibrate first")
     assert not list((tmp_path / "results").glob("planned/*/record.json"))

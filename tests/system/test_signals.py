@@ -1,5 +1,6 @@
 """What ends a command from outside: signals that it inherits as ignored, closed terminals and pipes, and low limits."""
 
+import json
 import os
 import pty
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from tests.support.commands import read_rows
 from tests.support.processes import PATIENCE_SECONDS, TINY, Command, run_python, start
-from tests.support.slurm_cluster import wait_for_step
+from tests.support.slurm_cluster import wait_for, wait_for_step
 
 LONG = ("strategy=ddp", "train.steps=100000", "proof.reference=false")
 
@@ -45,7 +46,25 @@ def test_a_command_under_a_shell_that_ignores_sigterm_ends_by_sigterm(tmp_path: 
     wait_for_step(tmp_path, "sweep", 1)
     command.process.terminate()
     assert command.wait() == 130, command.output()
-    assert list(read_rows(tmp_path, "sweep").status) == ["interrupted"] and written(tmp_path) == REPORT
+    (row,) = read_rows(tmp_path, "sweep").itertuples()
+    assert row.status == "interrupted" and row.reason.endswith(" s: the same command runs it again")
+    assert written(tmp_path) == REPORT
+
+
+def test_ctrl_c_says_what_goes_on_without_a_traceback(tmp_path: Path) -> None:
+    """A terminal sends SIGINT to the whole group, in which a reference has begun to train."""
+    command = start(tmp_path, ("strategy=ddp", "train.steps=2000"))
+    references = tmp_path / "sweep" / "references"
+    wait_for(lambda: any(references.glob("*/ranks/*.pulse")), PATIENCE_SECONDS, "a reference has a heartbeat")
+    os.killpg(command.process.pid, signal.SIGINT)
+    assert command.wait() == 128 + signal.SIGINT, command.output()
+    (row,), (reference,) = read_rows(tmp_path, "sweep").itertuples(), references.glob("*/record.json")
+    assert row.reason == f"stopped during its reference {reference.parent.name}: the same command goes on"
+    assert row.status == json.loads(reference.read_bytes())["row"]["status"] == "interrupted"
+    assert f"ddp interrupted: {row.reason} Nothing can be taken" in " ".join(command.output().split())
+    logs = [path.read_text() for path in reference.parent.glob("logs/*.log")]
+    assert logs and "Traceback" not in "".join([command.output(), *logs])
+    assert written(tmp_path) == REPORT
 
 
 def hang_up(command: Command) -> None:

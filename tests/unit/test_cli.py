@@ -70,7 +70,7 @@ def test_a_command_that_is_started_once_for_each_rank_is_refused(
     starter: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done = run_python(ROOT, "-m", "harness", "strategy=ddp", **COPIES[starter])
-    refusal = f"on a node, without {starter}, and it starts the ranks"
+    refusal = f"{starter} must not start the harness, which starts the ranks itself"
     assert done.returncode == 2 and refusal in done.stderr
     for name, value in COPIES[starter].items():
         monkeypatch.setenv(name, value)

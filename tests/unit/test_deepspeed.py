@@ -144,7 +144,7 @@ def test_fp16_is_planned_and_refused_on_a_cpu_that_lacks_it(monkeypatch: pytest.
     of_run = compose_config("strategy=zero2", "precision=fp16_mixed", "world_size=2")
     layout, machine = resolve_layout(of_run.strategy, 2), detect_machine(of_run.cluster)
     (reason,) = unsupported(of_run, layout, machine)
-    assert reason.startswith("precision=fp16_mixed: DeepSpeed has no fp16 on this machine's CPU: choose")
+    assert reason.startswith("precision=fp16_mixed is not possible for DeepSpeed on this CPU: choose")
     assert not list(unsupported(dataclasses.replace(of_run, launch="simulated"), layout, machine))
 
 

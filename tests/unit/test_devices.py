@@ -64,7 +64,7 @@ def test_every_exact_name_leads_to_itself() -> None:
     ],
 )
 def test_an_unknown_name_is_answered_with_the_nearest(name: str, words: str) -> None:
-    with pytest.raises(UserError, match=r"^cluster\.hardware\.device_name=.*is not in the table") as refusal:
+    with pytest.raises(UserError, match=r"^cluster\.hardware\.device_name=.*has no datasheet here") as refusal:
         device_named(name)
     assert words in str(refusal.value) and str(refusal.value).isprintable()
 
@@ -131,4 +131,4 @@ def test_a_plan_needs_the_name_alone(name: str, capsys: pytest.CaptureFixture[st
 def test_a_plan_for_an_unknown_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "model=tiny", "strategy=ddp", "cluster=gpu", "cluster.hardware.device_name=RTX 4080"]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
-    assert "RTX 4080 is not in the table" in line and "RTX 4090" in line
+    assert "RTX 4080 has no datasheet here" in line and "RTX 4090" in line

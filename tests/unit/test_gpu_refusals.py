@@ -149,7 +149,7 @@ def test_the_refusal_names_accelerates_remedy(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(accelerate_engine, "driver_version", lambda: "535.183.01")
     config = compose_config("strategy=ddp", "strategy.engine=accelerate", "model=tiny")
     (problem,) = problems(config, gpus(2, "NVIDIA GeForce RTX 4090", compute_capability=(8, 9)))
-    assert "NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1" in problem
+    assert "export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1" in problem
 
 
 @pytest.mark.parametrize("strategy", ["strategy=zero1", "strategy=zero1 strategy.engine=accelerate"])
@@ -159,7 +159,7 @@ def test_strategies_of_deepspeed_without_deepspeed_are_refused(strategy: str, mo
     config, layout = compose_layout(2, *strategy.split(), "model=tiny")
     listed = list(load_engine(layout.engine).unsupported(config, layout, gpus(2)))
     listed += find_problems(dataclasses.replace(config, launch="simulated"), layout, gpus(2))
-    advice = "deepspeed, which is not installed: DS_ACCELERATOR=cpu pip install 'training-harness[deepspeed]'"
+    advice = "the package deepspeed: type DS_ACCELERATOR=cpu pip install 'training-harness[deepspeed]'"
     assert sum(advice in problem for problem in listed) == 2
 
 

@@ -264,7 +264,7 @@ def test_planned_rows_are_no_measurements(tmp_path: Path, capsys: Capture) -> No
     record = json.loads(example.read_text())
     record["row"]["launch"] = "planned"
     (tmp_path / "record.json").write_text(json.dumps(record))
-    with pytest.raises(UserError, match="plan and no measurement"):
+    with pytest.raises(UserError, match="is a plan, and runs are compared with runs alone"):
         read_record(tmp_path)
 
 

@@ -214,10 +214,12 @@ def test_what_does_not_fit_is_not_measured(sweep: list[QueuedRun]) -> None:
 
 def test_a_machine_without_a_description_has_to_be_calibrated() -> None:
     unknown = dataclasses.replace(H100, device_name="NVIDIA X1")
-    with pytest.raises(UserError, match=r"plan.top=5 needs predictions, .*\(NVIDIA X1\): run harness calibrate first"):
+    with pytest.raises(
+        UserError, match=r"plan.top=5 needs a description of .*\(NVIDIA X1\): type harness calibrate first"
+    ):
         order_by_plan([queued("ddp", machine=unknown)], PlanConfig(top=5))
     run = dataclasses.replace(queued("ddp"), plan=None)
-    with pytest.raises(UserError, match=r"plan.validate=true needs to know the machine"):
+    with pytest.raises(UserError, match=r"plan.validate=true cannot predict jobs of a cluster"):
         order_by_plan([run], PlanConfig(validate=True))
     with pytest.raises(UserError, match=r"plan.top=0 is not a number of configurations"):
         from_dict(PlanConfig, {"top": 0}, "plan")

@@ -31,14 +31,14 @@ WRONG_VALUES = {
 }
 
 BY_ACCELERATE = {
-    "strategy=fsdp_full_shard": "strategy.engine=accelerate with …: Accelerate silently drops sharding on CPU…",
-    "strategy=zero1 precision=bf16_mixed": "…: Accelerate leaves DeepSpeed its BF16_Optimizer…",
+    "strategy=fsdp_full_shard": "strategy.engine=accelerate with … would not shard on a CPU: choose strategy=ddp",
+    "strategy=zero1 precision=bf16_mixed": "… always all-reduces through Accelerate…",
     "strategy=zero1_torch": "strategy.zero_stage=1 is not a mode of Accelerate's ddp…",
     "strategy=ddp +strategy.options.device_ids=1": "strategy.options.device_ids=1 is not supported by…",
     "strategy=zero2 strategy.offload=optimizer": "strategy.offload=optimizer is not supported by strategy.engine=acc…",
     "strategy=ddp strategy.offload=optimizer": "strategy.offload=optimizer is not supported by strategy.engine=acc…",
     "strategy=tp": "strategy.tp=2 is not supported by strategy.engine=accelerate…",
-    "strategy=single world_size=1": "…: Accelerate wraps data parallelism…",
+    "strategy=single world_size=1": "… has no data parallelism to wrap…",
 }
 
 OF_DEEPSPEED = "is not supported by strategy.engine=deepspeed: choose"
@@ -55,18 +55,18 @@ BY_DEEPSPEED = {
         f"strategy.options.reduce_scater=True {OF_DEEPSPEED} among {OPTIONS}"
     ),
     "strategy=zero2 +strategy.options.stage=3": f"strategy.options.stage=3 {OF_DEEPSPEED} among {OPTIONS}",
-    "strategy=zero1_tp strategy.vocabulary_parallel=true": "… does not shard embedding and head; choose false…",
+    "strategy=zero1_tp strategy.vocabulary_parallel=true": "strategy.vocabulary_parallel=true is not supported by…",
     "strategy=zero1_tp strategy.sequence_parallel=true": "strategy.sequence_parallel=true is not supported by…",
-    f"strategy=zero3 {TWO}": "strategy.tp=2 with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers…",
+    f"strategy=zero3 {TWO}": "strategy.tp=2 of DeepSpeed keeps gathered weights…",
     "strategy=ddp strategy.vocabulary_parallel=false": "… is not supported by strategy.engine=torch: choose true…",
     "strategy=zero1_tp strategy.tp=4": "strategy.tp=4 does not divide model.num_key_value_heads=2…",
-    "strategy=zero3 model=gpt_tiny checkpointing=selective": "… adds the biases of model=gpt_tiny in place…",
+    "strategy=zero3 model=gpt_tiny checkpointing=selective": "… would add the biases of model=gpt_tiny twice…",
 }
 
 # What would be lost, split or averaged wrongly.
 INCOMPATIBLE = {
-    "strategy=pp_zero_bubble train.compile=true": "train.compile=true fuses a layer's backward into one operator…",
-    "strategy=ddp checkpointing=selective train.compile=true": "checkpointing=selective recomputes parts of a layer…",
+    "strategy=pp_zero_bubble train.compile=true": "… cannot split a backward that train.compile=true fuses…",
+    "strategy=ddp checkpointing=selective train.compile=true": "… cannot recompute parts of a layer…",
     "strategy=ddp strategy.offload=parameters": (
         "strategy.offload=parameters is not supported by strategy.data_parallel=ddp: choose none, or…"
     ),
@@ -74,13 +74,13 @@ INCOMPATIBLE = {
         "strategy.offload=optimizer is not supported by strategy.data_parallel=none: choose none, or…"
     ),
     "strategy=fsdp_full_shard strategy.offload=optimizer": "strategy.offload=… is not a policy of fully_shard…",
-    "strategy=zero2 strategy.offload=parameters": "strategy.offload=… needs strategy.zero_stage=3, not 2…",
+    "strategy=zero2 strategy.offload=parameters": "… needs sharded parameters, not strategy.zero_stage=2…",
     "strategy=pp_zero_bubble train.loss_chunks=4": "train.loss_chunks=4 saves nothing under strategy.schedule…",
-    "strategy=ddp_pp strategy.schedule=zero_bubble": "… before the second half…",
+    "strategy=ddp_pp strategy.schedule=zero_bubble": "… before strategy.schedule=zero_bubble has computed them…",
     "strategy=fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble": "… frees parameters…",
     "strategy=cp strategy.data_parallel=none": "… to average gradients…",
     "strategy=tp_pp strategy.data_parallel=ddp": "… cannot wrap a model that strategy.tp=2 shards…",
-    "strategy=cp train.seq_len=33": "… choose train.seq_len a multiple of 8…",
+    "strategy=cp train.seq_len=33": "strategy.cp=4 cuts train.seq_len=33 into 8 chunks: choose a multiple of 8…",
     "strategy=fsdp_full_shard strategy.dp_replicate=4": "… shards nothing…",
     "strategy=zero1_torch strategy.dp_replicate=4": "… shards nothing…",
 }
@@ -95,9 +95,9 @@ PLAYED = {
     f"{SIMULATED} simulate.rank=8 world_size=8": "simulate.rank=8 is not one of the 8 ranks: choose 0 to 7",
     f"{SIMULATED} simulate.rank=last": "simulate.rank=last is not a rank: choose peak, all, or a number…",
     f"{VIRTUAL} simulate.rank=4": "simulate.rank=4 is not one of the 4 ranks: choose 0 to 3",
-    f"{VIRTUAL} cluster.nodes=2": "cluster.nodes=2 with launch=virtual, which runs one rank on this machine: choose 1…",
+    f"{VIRTUAL} cluster.nodes=2": "cluster.nodes=2 with launch=virtual, which runs one rank here: choose 1…",
     "strategy=dp launch=virtual world_size=1": (  # every reason at once
-        "… has one rank, which needs all its devices: choose launch=processes; strategy=dp needs two CUDA devices…"
+        "… needs all devices: choose launch=processes; strategy=dp needs two CUDA devices…"
     ),
 }
 

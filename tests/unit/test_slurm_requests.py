@@ -167,7 +167,7 @@ def test_a_site_that_does_not_tell_must_be_told_the_number(site: None) -> None:
 )
 def test_a_value_that_would_add_a_line_is_refused(planted: dict[str, Any], tmp_path: Path) -> None:
     resources = SlurmResources(**planted)
-    with pytest.raises(UserError, match=r"^hydra/launcher=slurm: .*control character.*planted") as refusal:
+    with pytest.raises(UserError, match=r"^hydra/launcher=slurm .*control character.*planted") as refusal:
         batch_script(
             sbatch_header(resources, "processes", {"device": "cpu"}), resources, [tmp_path / "values.json"], tmp_path
         )

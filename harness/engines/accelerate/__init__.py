@@ -33,8 +33,8 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     if machine.device == "cuda" and needs_slower_nccl(machine, driver_version()):
         yield (
-            f"strategy.engine=accelerate rejects several {machine.device_name} under a driver before 550.40.07: update"
-            " it, set NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 in the environment, or choose strategy.engine=torch"
+            f"strategy.engine=accelerate rejects several {machine.device_name} before driver 550.40.07: update it, or"
+            " type export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"
         )
     for axis in (*MODEL_AXES, "ep"):
         if getattr(layout, axis) > 1:
@@ -48,7 +48,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     elif layout.zero_stage > 0:
         yield from deepspeed_unsupported(config, layout, machine)
     else:
-        yield f"{subject}: Accelerate wraps data parallelism only; choose strategy=ddp, a fsdp_* or a zero*"
+        yield f"{subject} has no data parallelism to wrap: choose strategy=ddp"
 
 
 def needs_slower_nccl(machine: "Machine", driver: str | None) -> bool:
@@ -76,17 +76,17 @@ def fsdp_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") 
     """Yield every reason why fully_shard cannot train this run through Accelerate's plugin."""
     subject = f"strategy.engine=accelerate with strategy={config.strategy.name}"
     if machine.device == "cpu":
-        yield f"{subject}: Accelerate silently drops sharding on CPU and would train plain DDP; choose strategy=ddp"
+        yield f"{subject} would not shard on a CPU: choose strategy=ddp"
     if layout.zero_stage < 2:
-        yield f"{subject}: strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's FSDP2; choose 2 or 3"
+        yield f"strategy.zero_stage={layout.zero_stage} is not a mode of Accelerate's FSDP2: choose 2 or 3"
     if layout.dp_shard == 1:
-        yield f"{subject}: strategy.dp_shard=1 shards nothing, which Accelerate rejects; choose 2 or more"
+        yield "strategy.dp_shard=1 shards nothing, which Accelerate rejects: choose 2 or more"
     if config.strategy.options:
         yield f"strategy.options={config.strategy.options} apply to strategy.data_parallel=ddp only: choose {{}}"
     if config.model.tie_word_embeddings:
-        yield f"{subject}: model.tie_word_embeddings=true shares a weight between two groups of FSDP2; choose false"
+        yield "model.tie_word_embeddings=true shares a weight between two groups of Accelerate's FSDP2: choose false"
     if not model_profile(config.model).is_project_decoder:
-        yield f"{subject}: FSDP2 is tested for built-in models only, not model={config.model.name}; choose tiny"
+        yield f"model={config.model.name} was not tried with Accelerate's FSDP2: choose model=tiny"
 
 
 def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> Iterator[str]:
@@ -99,13 +99,13 @@ def deepspeed_unsupported(config: "RunConfig", layout: "Layout", machine: "Machi
         yield "strategy.engine=accelerate runs DeepSpeed through transformers: pip install 'training-harness[hf]'"
     if layout.zero_stage == 1 and config.precision.is_mixed and reduces_to_owner_rank(config):
         yield (
-            f"precision={config.precision.name} with strategy.zero_stage=1: Accelerate leaves DeepSpeed its"
-            " BF16_Optimizer, which all-reduces whatever strategy.options says: choose strategy=zero1_defaults or zero2"
+            f"precision={config.precision.name} with strategy.zero_stage=1 always all-reduces through Accelerate:"
+            " choose strategy=zero1_defaults, or strategy=zero2"
         )
     if machine.device == "cpu" and machine.devices:
         yield (
-            "strategy.engine=accelerate uses a GPU for DeepSpeed wherever it sees one: choose cluster.device=cuda, or"
-            " CUDA_VISIBLE_DEVICES= in the environment"
+            "strategy.engine=accelerate lets DeepSpeed use every GPU that it sees: choose cluster.device=cuda, or type"
+            " export CUDA_VISIBLE_DEVICES="
         )
 
 

@@ -48,17 +48,14 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     """Yield every reason why DeepSpeed cannot train this run."""
     if importlib.util.find_spec("deepspeed") is None:
         yield (
-            "strategy.engine=deepspeed needs the package deepspeed, which is not installed: DS_ACCELERATOR=cpu pip"
-            " install 'training-harness[deepspeed]', or choose strategy.engine=torch"
+            f"strategy={config.strategy.name} needs the package deepspeed: type DS_ACCELERATOR=cpu pip install"
+            " 'training-harness[deepspeed]', or choose strategy=fsdp_full_shard"
         )
     if config.precision.compute == "float16" and machine.device == "cpu" and config.launch != "simulated":
         import torch
 
         if not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # as DeepSpeed asks (cpu_accelerator.py)
-            yield (
-                f"precision={config.precision.name}: DeepSpeed has no fp16 on this machine's CPU: choose bf16_mixed, or"
-                " strategy.engine=torch"
-            )
+            yield (f"precision={config.precision.name} is not possible for DeepSpeed on this CPU: choose bf16_mixed")
     yield from layout_unsupported(config, layout)
 
 
@@ -85,14 +82,13 @@ def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
     profile = model_profile(config.model)
     if config.checkpointing.name == "selective" and profile.has_biases and replaces_linear_function(config, layout):
         yield (
-            f"checkpointing=selective saves products to which DeepSpeed's linear function of stage 3 adds the biases of"
-            f" model={config.model.name} in place, a second time in the recomputation: choose none or full, or"
-            " +strategy.options.memory_efficient_linear=false"
+            f"checkpointing=selective would add the biases of model={config.model.name} twice in DeepSpeed's stage 3:"
+            " choose checkpointing=full, or +strategy.options.memory_efficient_linear=false"
         )
     if layout.offload == "parameters" and layout.zero_stage < 3:
         yield (
-            f"strategy.offload=parameters needs strategy.zero_stage=3, not {layout.zero_stage}: DeepSpeed offloads only"
-            " what it shards; choose optimizer, or zero_stage 3"
+            f"strategy.offload=parameters needs sharded parameters, not strategy.zero_stage={layout.zero_stage}: choose"
+            " strategy.zero_stage=3, or strategy.offload=optimizer"
         )
     yield from option_problems(config.strategy.options, FLAGS, SIZES, "strategy.engine=deepspeed")
 
@@ -104,13 +100,13 @@ def tensor_parallel_unsupported(config: "RunConfig", layout: "Layout") -> Iterat
     if not profile.is_project_decoder or profile.has_biases:
         yield f"{tp} of DeepSpeed is tested for matrices without biases, not model={config.model.name}: choose 1"
     if config.checkpointing.name == "selective":
-        yield f"checkpointing=selective saves products that {tp} of DeepSpeed then sums in place: choose none or full"
+        yield f"checkpointing=selective saves products that {tp} of DeepSpeed changes in place: choose none or full"
     if layout.vocabulary_parallel:
-        yield f"strategy.vocabulary_parallel=true: {tp} of DeepSpeed does not shard embedding and head; choose false"
+        yield f"strategy.vocabulary_parallel=true is not supported by {tp} of DeepSpeed: choose false"
     if layout.sequence_parallel:
         yield f"strategy.sequence_parallel=true is not supported by {tp} of DeepSpeed: choose false"
     if layout.zero_stage == 3:
         yield (
-            f"{tp} with strategy.zero_stage=3: DeepSpeed's tensor-parallel layers multiply by a view of the gathered"
-            " weight, which autograd then holds unsharded until backward; choose zero_stage 1 or 2, or strategy.tp=1"
+            f"{tp} of DeepSpeed keeps gathered weights until backward with strategy.zero_stage=3: choose"
+            " strategy.zero_stage=2, or strategy.tp=1"
         )

@@ -23,13 +23,13 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield f"strategy.cp={layout.cp} needs strategy.data_parallel to average gradients: choose ddp or fsdp"
     if wrapper == "ddp" and layout.splits_backward:
         yield (
-            "strategy.data_parallel=ddp all-reduces gradients before the second half of the backwards of"
-            " strategy.schedule=zero_bubble has computed them: choose fsdp with zero_stage 0 or 2, or another schedule"
+            "strategy.data_parallel=ddp all-reduces gradients before strategy.schedule=zero_bubble has computed them:"
+            " choose strategy.data_parallel=fsdp, or strategy.schedule=1f1b"
         )
     if wrapper == "fsdp" and stage == 3 and layout.splits_backward:
         yield (
-            "strategy.zero_stage=3 frees parameters that the second half of the backwards of"
-            " strategy.schedule=zero_bubble needs: choose 0 or 2, or another schedule"
+            "strategy.zero_stage=3 frees parameters that strategy.schedule=zero_bubble still needs: choose"
+            " strategy.zero_stage=2, or strategy.schedule=1f1b"
         )
     if wrapper == "none" and layout.dp_enabled:
         yield f"strategy.data_parallel=none trains on one rank, not {layout.dp}: choose ddp or fsdp"
@@ -39,18 +39,18 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield f"strategy.zero_stage={stage} is not a mode of strategy.data_parallel=ddp: choose data_parallel=fsdp"
     if layout.partitions_by_parameter and layout.ep_enabled:
         yield (
-            f"strategy.ep={layout.ep}: ZeroRedundancyOptimizer divides parameters that all its ranks have, not experts:"
-            " choose strategy=fsdp_ep, or ep"
+            f"ZeroRedundancyOptimizer cannot divide experts by strategy.ep={layout.ep}: choose strategy=fsdp_ep, or"
+            " strategy=ep"
         )
     if layout.partitions_by_parameter and config.precision.is_mixed:
         yield (
-            f"precision={config.precision.name} has master weights, all of which ZeroRedundancyOptimizer keeps on every"
-            " rank: choose strategy=zero1, or precision=fp32"
+            f"ZeroRedundancyOptimizer does not divide the master weights of precision={config.precision.name}: choose"
+            " strategy=zero1, or precision=fp32"
         )
     if wrapper == "ddp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards nothing under strategy.data_parallel=ddp: choose 1"
     if wrapper == "fsdp" and stage == 1:
-        yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 0, 2 or 3, or strategy=zero1 or zero1_torch"
+        yield "strategy.zero_stage=1 is not a mode of fully_shard: choose 2 or 3, or strategy=zero1"
     if wrapper == "fsdp" and stage == 0 and layout.dp_shard > 1:
         yield f"strategy.dp_shard={layout.dp_shard} shards parameters, which strategy.zero_stage=0 does not: choose 1"
     if layout.tp_enabled and wrapper == "ddp":
@@ -58,12 +58,12 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     if layout.offload != "none" and wrapper != "fsdp":
         yield (
             f"strategy.offload={layout.offload} is not supported by strategy.data_parallel={wrapper}: choose none, or"
-            " strategy=fsdp_full_shard or zero_offload"
+            " strategy=zero_offload"
         )
     elif layout.offload == "optimizer":
         yield (
-            "strategy.offload=optimizer is not a policy of fully_shard, whose optimizer steps where the parameters lie:"
-            " choose parameters, or strategy=zero_offload"
+            "strategy.offload=optimizer is not a policy of fully_shard: choose strategy.offload=parameters, or"
+            " strategy=zero_offload"
         )
     if not layout.vocabulary_parallel:
         yield "strategy.vocabulary_parallel=false is not supported by strategy.engine=torch: choose true"

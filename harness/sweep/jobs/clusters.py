@@ -28,8 +28,8 @@ def job_cluster(launcher: GroupValues) -> JobCluster:
     keys = {key: value for key, value in launcher.items() if key not in ("_target_", "kind")}
     for key in keys_holding_secrets(keys, "hydra.launcher"):
         raise UserError(
-            f"{key} holds a secret, which the batch script would store: set it in the environment of the cluster's"
-            " nodes, which sbatch passes on, or in a file that a line of hydra.launcher.setup reads"
+            f"{key} holds a secret, which the job's files would store: set it in the environment of the nodes, or read"
+            " it from a file by a line of hydra.launcher.setup"
         )
     return CLUSTERS[launcher["kind"]](keys)
 

@@ -125,8 +125,8 @@ class JobExecutor:
                 queued = self.cluster.states({run.job for run in selected if run.job})
                 if queued is None:
                     raise UserError(
-                        f"hydra/launcher={self.cluster.launcher}: {self.cluster.title} does not respond, so that it is"
-                        " unknown which jobs are queued: try again later"
+                        f"hydra/launcher={self.cluster.launcher} cannot list queued jobs, as {self.cluster.title} does"
+                        " not respond: try again later"
                     )
                 unsubmitted = [run for run in selected if run.job not in queued]
                 for run in unsubmitted:

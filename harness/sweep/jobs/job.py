@@ -145,8 +145,8 @@ def node_request(
             if gpus is not None:
                 reason = f"{source} reports no node with GPUs"
             raise UserError(
-                f"cluster.gpus_per_node=null with cluster.device={cluster.device} requests all GPUs of a node, and"
-                f" {reason}: choose their number, {remedy}or cluster.device=cpu"
+                f"cluster.gpus_per_node=null requests all GPUs of a node, and {reason}: choose their number,"
+                f" {remedy}or cluster.device=cpu"
             )
         gpus = min(gpus, MOST_GPUS.get(launch, gpus))
     ranks = gpus or other_gpus
@@ -162,8 +162,8 @@ def printable_lines(lines: Iterable[str], launcher: str) -> str:
     for line in texts:
         if not line.isprintable():
             raise UserError(
-                f"hydra/launcher={launcher}: a line of the job's script has a line break or another control character,"
-                f" shown as \N{REPLACEMENT CHARACTER}: remove it from the key or the path in {printable(line)}"
+                f"hydra/launcher={launcher} cannot write a control character into a script: remove the"
+                f" \N{REPLACEMENT CHARACTER} from {printable(line)}"
             )
     return "\n".join(texts)
 

@@ -35,8 +35,8 @@ class Kubernetes(JobFiles):
         for key in ("image", "claim", "mount"):
             if not getattr(self.resources, key):
                 raise UserError(
-                    f"hydra.launcher.{key}=null: name the image with the harness's environment, the"
-                    " PersistentVolumeClaim with the shared folder, and the folder in which a pod mounts it"
+                    f"hydra.launcher.{key}=null: name the image with the harness, the PersistentVolumeClaim with the"
+                    " shared folder, and where a pod mounts it"
                 )
 
     def write_files(self, runs: Sequence[JobRun]) -> list[str]:

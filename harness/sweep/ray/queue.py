@@ -60,8 +60,8 @@ class RayQueue(JobCluster):
             return submission.JobSubmissionClient(self.resources.address)
         except NO_ANSWER as error:
             raise UserError(
-                f"hydra.launcher.address={self.resources.address} leads to no Ray cluster ({one_line(error)}): give the"
-                " address of its dashboard, such as http://head:8265, or start one with `ray start --head`"
+                f"hydra.launcher.address={self.resources.address} leads to no Ray cluster ({one_line(error)}): choose"
+                " its dashboard, such as http://head:8265, or type ray start --head"
             ) from None
 
     def node_shape(self) -> Shape:
