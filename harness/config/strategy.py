@@ -36,6 +36,10 @@ class StrategyConfig:
     dp_replicate: Degree = 1  # The number of copies of the model, or of the group of ranks that shards it.
     # The number of ranks that divide model state by zero_stage; the data-parallel degree is dp_replicate x dp_shard.
     dp_shard: Degree = 1
+    # The number of neighboring ranks of dp_shard that share out a second copy of the parameters, which backward gathers
+    # in the place of the shards of all ranks: a part of a node, for example. 1 is no copy. FSDP2 calls it an integer
+    # reshard_after_forward, and ZeRO++ the secondary partition (hpZ, arXiv 2306.10209).
+    secondary_shards: Positive = 1
     tp: Degree = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
     # Whether tensor-parallel ranks also divide norms and the residual stream, along the sequence.
     sequence_parallel: bool = False

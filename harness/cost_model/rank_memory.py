@@ -11,13 +11,14 @@ from operator import add, mul
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.data_parallel_buckets import DistributedDataParallel
 from harness.cost_model.deepspeed_buckets import ZeroStage2, ZeroStage3
 from harness.cost_model.deepspeed_zero import ZeroStage1, rank_partitions
+from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
-from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths

@@ -83,6 +83,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         rules |= {
             "stack_adapter": config.model.adapter.is_enabled,
             "stack_optimizer": config.optimizer.name != "adamw",
+            "stack_secondary": layout.secondary_shards > 1,
             "stack_offload": layout.offload != "none",
             "stack_checkpointing": checkpointing.name == "selective",
             "stack_offload_activations": checkpointing.offload_activations,

@@ -43,6 +43,7 @@ class Layout:
     offload: Offload
     vocabulary_parallel: bool = True
     ep: int = 1
+    secondary_shards: int = 1
 
     @property
     def dp(self) -> int:
@@ -78,6 +79,11 @@ class Layout:
     def splits_backward(self) -> bool:
         """Whether a backward runs in two halves, for inputs and for weights (zero bubble, arXiv 2401.10241)."""
         return self.pp_enabled and self.schedule == "zero_bubble"
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """What fully_shard calls by this name: whether parameters are divided again, or over how many ranks."""
+        return self.secondary_shards if self.secondary_shards > 1 else self.zero_stage == 3
 
     @property
     def vocabulary_tp(self) -> int:

@@ -30,7 +30,7 @@ WORLDS = {
     "cp": (2, 3, 4),
     **dict.fromkeys(("tp", "tp_sp"), (2, 4)),
     **dict.fromkeys(("pp_1f1b", "pp_gpipe", "pp_interleaved", "pp_zero_bubble"), (2, 3, 4)),
-    **dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp", "fsdp_hybrid_shard"), (4, 6, 8)),
+    **dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp", "fsdp_hybrid_shard", "zero3_hpz"), (4, 6, 8)),
 }
 
 MODEL_RANKS = {"3d": 4, "tp_pp": 4} | dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp"), 2)
@@ -246,6 +246,8 @@ def draw_preset(
         overrides["strategy.engine"] = "accelerate"
     if strategy in ("fsdp_full_shard", "fsdp_shard_grad_op", "zero3") and r.random() < 0.2:
         overrides["strategy.offload"] = "parameters"
+    if strategy == "fsdp_full_shard" and world in (4, 6, 8) and r.random() < 0.2:
+        overrides["strategy.secondary_shards"] = 2
     if overrides["model"] == "gpt_tiny" and r.random() < 0.2:
         overrides["model.dropout"] = 0.1
     return overrides

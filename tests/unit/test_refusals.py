@@ -85,6 +85,19 @@ INCOMPATIBLE = {
     "strategy=zero1_torch strategy.dp_replicate=4": "… shards nothing…",
 }
 
+DIVIDED_AGAIN = "strategy=fsdp_full_shard strategy.secondary_shards"
+
+SECONDARY = {
+    f"{DIVIDED_AGAIN}=3": "strategy.secondary_shards=3 does not divide the 4 shards into several…: choose 1 or 2",
+    f"{DIVIDED_AGAIN}=4": "strategy.secondary_shards=4 does not divide the 4 shards into several…: choose 1 or 2",
+    f"{DIVIDED_AGAIN}=2 strategy.zero_stage=2": "… which strategy.zero_stage=2 keeps whole: choose…",
+    "strategy=fsdp_tp strategy.secondary_shards=2": "… was proven for data parallelism alone…",
+    f"{DIVIDED_AGAIN}=2 model=moe_tiny": "strategy.secondary_shards=2 was not tried with experts…",
+    f"{DIVIDED_AGAIN}=2 adapter=lora": "strategy.secondary_shards=2 was not tried with adapter=lora…",
+    "strategy=zero3_hpz strategy.offload=parameters": "… was not tried with strategy.offload=parameters…",
+    "strategy=zero3_hpz strategy.engine=accelerate": "strategy.secondary_shards=2 is not supported by…",
+}
+
 SIMULATED = "strategy=ddp launch=simulated cluster=8xh100 train.global_batch=16"
 
 VIRTUAL = "strategy=ddp launch=virtual world_size=4"
@@ -107,7 +120,7 @@ PLAYED = {
     [
         *(WRONG_VALUES | PLAYED).items(),
         *((f"world_size=2 {overrides} strategy.engine=accelerate", said) for overrides, said in BY_ACCELERATE.items()),
-        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE).items()),
+        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY).items()),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(overrides: str, sentence: str) -> None:
