@@ -10,7 +10,8 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")  # the same axes,
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # those whose ranks have different tokens
 MODEL_AXES = ("tp", "cp", "pp")  # those that divide more than the batch and the model state
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
+V_SCHEDULES = ("zbv", "dualpipev")  # whose ranks have two stages, the n-th from the front and the n-th from the back
 DataParallel = Literal["none", "ddp", "fsdp"]
 Offload = Literal["none", "optimizer", "parameters"]
 ZeroStage = Annotated[int, one_of(0, 1, 2, 3)]

@@ -57,7 +57,7 @@ def expected_bytes(
     for stage in stages_of_rank(config.model, layout, rank):
         # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
         # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
-        neighbors = (not stage.holds_head) + (not stage.holds_embedding)
+        neighbors = (not stage.holds_head) + (not stage.holds_embedding) - abs(stage.local_neighbor)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
         for sent in (
             *(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from harness.config.from_dict import divisors_text
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
+from harness.config.strategy import V_SCHEDULES
 from harness.layout.layer_spec import SHARD_DIM, STYLES, layer_matrices
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.partition import split_into_stages
@@ -97,6 +98,9 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     rules = {
         "plain_schedule": schedule in ("gpipe", "1f1b") and layout.virtual_stages > 1,
         "interleaved_schedule": schedule == "interleaved_1f1b" and layout.virtual_stages == 1,
+        "v_stages": schedule in V_SCHEDULES and layout.virtual_stages != 2,
+        "v_micro_batches": layout.is_v_shaped and p <= micro_batches < 2 * p,
+        "v_tied": layout.is_v_shaped and model.tie_word_embeddings,
         "few_micro_batches": micro_batches < p,
         "micro_batch_rounds": takes_rounds and micro_batches >= p and micro_batches % (micro_batches // p) != 0,
     }

@@ -16,6 +16,7 @@ from harness.config.strategy import (
     DATA_AXES,
     DEGREES,
     MODEL_AXES,
+    V_SCHEDULES,
     DataParallel,
     Offload,
     Schedule,
@@ -77,8 +78,13 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a backward runs in two halves, for inputs and for weights (zero bubble, arXiv 2401.10241)."""
-        return self.pp_enabled and self.schedule == "zero_bubble"
+        """Whether backwards, or some of them, run in two halves: for inputs and for weights (arXiv 2401.10241)."""
+        return self.pp_enabled and self.schedule in ("zero_bubble", *V_SCHEDULES)
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the last rank of the pipeline has the two stages in the middle, and the first one both ends."""
+        return self.pp_enabled and self.schedule in V_SCHEDULES and self.virtual_stages == 2
 
     @property
     def reshard_after_forward(self) -> bool | int:
@@ -94,6 +100,16 @@ class Layout:
     def num_stages(self) -> int:
         """The number of stages that the model's depth is cut into."""
         return self.pp * self.virtual_stages
+
+    def stage_indices(self, pp_rank: int) -> tuple[int, ...]:
+        """Return which stages this rank of the pipeline has: every pp-th one, or two that are as far from the ends."""
+        if self.is_v_shaped:
+            return pp_rank, self.num_stages - 1 - pp_rank
+        return tuple(range(pp_rank, self.num_stages, self.pp))
+
+    def pp_rank_of(self, stage_index: int) -> int:
+        """Return which rank of the pipeline has this stage."""
+        return next(pp_rank for pp_rank in range(self.pp) if stage_index in self.stage_indices(pp_rank))
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ from tests.support.commands import compose
 CPU = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # for two ranks, with memory for every model
 
 WRONG_VALUES = {
-    "strategy.schedule=zbv": "strategy.schedule=zbv is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb…",
+    "strategy.schedule=zbh2": "strategy.schedule=zbh2 is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb…",
     "strategy.data_parallel=dp": "strategy.data_parallel=dp is not known: choose none, ddp, fsdp…",
     "strategy.offload=all": "strategy.offload=all is not known: choose none, optimizer, parameters…",
     "checkpointing.name=half": "checkpointing=half is not known: choose none, full, every_n, selective, attention…",
@@ -65,6 +65,12 @@ BY_DEEPSPEED = {
 
 # What would be lost, split or averaged wrongly.
 INCOMPATIBLE = {
+    "strategy=pp_zbv strategy.virtual_stages=1": "strategy.virtual_stages=1 does not make the two stages of each rank…",
+    "strategy=pp_zbv strategy.pp=4 train.global_batch=7 train.micro_batch=1": "… make 7 micro-batches, fewer than the…",
+    "strategy=pp_dualpipev model.num_hidden_layers=8 model.tie_word_embeddings=true": (
+        "model.tie_word_embeddings=true shares a table…of strategy.schedule=dualpipev, which was not tried…"
+    ),
+    "strategy=pp_zbv strategy.pp=2 strategy.dp_replicate=2 strategy.data_parallel=ddp": "… strategy.schedule=zbv has…",
     "strategy=pp_zero_bubble train.compile=true": "train.compile=true fuses a layer's backward into one operator…",
     "strategy=ddp checkpointing=selective train.compile=true": "checkpointing=selective recomputes parts of a layer…",
     "strategy=ddp strategy.offload=parameters": (

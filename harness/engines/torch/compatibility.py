@@ -24,12 +24,13 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
     if wrapper == "ddp" and layout.splits_backward:
         yield (
             "strategy.data_parallel=ddp all-reduces gradients before the second half of the backwards of"
-            " strategy.schedule=zero_bubble has computed them: choose fsdp with zero_stage 0 or 2, or another schedule"
+            f" strategy.schedule={layout.schedule} has computed them: choose fsdp with zero_stage 0 or 2, or another"
+            " schedule"
         )
     if wrapper == "fsdp" and stage == 3 and layout.splits_backward:
         yield (
             "strategy.zero_stage=3 frees parameters that the second half of the backwards of"
-            " strategy.schedule=zero_bubble needs: choose 0 or 2, or another schedule"
+            f" strategy.schedule={layout.schedule} needs: choose 0 or 2, or another schedule"
         )
     if wrapper == "none" and layout.dp_enabled:
         yield f"strategy.data_parallel=none trains on one rank, not {layout.dp}: choose ddp or fsdp"
