@@ -14,7 +14,7 @@ ZBV, DUAL = "pp_zbv", "pp_dualpipev"
 
 SIZES = "train.micro_batch=1 train.seq_len=32 train.steps=1 train.warmup_steps=2"
 
-# 10.4 million parameters over three ranks.
+# 12.5 million parameters over three ranks.
 LARGE = (
     "model.num_hidden_layers=6 model.hidden_size=384 model.intermediate_size=1024 model.vocab_size=4001"
     " model.num_attention_heads=6 model.num_key_value_heads=2 train.global_batch=6"
@@ -55,11 +55,15 @@ def record_of(results: Path, world: int, strategy: str) -> Record:
     ],
 )
 def test_a_v_is_proven_and_planned(results: Path, world: int, strategy: str) -> None:
-    """Passes in flight are those of the papers, and the row's bubble is that of the schedule."""
+    """Passes in flight are those of the papers, the bubble is that of the schedule, and the peak the plan's.
+
+    The threads of gloo may free copies of shards late, so that they are left out of the upper bound.
+    """
     record = record_of(results, world, strategy)
     row = record.row
     assert_ok(row)
-    assert row["peak_allocated_bytes"] == pytest.approx(row["predicted_peak_bytes"], rel=0.05)
+    planned = row["predicted_peak_bytes"]
+    assert row["peak_without_backend_bytes"] < 1.03 * planned and row["peak_allocated_bytes"] > 0.97 * planned
     p, m = row["pp"], row["grad_accumulation"]
     if row["schedule"] == "zero_bubble":
         assert row["pipeline_bubble_theory"] == pytest.approx((p - 1) / (6 * m))
