@@ -10,9 +10,10 @@ from harness.cost_model.expert_communication import RoutedRows
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches, split_passes
-from harness.layout.layout import Layout, is_data_parallel_axis
+from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
+from harness.layout.rank_groups import is_data_parallel_axis
 from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import attention_kernels, communication_entries, executed_flops
 from harness.records.rank_report import FUSED_KERNELS, RankReport
