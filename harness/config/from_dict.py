@@ -145,6 +145,7 @@ def is_above_zero(value: float) -> bool:
 
 
 @cache
-def divisors_text(number: int) -> str:
-    """Return the divisors of a number for a sentence, such as "1, 2 or 4"."""
-    return join_words([str(d) for d in range(1, number + 1) if number % d == 0], "or")
+def divisors_text(number: int, is_proper: bool = False) -> str:
+    """Return the divisors of a number for a sentence, such as "1, 2 or 4"; `is_proper` leaves out the number itself."""
+    most = max(1, number - is_proper)
+    return join_words([str(d) for d in range(1, most + 1) if number % d == 0], "or")

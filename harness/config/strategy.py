@@ -10,7 +10,8 @@ DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp", "ep")  # the same axes,
 DATA_AXES = ("dp_replicate", "dp_shard", "ep", "cp")  # those whose ranks have different tokens
 MODEL_AXES = ("tp", "cp", "pp")  # those that divide more than the batch and the model state
 
-Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "dualpipev"]
+V_SCHEDULES = ("zbv", "dualpipev")  # whose ranks have two stages, the n-th from the front and the n-th from the back
 DataParallel = Literal["none", "ddp", "fsdp"]
 Offload = Literal["none", "optimizer", "parameters"]
 ZeroStage = Annotated[int, one_of(0, 1, 2, 3)]
@@ -36,6 +37,10 @@ class StrategyConfig:
     dp_replicate: Degree = 1  # The number of copies of the model, or of the group of ranks that shards it.
     # The number of ranks that divide model state by zero_stage; the data-parallel degree is dp_replicate x dp_shard.
     dp_shard: Degree = 1
+    # The number of neighboring ranks of dp_shard that share out a second copy of the parameters, which backward gathers
+    # in the place of the shards of all ranks: a part of a node, for example. 1 is no copy. FSDP2 calls it an integer
+    # reshard_after_forward, and ZeRO++ the secondary partition (hpZ, arXiv 2306.10209).
+    secondary_shards: Positive = 1
     tp: Degree = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
     # Whether tensor-parallel ranks also divide norms and the residual stream, along the sequence.
     sequence_parallel: bool = False

@@ -57,7 +57,7 @@ def expected_bytes(
     for stage in stages_of_rank(config.model, layout, rank):
         # Every micro-batch's hidden states go to the next stage in forward, and their gradient to the one before in
         # backward. Tensor-parallel ranks all send all of them; with sequence parallelism each sends its part.
-        neighbors = (not stage.holds_head) + (not stage.holds_embedding)
+        neighbors = (not stage.holds_head) + (not stage.holds_embedding) - abs(stage.local_neighbor)
         transfers = neighbors * layout.grad_accumulation_steps(config.train) * shape.hidden_bytes
         for sent in (
             *(
@@ -258,9 +258,10 @@ def dp_bytes(
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
-    Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
-    synchronize once. A reduction goes through the ring so many times. Experts that expert parallelism divides are
-    gathered and reduced among the ranks that have the same ones.
+    Secondary shards serve every gathering but the first one of a micro-batch, or where they last until the update, of a
+    step (ZeRO++, arXiv 2306.10209, section 3.2). Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter
+    every micro-batch; replicas of shards synchronize once. A reduction goes through the ring so many times. Experts
+    that expert parallelism divides are gathered and reduced among the ranks that have the same ones.
     """
     gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
     updates = sum(gathered_updates(config, layout, stage, is_padded=rank is not None))
@@ -268,8 +269,14 @@ def dp_bytes(
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
     reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
+    among_few = 0.0
+    if layout.secondary_shards > 1:
+        among_few = gathered - reduced_once * (
+            1 if widths.keeps_secondary_shards else reductions_per_step(config, layout)
+        )
+    among_all = ring_fraction(shards) * ((gathered - among_few) * widths.gathered + updates * BF16_BYTES)
     sent = {
-        (along_shards, "gather"): ring_fraction(shards) * (gathered * widths.gathered + updates * BF16_BYTES),
+        (along_shards, "gather"): among_all + ring_fraction(layout.secondary_shards) * among_few * widths.gathered,
         (along_shards, "reduce"): passes * ring_fraction(shards) * reduced * reduce_bytes * (layout.zero_stage > 0),
         (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced_once * reduce_bytes / shards,
     }

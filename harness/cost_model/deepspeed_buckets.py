@@ -201,16 +201,36 @@ class ZeroStage2(BucketedZero):
 
 
 class ZeroStage3(BucketedZero):
-    """Stage 3, which gathers parameters module by module."""
+    """Stage 3, which gathers parameters module by module.
+
+    A parameter's secondary shard is copied from it when a module leaves it for the first time in a step, and forgotten
+    after the update (partition_parameters.py, _partition_param_sec).
+    """
 
     keeps_gradients = True
 
     @cached_property
+    def secondary_bytes(self) -> int:
+        """The bytes of the rank's secondary shards, padded as its own shards are."""
+        small, parts = self.options[-1], self.layout.secondary_shards  # small parameters stay whole
+        elements = sum(-(-size // self.degree) * self.degree // parts for size in self.sizes if size > small)
+        return elements * self.widths.gathered * (parts > 1)
+
+    @cached_property
+    def options(self) -> tuple[int, ...]:
+        """The values of OPTIONS."""
+        stated = self.config.strategy.options
+        return tuple(int(float(str(stated.get(name, default)))) for name, default in OPTIONS.items())
+
+    def begin(self, each: Pass) -> None:
+        """Keep the secondary shards of earlier micro-batches."""
+        super().begin(each)
+        each.live["buffers_secondary"] = self.secondary_bytes * (not each.is_first)
+
+    @cached_property
     def whole_parameters(self) -> WholeParameters:
         """The elements of whole parameters in a micro-batch."""
-        stated = self.config.strategy.options
-        options = tuple(int(float(str(stated.get(name, default)))) for name, default in OPTIONS.items())
-        return whole_parameters(self.config.model, self.config.checkpointing, options, self.is_cpu)
+        return whole_parameters(self.config.model, self.config.checkpointing, self.options, self.is_cpu)
 
     def gather(self, tape: Tape, *moment: str | int) -> None:
         """Change the elements of whole parameters to those of a moment."""
@@ -223,6 +243,7 @@ class ZeroStage3(BucketedZero):
 
     def end_forward(self, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""
+        each.live["buffers_secondary"] = self.secondary_bytes
         runs_again = self.shape.loss_chunks > 1
         self.gather(each, *(("backward", "head", "enter") if runs_again else ("forward", "", "leave")))
 
@@ -262,6 +283,7 @@ class ZeroStage3(BucketedZero):
         """
         sub_group = self.precision.accumulate_bytes * int(self.config.strategy.options.get("sub_group_size", 1e9))
         copied = min(self.copied_bytes, sub_group)
+        tape.live["buffers_secondary"] = self.secondary_bytes
         tape.touch(gradients=sum(self.gradients), temporaries=copied + self.update_bytes)
         if not self.offloads:
             tape.touch(gradients=sum(self.gradients), temporaries=FP64_BYTES * -(-max(self.sizes) // self.degree))

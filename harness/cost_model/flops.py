@@ -12,10 +12,12 @@ multiply by all of it.
 """
 
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, Device, RunConfig
+from harness.cost_model.pipeline import split_passes
 from harness.layout.layer_spec import last_product, layer_matrices, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, split_into_stages
@@ -172,15 +174,15 @@ def recomputed_flops(
     runs_to_end = recomputes_last_projection or train.compile
     if checkpointing.name == "selective":
         products = projection_flops(model, train.global_batch * train.seq_len, layout.tp)
-        return calls * recomputed_product_flops(model, checkpointing, products, runs_to_end)
+        return int(calls * recomputed_product_flops(model, checkpointing, products, runs_to_end))
     if checkpointing.name == "attention":
         product, c = attention_product_flops(config) - causal_skipped_flops(config, layout), layout.cp
         of_first_chunk = product * (c + 1) // (4 * c + 2) if c > 1 else 0
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
-        return calls * (2 * product if is_fused else product + of_first_chunk)
+        return int(calls * (2 * product if is_fused else product + of_first_chunk))
     own = operations(config, layout.tp)
     of_all = own.recomputed_to_end if runs_to_end else own.recomputed
-    return calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout)
+    return int(calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout))
 
 
 def recomputed_product_flops(
@@ -195,13 +197,17 @@ def recomputed_product_flops(
     return sum(products[name] for name in names if is_last_run or name != last_product(model))
 
 
-def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int:
-    """Return how many second forwards of a layer, or of its attention, a stage runs for each micro-batch.
+def recomputed_layers(config: RunConfig, layout: Layout, stage: Stage) -> int | Fraction:
+    """Return how many second forwards of a layer, or of its attention, a stage runs for each micro-batch, on average.
 
     A backward in two halves (zero bubble, arXiv 2401.10241) has a second forward for each half, except in the first
     stage, whose inputs need no gradient. The core of attention has no weights: only the half for inputs needs it.
     """
     if config.checkpointing.name == "attention":
         return stage.layers
-    forwards = 2 if layout.splits_backward and not stage.holds_embedding else 1
+    forwards = Fraction(1)
+    if layout.splits_backward and not stage.holds_embedding:
+        micro_batches, pp_rank = layout.grad_accumulation_steps(config.train), layout.pp_rank_of(stage.index)
+        own = layout.stage_indices(pp_rank).index(stage.index)
+        forwards += Fraction(split_passes(layout, micro_batches, pp_rank)[own], micro_batches)
     return sum(map(config.checkpointing.recomputes_layer, stage.layer_indices)) * forwards

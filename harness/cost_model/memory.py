@@ -13,7 +13,7 @@ from harness.cost_model.rank_memory import RankStep, highest_rank, rank_steps
 from harness.cost_model.sharding import Sharding
 from harness.cost_model.tape import Bytes
 from harness.layout.layout import Layout
-from harness.layout.partition import split_into_stages
+from harness.layout.partition import stages_of_pp_rank
 from harness.layout.state_widths import STATE_KINDS, StateWidths
 
 # The workspaces of cuBLAS, which torch takes from its own allocator on CUDA, by torch's CublasHandlePool.cpp
@@ -101,6 +101,6 @@ def saved_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int)
 
     The second number is the most that activation offload keeps on the host; 0 without it.
     """
-    stages = split_into_stages(config.model, layout)[pp_rank :: layout.pp]
+    stages = stages_of_pp_rank(config.model, layout, pp_rank)
     step = RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
     return step.most_saved(pp_rank), step.most_offloaded(pp_rank)

@@ -4,22 +4,35 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from harness.config.strategy import Schedule
+from harness.config.strategy import V_SCHEDULES, Schedule
 from harness.layout.layout import Layout, micro_batches_per_round
 
 PassKind = Literal["forward", "backward", "inputs", "weights"]  # a backward as a whole, or its two halves
 
+StagePass = tuple[PassKind, int]  # a pass through one of the rank's own stages, by its index among them
+
+# The passes through the two stages of a rank of a V-shaped schedule: on the way to the last rank, and back.
+FORWARDS: tuple[StagePass, StagePass] = (("forward", 0), ("forward", 1))
+BACKWARDS: tuple[StagePass, StagePass] = (("backward", 0), ("backward", 1))
+INPUTS: tuple[StagePass, StagePass] = (("inputs", 0), ("inputs", 1))
+WEIGHTS: tuple[StagePass, StagePass] = (("weights", 0), ("weights", 1))
+
 PassCounts = tuple[int, ...]  # the number of passes through each of the rank's own stages
 
 
-def schedule_order(
-    schedule: Schedule, p: int, v: int, micro_batches: int, pp_rank: int
-) -> Iterator[tuple[PassKind, int]]:
+def schedule_order(schedule: Schedule, p: int, v: int, micro_batches: int, pp_rank: int) -> Iterator[StagePass]:
     """Yield the passes of a step on this rank of the pipeline, and through which of its own `v` stages each goes.
 
     Forwards warm up, then a forward and a backward take turns, then come the backwards that are left. Zero bubble
     halves the backward: the half for weights comes `pp_rank` passes later, and in the first stage with all of it.
     """
+    if schedule in V_SCHEDULES:
+        for kind, stage in v_passes(schedule, p, micro_batches, pp_rank):
+            if pp_rank + stage > 0 or kind in ("forward", "backward"):
+                yield kind, stage
+            elif kind == "weights":
+                yield "backward", stage
+        return
     per_round, total = micro_batches_per_round(p, micro_batches), v * micro_batches
     first_rounds = (v - 1) * per_round
     warm_up = {
@@ -43,6 +56,42 @@ def schedule_order(
         if schedule == "zero_bubble" and number >= pp_rank:
             stage = backward_stages[number - pp_rank]
             yield "weights" if pp_rank + stage > 0 else "backward", stage
+
+
+def v_passes(schedule: Schedule, p: int, micro_batches: int, pp_rank: int) -> Iterator[StagePass]:
+    """Yield the passes of a rank whose first stage (0) is on the way to the last rank, and its second one (1) back.
+
+    ZB-V halves all backwards (arXiv 2401.10241, section 6), DualPipeV some of its first and last ones. Each forward
+    of DualPipeV has a whole backward behind it, which torch runs after it and not at the same time.
+    """
+    ahead, behind = p - pp_rank, pp_rank
+    (out, back), (inputs_out, inputs_back), (weights_out, weights_back) = FORWARDS, INPUTS, WEIGHTS
+    backward_out, backward_back = BACKWARDS
+    if schedule == "zbv":
+        turn = [back, inputs_back, weights_back]
+        yield from [*[out] * (2 * ahead - 1), *[back, out] * behind, *turn * ahead]
+        for number in range(micro_batches - p):
+            yield from [*[out] * (number < micro_batches - p - ahead + 1), inputs_out, weights_out, *turn]
+        yield from [*[inputs_out, inputs_back] * behind, *[inputs_out, weights_out] * ahead]
+        yield from [*[weights_back] * behind, *[weights_out] * behind]
+        return
+    yield from [*[out] * (2 * ahead - 2), *[out, back] * (behind + 1)]
+    yield from [inputs_back, weights_back, back] * (ahead - 1)
+    yield from [out, backward_back, back, backward_out] * (micro_batches - 2 * p + behind + 1)
+    yield from [backward_back, back, backward_out] * (ahead - 1)
+    stages = [1, 0] * (behind + 1)
+    yield from map(BACKWARDS.__getitem__, stages[: behind + 1])
+    yield from map(INPUTS.__getitem__, stages[behind + 1 :])
+    for number, stage in enumerate([*stages[behind + 1 :], *[0] * (ahead - 1)]):
+        yield from [WEIGHTS[stage], *[inputs_out] * (number < ahead - 1)]
+
+
+def split_passes(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[int, ...]:
+    """Return how many backwards through each of a rank's own stages a step runs in two halves."""
+    if not layout.is_v_shaped:
+        return (micro_batches * layout.splits_backward,) * layout.virtual_stages
+    order = list(v_passes(layout.schedule, layout.pp, micro_batches, pp_rank))
+    return tuple(order.count(("inputs", stage)) for stage in range(layout.virtual_stages))
 
 
 REPEATING_ROUNDS = 4  # of `pp` micro-batches, after which the passes of a schedule only repeat
@@ -109,10 +158,15 @@ def bubble_ratio(layout: Layout, micro_batches: int) -> float:
 
     It is (p - 1) / m for GPipe and 1F1B, (p - 1) / (v m) interleaved (arXiv 2104.04473, section 2.2). Zero bubble
     leaves (p - 1)(F + B - W) of m (F + B + W) (ZB-H1, arXiv 2401.10241, table 2), which is a third of that where
-    forward, backward for inputs and backward for weights take equally long.
+    forward, backward for inputs and backward for weights take equally long. ZB-V, with v = 2, then leaves as much: its
+    ranks end one after another, and wait for each other before the update. DualPipeV leaves (p - 1)(F&B + B - 3 W) of a
+    stage, where F&B is a forward with a backward beside it (DualPipe, arXiv 2412.19437, table 2): in torch as long as
+    both, one after the other, and neither's result is sent before the end.
     """
     fraction = (layout.pp - 1) / (layout.virtual_stages * micro_batches)
-    return fraction / 3 if layout.schedule == "zero_bubble" else fraction
+    if layout.schedule == "dualpipev":
+        fraction *= layout.virtual_stages
+    return fraction / 3 if layout.splits_backward else fraction
 
 
 def max_in_flight_micro_batches(layout: Layout, micro_batches: int, pp_rank: int) -> int:

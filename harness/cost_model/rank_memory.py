@@ -11,13 +11,14 @@ from operator import add, mul
 
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
+from harness.cost_model.data_parallel_buckets import DistributedDataParallel
 from harness.cost_model.deepspeed_buckets import ZeroStage2, ZeroStage3
 from harness.cost_model.deepspeed_zero import ZeroStage1, rank_partitions
+from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
-from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, representative_stage, split_into_stages
 from harness.layout.state_widths import StateWidths
@@ -99,7 +100,8 @@ class RankStep:
                 pending, awaiting = (pending, awaiting - 1) if start.kind == "weights" else (pending - 1, awaiting)
             elif start.done[index] < own.micro_batches:
                 others["buffers"] += own.kept_bytes(index, start.forwards[index] > 0, start.done[index] > 0)
-            passes = pending + awaiting
+            passes, together = pending + awaiting, stage.stage.local_neighbor
+            sent, sent_back = sent * (together <= 0), sent_back * (together >= 0)  # as buffers of the stage beside it
             others.update(
                 activations=passes * stage.before_backward,
                 buffers=sent * stage.output_bytes + sent_back * stage.input_bytes - passes * stage.received_input_bytes,
@@ -177,16 +179,17 @@ def alike_ranks(model: ModelConfig, layout: Layout, period: int) -> Sequence[tup
 
     `period` is the n of checkpointing every n-th layer. Raises UserError if the model cannot be cut so.
     """
-    return group_ranks(tuple(split_into_stages(model, layout)), layout.pp, period)
+    ranks = tuple(map(layout.stage_indices, range(layout.pp)))
+    return group_ranks(tuple(split_into_stages(model, layout)), ranks, period)
 
 
 @lru_cache(maxsize=1024)
 def group_ranks(
-    stages: tuple[Stage, ...], pp: int, period: int
+    stages: tuple[Stage, ...], ranks: tuple[tuple[int, ...], ...], period: int
 ) -> tuple[tuple[tuple[Stage, ...], tuple[int, ...]], ...]:
-    """Return the ranks of a pipeline with these stages by what their own are."""
+    """Return the ranks of a pipeline, each of which has some of these stages, by what their own are."""
     alike: dict[tuple[Stage, ...], list[int]] = {}
-    for pp_rank in range(pp):
-        own = tuple(representative_stage(stage, period) for stage in stages[pp_rank::pp])
+    for pp_rank, indices in enumerate(ranks):
+        own = tuple(representative_stage(stages[index], period) for index in indices)
         alike.setdefault(own, []).append(pp_rank)
     return tuple((own, tuple(ranks)) for own, ranks in alike.items())

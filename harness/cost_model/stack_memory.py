@@ -83,6 +83,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         rules |= {
             "stack_adapter": config.model.adapter.is_enabled,
             "stack_optimizer": config.optimizer.name != "adamw",
+            "stack_secondary": layout.secondary_shards > 1,
             "stack_offload": layout.offload != "none",
             "stack_checkpointing": checkpointing.name == "selective",
             "stack_offload_activations": checkpointing.offload_activations,
@@ -101,7 +102,8 @@ def stack_steps(config: RunConfig, layout: Layout, memory: StackMemory) -> list[
         layout = dataclasses.replace(layout, schedule="interleaved_1f1b" if layout.virtual_stages > 1 else "1f1b")
     model = padded_model(config.model, layout, memory.vocabulary_multiple)
     config = dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, loss_chunks=1))
-    alike = group_ranks(stack_stages(model, layout, memory.balance), layout.pp, config.checkpointing.every)
+    ranks = tuple(map(layout.stage_indices, range(layout.pp)))
+    alike = group_ranks(stack_stages(model, layout, memory.balance), ranks, config.checkpointing.every)
     return [RankStep(StackSharding(config, layout, memory, stages), pp_ranks) for stages, pp_ranks in alike]
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from harness.config.from_dict import divisors_text
 from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
+from harness.config.strategy import V_SCHEDULES
 from harness.layout.layer_spec import SHARD_DIM, STYLES, layer_matrices
 from harness.layout.layout import Layout, micro_batches_per_round, refusals
 from harness.layout.partition import split_into_stages
@@ -62,6 +63,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield from adapter_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
     yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
+    if layout.secondary_shards > 1:
+        yield from secondary_incompatibilities(config, layout)
 
 
 def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
@@ -102,11 +105,31 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     rules = {
         "plain_schedule": schedule in ("gpipe", "1f1b") and layout.virtual_stages > 1,
         "interleaved_schedule": schedule == "interleaved_1f1b" and layout.virtual_stages == 1,
+        "v_stages": schedule in V_SCHEDULES and layout.virtual_stages != 2,
+        "v_micro_batches": layout.is_v_shaped and p <= micro_batches < 2 * p,
+        "v_tied": layout.is_v_shaped and model.tie_word_embeddings,
         "few_micro_batches": micro_batches < p,
         "micro_batch_rounds": takes_rounds and micro_batches >= p and micro_batches % (micro_batches // p) != 0,
     }
     values = {"micro_batches": micro_batches, "round_size": round_size, "batch_multiple": p * config.train.micro_batch}
     yield from refusals(rules, config, layout, **values)
+
+
+def secondary_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield what secondary shards were not proven with, and why they do not divide the shards.
+
+    torch refuses to divide tensor-parallel parameters again, and divides those along their second dimension wrongly.
+    """
+    shards, parts = layout.axes_size(layout.sharding_axes), layout.secondary_shards
+    rules = {
+        "secondary_stage": layout.zero_stage < 3,
+        "secondary_axes": layout.axes_size(("tp", "cp", "pp", "ep")) > 1,
+        "secondary_experts": config.model.num_experts > 0,
+        "secondary_adapter": config.model.adapter.is_enabled,
+        "secondary_offload": layout.offload != "none",
+        "secondary_shards": shards % parts != 0 or shards == parts,
+    }
+    yield from refusals(rules, config, layout, shards=shards, parts=divisors_text(shards, is_proper=True))
 
 
 def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:

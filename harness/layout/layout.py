@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ from harness.config.strategy import (
     DATA_AXES,
     DEGREES,
     MODEL_AXES,
+    V_SCHEDULES,
     DataParallel,
     Offload,
     Schedule,
@@ -43,6 +44,7 @@ class Layout:
     offload: Offload
     vocabulary_parallel: bool = True
     ep: int = 1
+    secondary_shards: int = 1
 
     @property
     def dp(self) -> int:
@@ -76,8 +78,18 @@ class Layout:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a backward runs in two halves, for inputs and for weights (zero bubble, arXiv 2401.10241)."""
-        return self.pp_enabled and self.schedule == "zero_bubble"
+        """Whether backwards, or some of them, run in two halves: for inputs and for weights (arXiv 2401.10241)."""
+        return self.pp_enabled and self.schedule in ("zero_bubble", *V_SCHEDULES)
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether the last rank of the pipeline has the two stages in the middle, and the first one both ends."""
+        return self.pp_enabled and self.schedule in V_SCHEDULES and self.virtual_stages == 2
+
+    @property
+    def reshard_after_forward(self) -> bool | int:
+        """What fully_shard calls by this name: whether parameters are divided again, or over how many ranks."""
+        return self.secondary_shards if self.secondary_shards > 1 else self.zero_stage == 3
 
     @property
     def vocabulary_tp(self) -> int:
@@ -88,6 +100,16 @@ class Layout:
     def num_stages(self) -> int:
         """The number of stages that the model's depth is cut into."""
         return self.pp * self.virtual_stages
+
+    def stage_indices(self, pp_rank: int) -> tuple[int, ...]:
+        """Return which stages this rank of the pipeline has: every pp-th one, or two that are as far from the ends."""
+        if self.is_v_shaped:
+            return pp_rank, self.num_stages - 1 - pp_rank
+        return tuple(range(pp_rank, self.num_stages, self.pp))
+
+    def pp_rank_of(self, stage_index: int) -> int:
+        """Return which rank of the pipeline has this stage."""
+        return next(pp_rank for pp_rank in range(self.pp) if stage_index in self.stage_indices(pp_rank))
 
     @cached_property
     def axis_sizes(self) -> dict[str, int]:
@@ -298,23 +320,3 @@ def resolve_layout(strategy: StrategyConfig, world_size: int) -> Layout:
             f" choose {divisors_text(degree)}"
         )
     return layout
-
-
-def is_data_parallel_axis(axis: str) -> bool:
-    """Return whether a group's ranks have different tokens, so that what c10d gathers among them is parameters.
-
-    `axis` is the name of one mesh axis, or of several joined by '+'.
-    """
-    return set(axis.split("+")) <= set(DATA_AXES)
-
-
-def group_axes(group_ranks: Sequence[int], layout: Layout) -> str:
-    """Return the mesh axes along which a group lies, outermost first and joined by '+'.
-
-    'world' is a group of every rank that lies along more than the data axes, 'self' one of a single rank.
-    """
-    members = [layout.coordinates(rank) for rank in group_ranks]
-    axes = "+".join(axis for axis in AXES if len({coordinates[axis] for coordinates in members}) > 1)
-    if "+" in axes and len(group_ranks) == layout.world_size and not is_data_parallel_axis(axes):
-        return "world"
-    return axes or "self"

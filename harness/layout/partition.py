@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Literal
 
 from harness.config.model import ModelConfig
 from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, numel
@@ -60,6 +61,8 @@ class Stage:
     count: int  # the number of stages of the whole model
     first_layer: int  # the index of its first layer in the whole model
     layers: int  # the number of its layers
+    # Which neighbor is on the same rank, so that nothing is sent to it: the next stage (1), or the one before it (-1).
+    local_neighbor: Literal[-1, 0, 1] = 0
 
     @property
     def holds_embedding(self) -> bool:
@@ -87,11 +90,13 @@ def split_into_stages(model: ModelConfig, layout: Layout) -> list[Stage]:
 
     Raises UserError if there are fewer layers than stages, or if strategy.layers_per_stage does not make up the model.
     """
-    return list(split_model(model, layout.pp, layout.virtual_stages, layout.layers_per_stage))
+    return list(split_model(model, layout.pp, layout.virtual_stages, layout.layers_per_stage, layout.is_v_shaped))
 
 
 @lru_cache(maxsize=512)
-def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None) -> tuple[Stage, ...]:
+def split_model(
+    model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[int, ...] | None, is_v_shaped: bool
+) -> tuple[Stage, ...]:
     """Return the stages of split_into_stages(), which depend on no more of a layout than this."""
     count, depth = pp * virtual_stages, model.num_hidden_layers
     times = f" x strategy.virtual_stages={virtual_stages}" if virtual_stages > 1 else ""
@@ -110,12 +115,19 @@ def split_model(model: ModelConfig, pp: int, virtual_stages: int, layers: tuple[
             f"strategy.layers_per_stage={list(layers)} is not {count} numbers (strategy.pp={pp}{times}) with the sum"
             f" {depth} (model.num_hidden_layers): choose such numbers, or null"
         )
-    return tuple(Stage(i, count, sum(layers[:i]), number) for i, number in enumerate(layers))
+    together: dict[int, Literal[-1, 1]] = {pp - 1: 1, pp: -1} if is_v_shaped else {}
+    return tuple(Stage(i, count, sum(layers[:i]), size, together.get(i, 0)) for i, size in enumerate(layers))
 
 
 def stages_of_rank(model: ModelConfig, layout: Layout, rank: int) -> list[Stage]:
-    """Return the stages of a rank: every pp-th one, so that virtual stages are spread over the depth."""
-    return split_into_stages(model, layout)[layout.coordinates(rank)["pp"] :: layout.pp]
+    """Return the stages of a rank in the order of the model."""
+    return stages_of_pp_rank(model, layout, layout.coordinates(rank)["pp"])
+
+
+def stages_of_pp_rank(model: ModelConfig, layout: Layout, pp_rank: int) -> list[Stage]:
+    """Return the stages of a rank of the pipeline in the order of the model."""
+    stages = split_into_stages(model, layout)
+    return [stages[index] for index in layout.stage_indices(pp_rank)]
 
 
 def local_numel(model: ModelConfig, layout: Layout, stage: Stage, trained: bool = False) -> Mapping[str, float]:
@@ -225,7 +237,7 @@ def representative_stage(stage: Stage, period: int) -> Stage:
     if stage.count == 1:
         return stage
     index = 0 if stage.holds_embedding else 2 if stage.holds_head else 1
-    return Stage(index, 3, stage.first_layer % period, stage.layers)
+    return Stage(index, 3, stage.first_layer % period, stage.layers, stage.local_neighbor)
 
 
 @lru_cache(maxsize=128)

@@ -25,6 +25,7 @@ class StateWidths:
     gathered: int  # of a parameter that was gathered for compute
     # Whether ZeRO stage 3 gathers a parameter for each of its uses; otherwise once for forward, and again for backward.
     gathers_for_each_use: bool = False
+    keeps_secondary_shards: bool = False  # from their first use in a step to its update, and not in a micro-batch alone
     padding: Padding = "none"  # with what parameters are padded to equal shards when they are sent
     parameter_alignment: int = 1  # elements to which each parameter of a padded partition is aligned
     buffer_bytes: int = 0  # in total, allocated for communication whatever the size of the model

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.engines.base import Engine
-from harness.layout.layout import Layout, group_axes, is_data_parallel_axis
+from harness.layout.layout import Layout
+from harness.layout.rank_groups import group_axes, is_data_parallel_axis
 from harness.measure.activations import ActivationMeter
 from harness.measure.allocation_log import AllocationLog
 from harness.measure.collective_rules import NAMESPACES, SENDS_NOTHING, CollectiveCall, iter_tensors

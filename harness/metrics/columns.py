@@ -13,7 +13,8 @@ from harness.cost_model.parts import STEP_PARTS
 from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
 from harness.hardware.machine import peak_flops
-from harness.layout.layout import Layout, group_axes
+from harness.layout.layout import Layout
+from harness.layout.rank_groups import group_axes
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import (
     COPYING,

@@ -30,7 +30,7 @@ from harness.cost_model.shard_groups import local_parameter_count
 from harness.engines.base import load_engine
 from harness.layout import model_profile
 from harness.layout.layout import Layout
-from harness.layout.partition import split_into_stages, stages_of_rank
+from harness.layout.partition import stages_of_pp_rank, stages_of_rank
 from harness.layout.state_widths import StateKind, StateWidths
 from harness.metrics import columns, memory, step_time
 from harness.records import rank_report
@@ -70,7 +70,7 @@ def quantities(record: Record, formulas: Mapping[str, str]) -> Quantities:
 
 def most_parameters(model: ModelConfig, layout: Layout, kind: StateKind = "parameters") -> int:
     """Return the number of parameters whose state of a kind the rank has that has most of it, before it is sharded."""
-    stages = [split_into_stages(model, layout)[pp_rank :: layout.pp] for pp_rank in range(layout.pp)]
+    stages = [stages_of_pp_rank(model, layout, pp_rank) for pp_rank in range(layout.pp)]
     if kind == "optimizer" and layout.partitions_by_parameter:
         return max(optimizer_parameter_count(model, layout, own) for own in stages)
     tp, vocabulary_tp = layout.tp, layout.vocabulary_tp

@@ -9,10 +9,11 @@ from harness.cost_model.communication import LAYOUT
 from harness.cost_model.expert_communication import RoutedRows
 from harness.cost_model.flops import executed_flops_with, recomputed_layers
 from harness.cost_model.memory import saved_bytes
-from harness.cost_model.pipeline import max_in_flight_micro_batches
-from harness.layout.layout import Layout, is_data_parallel_axis
+from harness.cost_model.pipeline import max_in_flight_micro_batches, split_passes
+from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
+from harness.layout.rank_groups import is_data_parallel_axis
 from harness.layout.state_widths import StateWidths
 from harness.metrics.columns import attention_kernels, communication_entries, executed_flops
 from harness.records.rank_report import FUSED_KERNELS, RankReport
@@ -131,7 +132,7 @@ def schedule_problems(config: RunConfig, layout: Layout, rank: RankReport) -> It
             f"rank {rank.rank} had {in_flight} micro-batches in flight, and strategy.schedule={layout.schedule} has"
             f" {expected}"
         )
-    passes = layout.virtual_stages * micro_batches if layout.splits_backward else 0
+    passes = sum(split_passes(layout, micro_batches, stage))
     if split != passes:
         yield (
             f"rank {rank.rank} deferred the weights' gradients of {split} backwards in a step, and {passes} are"

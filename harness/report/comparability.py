@@ -27,7 +27,7 @@ _CLAIM_SETTING = (*_SETTING, "micro_batch", "offload_activations")
 PARTITION_COLUMNS = (
     *("strategy", "engine", "zero_stage", "world_size", *DEGREES),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
-    *("data_parallel", "vocabulary_parallel"),
+    *("data_parallel", "vocabulary_parallel", "secondary_shards"),
 )
 
 EQUAL_BYTES = 1e-3  # relative: sizes that differ by less are equal, such as gradients with and without their norm
@@ -85,6 +85,7 @@ def program_key(line: Record) -> str | None:
     config = result_affecting_keys(line.config)
     ignored = [key for degree, keys in _IGNORED.items() if line.layout.get(degree) == 1 for key in keys]
     layout = {key: value for key, value in line.layout.items() if key not in ignored}
+    layout |= {"secondary_shards": layout.get("secondary_shards", 1)}  # older layouts have none
     strategy = config.get("strategy") or {}
     options = {key: strategy.get(key) for key in ("literature", "options")}
     others = {key: value for key, value in config.items() if key not in ("strategy", "repeat", "world_size")}

@@ -15,7 +15,7 @@ from harness.util.text import sanitize
 IMPLIED_BY_STRATEGY = (
     *("engine", "data_parallel", "zero_stage", *DEGREES),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel"),
-    *("offload", "offload_activations"),
+    *("offload", "offload_activations", "secondary_shards"),
 )
 
 OTHER_OPTIONS = "other options"  # a column that only frames have: keys without a column that differ

@@ -51,6 +51,7 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
     if layout is not None:
         degrees = (degree for degree in DEGREES if degree != "ep" or config.model.num_experts)
         row |= {degree: getattr(layout, degree) for degree in ("world_size", *degrees)}
+        row |= {"secondary_shards": layout.secondary_shards} if layout.secondary_shards > 1 else {}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
         if layout.pp_enabled:
             layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]

@@ -10,6 +10,7 @@ from harness.config.fingerprint import make_run_id
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.stack import load_stack
+from harness.config.strategy import V_SCHEDULES
 from harness.cost_model.fits import Choices, Room, Variant, memory_problem
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.prediction import Prediction
@@ -213,7 +214,7 @@ def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Ite
         "compiled_halves": compiles and layout.splits_backward,
         "compiled_parts": compiles and splits,
         "emulated_precision": is_slow and config.precision.compute == "bfloat16",
-        "interleaved_release": is_batched and layout.schedule == "interleaved_1f1b" and layout.pp > 2,
+        "interleaved_release": is_batched and layout.schedule in ("interleaved_1f1b", *V_SCHEDULES) and layout.pp > 2,
         "budget_compiler": budget is not None and compiler is not None,
         "budget_device": budget is not None and machine.device_bytes is not None and budget > machine.device_bytes,
     }

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from harness.config.model import HFModelInfo, ModelConfig
 from harness.models import hf_library, init_weights
@@ -33,6 +34,7 @@ _ON_HOST: tuple[tuple[Any, str], ...] = (
     (DeviceMesh, "__getitem__"),
     (DeviceMesh, "_flatten"),
     (DeviceMesh, "_concatenate"),
+    (_fully_shard, "_get_post_forward_mesh_info"),
     (init_weights, "compute_local_shape_and_global_offset"),
 )
 

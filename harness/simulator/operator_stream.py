@@ -18,7 +18,8 @@ from torch._C._distributed_c10d import FakeWork
 from torch.autograd import Variable
 from torch.distributed import distributed_c10d
 
-from harness.layout.layout import Layout, group_axes
+from harness.layout.layout import Layout
+from harness.layout.rank_groups import group_axes
 from harness.measure.collective_rules import NAMESPACES, RULES, CollectiveCall, iter_tensors
 from harness.measure.step_profiler import StepListener
 from harness.records.rank_report import OUTSIDE_PHASES

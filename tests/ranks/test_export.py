@@ -83,6 +83,8 @@ BY_TORCHRUN = (
     "strategy=tp_pp model.tie_word_embeddings=true world_size=4",
     *(f"strategy=ddp_pp precision={precision} world_size=4" for precision in ("fp32", "bf16_mixed")),
     "strategy=fsdp_pp strategy.schedule=zero_bubble checkpointing=full world_size=4",
+    *("strategy=pp_zbv", "strategy=pp_dualpipev checkpointing=full"),
+    *("strategy=fsdp_full_shard strategy.secondary_shards=2 world_size=4", "strategy=zero3_hpz world_size=4"),
     *(
         f"strategy={strategy} model=moe_tiny"
         for strategy in (

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from harness.config.strategy import StrategyConfig
-from harness.layout.layout import group_axes, resolve_layout
+from harness.layout.layout import resolve_layout
+from harness.layout.rank_groups import group_axes
 from harness.measure.activations import ActivationMeter
 from harness.measure.collective_rules import NAMESPACES, RULES, SENDS_NOTHING
 from harness.measure.communication import CommunicationCounter, UncountedCollectiveError

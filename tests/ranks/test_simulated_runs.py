@@ -29,6 +29,9 @@ OPTIONS = ("launch=simulated", "cluster=8xh100", "tracking=none", *TWO_LAYERS)
 FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "train.global_batch=4", "world_size=4")
 
 
+V_SHAPED = "{} model.num_hidden_layers=8 train.global_batch=8 model.tie_word_embeddings=false"
+
+
 def test_a_simulated_run_is_a_row_of_its_own(harness: Harness, tmp_path: Path) -> None:
     """One command simulates a layout that fits and one that does not, however long a step of theirs takes."""
     sweep = (
@@ -102,7 +105,9 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
         ("", "zero2 precision=fp16_mixed", ""),
+        ("", "fsdp_full_shard strategy.secondary_shards=2", ""),
         *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3", "zero1 precision=fp16_mixed")),
+        *(long("", strategy, "") for strategy in ("zero3_hpz", *map(V_SHAPED.format, ("pp_zbv", "pp_dualpipev")))),
     ],
 )
 def test_faults_in_the_code_for_cuda_are_noticed_and_nothing_else(fault: str, strategy: str, problem: str) -> None:

@@ -31,8 +31,9 @@ WORLDS = {
     "tp_pp": (4,),
     "cp": (2, 3, 4),
     **dict.fromkeys(("tp", "tp_sp"), (2, 4)),
-    **dict.fromkeys(("pp_1f1b", "pp_gpipe", "pp_interleaved", "pp_zero_bubble"), (2, 3, 4)),
-    **dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp", "fsdp_hybrid_shard"), (4, 6, 8)),
+    **dict.fromkeys(("pp_1f1b", "pp_gpipe", "pp_interleaved", "pp_zero_bubble", "pp_zbv", "pp_dualpipev"), (2, 3, 4)),
+    "pp_interleaved_zero_bubble": (2, 3, 4),
+    **dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp", "fsdp_hybrid_shard", "zero3_hpz"), (4, 6, 8)),
 }
 
 MODEL_RANKS = {"3d": 4, "tp_pp": 4} | dict.fromkeys(("ddp_pp", "fsdp_pp", "fsdp_tp", "zero1_tp"), 2)
@@ -302,6 +303,7 @@ def draw_preset(
     is_one_replica = strategy.startswith(("pp_", "cp", "tp"))
     data_ranks = 1 if is_one_replica else world // MODEL_RANKS.get(strategy, 1)
     stages = world if strategy.startswith("pp_") else 1 + (strategy == "3d" or strategy.endswith("_pp"))
+    stages *= 1 + strategy.endswith("v")  # two of each rank, and a micro-batch for each
     micro_batch, passes = r.choice((1, 1, 2)), stages * r.choice((1, 2)) if stages > 1 else r.choice((1, 2, 3, 4))
     overrides: Overrides = {
         "strategy": strategy,
@@ -317,12 +319,16 @@ def draw_preset(
         "train.loss_chunks": r.choice((1, 1, 1, 2)),
         "train.fused_optimizer": r.random() < 0.8,
     }
+    if strategy.endswith("v"):
+        overrides["model.tie_word_embeddings"] = False  # which a V refuses
     if stages > 1:
         overrides["model.num_hidden_layers"] = 2 * stages + r.choice((0, 0, 1))
     if strategy in ("ddp", "zero1", "zero2", "zero3") and r.random() < 0.25:
         overrides["strategy.engine"] = "accelerate"
     if strategy in ("fsdp_full_shard", "fsdp_shard_grad_op", "zero3") and r.random() < 0.2:
         overrides["strategy.offload"] = "parameters"
+    if strategy == "fsdp_full_shard" and world in (4, 6, 8) and r.random() < 0.2:
+        overrides["strategy.secondary_shards"] = 2
     if overrides["model"] == "gpt_tiny" and r.random() < 0.2:
         overrides["model.dropout"] = 0.1
     return overrides

@@ -88,8 +88,7 @@ def record_rank(layout: Layout, micro_batches: int, rank: int) -> list[Launch]:
     recorder = StreamRecorder(layout, rank, "cpu")
     schedule_of_layout = SCHEDULES[layout.schedule]
     with fake_process_group(rank, layout.pp):
-        places = [rank + layout.pp * index for index in range(layout.virtual_stages)]
-        stages = [EmptyStage(place, layout.num_stages, recorder) for place in places]
+        stages = [EmptyStage(index, layout.num_stages, recorder) for index in layout.stage_indices(rank)]
         own: Any = stages if issubclass(schedule_of_layout, PipelineScheduleMulti) else stages[0]
         loss = lambda output, target: output.sum()  # noqa: E731
         schedule = schedule_of_layout(own, micro_batches, loss_fn=loss, scale_grads=False)

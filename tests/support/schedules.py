@@ -2,13 +2,9 @@
 
 from typing import Any
 
-from torch.distributed.pipelining import ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-
 from harness.config.strategy import StrategyConfig
+from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.layout.layout import Layout, resolve_layout
-
-SCHEDULES = {"interleaved_1f1b": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
-
 
 Order = dict[int, list[tuple[int, str, int]]]  # by rank: stage, operation, micro-batch
 
@@ -33,10 +29,13 @@ def order(layout: Layout, micro_batches: int) -> Order:
         return {rank: by_hand(layout.schedule, p, rank, micro_batches) for rank in range(p)}
     schedule: Any = object.__new__(SCHEDULES[layout.schedule])
     schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = p, v, micro_batches
+    schedule.num_stages = layout.num_stages
     schedule.number_of_rounds = max(1, micro_batches // p)
     schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
     actions_by_rank = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
+    # A forward and a backward that overlap are one action, which torch runs part by part.
+    parts = {rank: [part for a in own if a for part in a.sub_actions or (a,)] for rank, own in actions_by_rank.items()}
     return {
-        rank: [(a.stage_index, a.computation_type.value, a.microbatch_index) for a in actions if a is not None]
-        for rank, actions in actions_by_rank.items()
+        rank: [(part.stage_index, part.computation_type.value, part.microbatch_index) for part in own]
+        for rank, own in parts.items()
     }

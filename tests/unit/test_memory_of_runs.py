@@ -9,10 +9,11 @@ import pytest
 
 from harness.config.schema import RunConfig
 from harness.cost_model import sharding
+from harness.cost_model.data_parallel_buckets import DistributedDataParallel
 from harness.cost_model.deepspeed_buckets import BucketedZero
 from harness.cost_model.deepspeed_zero import DeepSpeedZero, ZeroStage1
+from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.memory import estimate_memory
-from harness.cost_model.torch_sharding import DistributedDataParallel, FullyShard
 from harness.cost_model.whole_parameters import ParameterCoordinator, whole_parameters
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateWidths

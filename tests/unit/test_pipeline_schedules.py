@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
 
-from harness.cost_model.pipeline import PassKind, bubble_ratio, max_in_flight_micro_batches
+from harness.cost_model.pipeline import PassKind, bubble_ratio, max_in_flight_micro_batches, split_passes, v_passes
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.partition import balanced_layers
 from harness.runner import plan
@@ -28,7 +28,11 @@ SECONDS = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}  # forward, whole backward, o
 
 def simulated_seconds(orders: Order, layout: Layout) -> float:
     """Return when the last rank ends if each operation starts once its inputs are there."""
-    places = {action: (rank, index) for rank, actions in orders.items() for index, action in enumerate(actions)}
+    places = {  # a whole backward is one for inputs, too
+        (stage, operation.replace("B", "I"), number): (rank, place)
+        for rank, actions in orders.items()
+        for place, (stage, operation, number) in enumerate(actions)
+    }
 
     @cache
     def end(rank: int, place: int) -> float:
@@ -38,7 +42,7 @@ def simulated_seconds(orders: Order, layout: Layout) -> float:
         if operation == "F":
             needs = [(stage - 1, "F", index)] if stage else []
         elif operation in "BI" and stage < layout.num_stages - 1:
-            needs.append((stage + 1, operation, index))
+            needs.append((stage + 1, "I", index))
         waited = [end(rank, place - 1) if place else 0.0, *(end(*places[need]) for need in needs)]
         return max(waited) + SECONDS[operation] / layout.virtual_stages
 
@@ -61,16 +65,36 @@ def max_in_flight(actions: list[tuple[int, str, int]]) -> int:
         ("interleaved_1f1b", 3),
         ("zero_bubble", 1),
         ("zero_bubble", 2),
+        ("zbv", 2),
     ],
 )
 def test_formulas_agree_with_torchs_schedules(schedule: str, v: int, p: int, rounds: int) -> None:
-    layout, micro_batches = laid_out(schedule, p, v), p * rounds
+    layout = laid_out(schedule, p, v)
+    micro_batches = p * rounds + p * layout.is_v_shaped  # at least one for each stage
     orders = order(layout, micro_batches)
     working = 3 * micro_batches
     assert (simulated_seconds(orders, layout) - working) / working == pytest.approx(bubble_ratio(layout, micro_batches))
     assert [max_in_flight(orders[pp_rank]) for pp_rank in range(p)] == [
         max_in_flight_micro_batches(layout, micro_batches, pp_rank) for pp_rank in range(p)
     ]
+
+
+@pytest.mark.parametrize("more", [0, 1, 5, 40])
+@pytest.mark.parametrize("p", [2, 3, 5])
+@pytest.mark.parametrize("schedule", ["zbv", "dualpipev"])
+def test_the_order_of_a_v_is_torchs(schedule: Any, p: int, more: int) -> None:
+    """From the first rank, which has both ends, to the last one, whose stages send each other nothing."""
+    layout, micro_batches = laid_out(schedule, p, 2), 2 * p + more
+    for pp_rank, actions in order(layout, micro_batches).items():
+        own = layout.stage_indices(pp_rank)
+        expected = [
+            ({"F": "forward", "B": "backward", "I": "inputs", "W": "weights"}[kind], own.index(stage))
+            for stage, kind, _ in actions
+        ]
+        assert list(v_passes(schedule, p, micro_batches, pp_rank)) == expected
+        assert sum(split_passes(layout, micro_batches, pp_rank)) == sum(kind == "inputs" for kind, _ in expected)
+        most = max_in_flight_micro_batches(layout, micro_batches, pp_rank)
+        assert most == max_in_flight(actions) == 2 * p + (schedule == "dualpipev")
 
 
 @settings(deadline=None)
@@ -90,7 +114,7 @@ def test_no_other_split_of_layers_is_more_even(count: int, more: int, first: flo
     assert math.hypot(*sizes(layers)) <= min(itertools.starmap(math.hypot, splits)) + 1e-9
 
 
-STRATEGIES = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble")
+STRATEGIES = ("pp_gpipe", "pp_1f1b", "pp_interleaved", "pp_zero_bubble", "pp_zbv", "pp_dualpipev")
 
 DEGREES = (2, 4, 8)
 

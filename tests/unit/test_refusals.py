@@ -14,7 +14,7 @@ from tests.support.commands import compose
 CPU = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # for two ranks, with memory for every model
 
 WRONG_VALUES = {
-    "strategy.schedule=zbv": "strategy.schedule=zbv is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb…",
+    "strategy.schedule=zbh2": "strategy.schedule=zbh2 is not known: choose gpipe, 1f1b, interleaved_1f1b, zero_bubb…",
     "strategy.data_parallel=dp": "strategy.data_parallel=dp is not known: choose none, ddp, fsdp…",
     "strategy.offload=all": "strategy.offload=all is not known: choose none, optimizer, parameters…",
     "checkpointing.name=half": "checkpointing=half is not known: choose none, full, every_n, selective, attention…",
@@ -65,6 +65,12 @@ BY_DEEPSPEED = {
 
 # What would be lost, split or averaged wrongly.
 INCOMPATIBLE = {
+    "strategy=pp_zbv strategy.virtual_stages=1": "strategy.virtual_stages=1 does not make the two stages of each rank…",
+    "strategy=pp_zbv strategy.pp=4 train.global_batch=7 train.micro_batch=1": "… make 7 micro-batches, fewer than the…",
+    "strategy=pp_dualpipev model.num_hidden_layers=8 model.tie_word_embeddings=true": (
+        "model.tie_word_embeddings=true shares a table…of strategy.schedule=dualpipev, which was not tried…"
+    ),
+    "strategy=pp_zbv strategy.pp=2 strategy.dp_replicate=2 strategy.data_parallel=ddp": "… strategy.schedule=zbv computes…",
     "strategy=pp_zero_bubble train.compile=true": "… cannot split a backward that train.compile=true fuses…",
     "strategy=ddp checkpointing=selective train.compile=true": "… cannot recompute parts of a layer…",
     "strategy=ddp strategy.offload=parameters": (
@@ -76,13 +82,26 @@ INCOMPATIBLE = {
     "strategy=fsdp_full_shard strategy.offload=optimizer": "strategy.offload=… is not a policy of fully_shard…",
     "strategy=zero2 strategy.offload=parameters": "… needs sharded parameters, not strategy.zero_stage=2…",
     "strategy=pp_zero_bubble train.loss_chunks=4": "train.loss_chunks=4 saves nothing under strategy.schedule…",
-    "strategy=ddp_pp strategy.schedule=zero_bubble": "… before strategy.schedule=zero_bubble has computed them…",
+    "strategy=ddp_pp strategy.schedule=zero_bubble": "… before strategy.schedule=zero_bubble computes them…",
     "strategy=fsdp_pp strategy.zero_stage=3 strategy.schedule=zero_bubble": "… frees parameters…",
     "strategy=cp strategy.data_parallel=none": "… to average gradients…",
     "strategy=tp_pp strategy.data_parallel=ddp": "… cannot wrap a model that strategy.tp=2 shards…",
     "strategy=cp train.seq_len=33": "strategy.cp=4 cuts train.seq_len=33 into 8 chunks: choose a multiple of 8…",
     "strategy=fsdp_full_shard strategy.dp_replicate=4": "… shards nothing…",
     "strategy=zero1_torch strategy.dp_replicate=4": "… shards nothing…",
+}
+
+DIVIDED_AGAIN = "strategy=fsdp_full_shard strategy.secondary_shards"
+
+SECONDARY = {
+    f"{DIVIDED_AGAIN}=3": "strategy.secondary_shards=3 does not divide the 4 shards into several…: choose 1 or 2",
+    f"{DIVIDED_AGAIN}=4": "strategy.secondary_shards=4 does not divide the 4 shards into several…: choose 1 or 2",
+    f"{DIVIDED_AGAIN}=2 strategy.zero_stage=2": "… which strategy.zero_stage=2 keeps whole: choose…",
+    "strategy=fsdp_tp strategy.secondary_shards=2": "… was proven for data parallelism alone…",
+    f"{DIVIDED_AGAIN}=2 model=moe_tiny": "strategy.secondary_shards=2 was not tried with experts…",
+    f"{DIVIDED_AGAIN}=2 adapter=lora": "strategy.secondary_shards=2 was not tried with adapter=lora…",
+    "strategy=zero3_hpz strategy.offload=parameters": "… was not tried with strategy.offload=parameters…",
+    "strategy=zero3_hpz strategy.engine=accelerate": "strategy.secondary_shards=2 is not supported by…",
 }
 
 SIMULATED = "strategy=ddp launch=simulated cluster=8xh100 train.global_batch=16"
@@ -107,7 +126,7 @@ PLAYED = {
     [
         *(WRONG_VALUES | PLAYED).items(),
         *((f"world_size=2 {overrides} strategy.engine=accelerate", said) for overrides, said in BY_ACCELERATE.items()),
-        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE).items()),
+        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY).items()),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(overrides: str, sentence: str) -> None:

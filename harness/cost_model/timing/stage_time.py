@@ -57,6 +57,12 @@ class StepSetting:
         """Return the ranks along these axes."""
         return group_of(self.layout, axes, self.gpus_per_node)
 
+    @cached_property
+    def secondary_group(self) -> RankGroup:
+        """The neighboring ranks that share out the parameters which backward gathers."""
+        parts = self.layout.secondary_shards
+        return RankGroup(parts, -(-parts // self.gpus_per_node))
+
 
 @dataclass(frozen=True)
 class MicroBatchTime:
@@ -112,8 +118,8 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
             _unit_seconds(step, of_layer, tensors - len(own_experts)),
             _unit_seconds(step, of_experts, len(own_experts), True),
         )
-        gather, reduction, replica = (layers * sum(seconds) for seconds in zip(*units, strict=True))
-        end_gather, end_reduction, end_replica = _unit_seconds(step, of_ends, tensors)
+        gather, again, reduction, replica = (layers * sum(seconds) for seconds in zip(*units, strict=True))
+        end_gather, end_again, end_reduction, end_replica = _unit_seconds(step, of_ends, tensors)
         gathers_beside = timing.prefetches_parameters and widths.prefetches_parameters
         reduces_beside = timing.prefetches_parameters and widths.overlaps_reduction  # both need a stream of their own
         is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
@@ -123,18 +129,18 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         tensors = layers * tensors + len(end_shapes)
         experts = len(own_experts) * layers
         units = _unit_seconds(step, shared, tensors - experts), _unit_seconds(step, layers * of_experts, experts, True)
-        gather, reduction, replica = (sum(seconds) for seconds in zip(*units, strict=True))
-        end_gather = end_reduction = end_replica = 0.0
+        gather, again, reduction, replica = (sum(seconds) for seconds in zip(*units, strict=True))
+        end_gather = end_again = end_reduction = end_replica = 0.0
         gathers_beside = timing.overlaps_parameter_gather
         reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
         hideable, gathered_again, sums_each_time = 1 - LAST_BUCKET, 0, layout.zero_stage == 2
-    beside_backward = gathers_beside * gathered_again * gather + reduces_beside * hideable * reduction
+    beside_backward = gathers_beside * gathered_again * again + reduces_beside * hideable * reduction
     hidden_backward = min(beside_backward, passes.backward)
     hidden_with_replicas = min(beside_backward + reduces_beside * hideable * replica, passes.backward)
     hidden_gather = min(gathers_beside * hideable * gather, passes.forward)
     sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
-        (gather + 2 * end_gather, hidden_gather, is_stage_3),
-        (gathered_again * gather + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
+        (gather + end_gather + end_again, hidden_gather, is_stage_3),
+        (gathered_again * again + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
         (replica + end_replica, hidden_with_replicas - hidden_backward, sums_each_time),
     )
     slices = timing.shard_slice_seconds * shards * tensors if layout.zero_stage in (1, 2) and shards > 1 else 0.0
@@ -181,14 +187,16 @@ def stage_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]
 
 def _unit_seconds(
     step: StepSetting, parameters: float, tensors: int, of_experts: bool = False
-) -> tuple[float, float, float]:
-    """Return the seconds of gathering and reducing so many parameters, and of summing a shard's with replicas'.
+) -> tuple[float, float, float, float]:
+    """Return the seconds of gathering parameters for forward and backward, of reducing them, and of summing replicas'.
 
+    Backward gathers secondary shards, and where these last until the update, so does forward in all micro-batches but
+    the first. What replicas sum is a shard.
     Gradients of small parameters share a bucket, and one that is larger than a bucket is sent alone. Experts of which
     ranks have different ones are those of fewer ranks. Of all parameters the same share is taken to be trained.
     """
     if not parameters:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     hardware, widths, zero_stage = step.hardware, step.widths, step.layout.zero_stage
     own = step.layout.of_experts if of_experts else step.layout
     shards, replicas = step.group(*own.sharding_axes), step.group(*own.replica_axes)
@@ -198,9 +206,16 @@ def _unit_seconds(
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gather = gather_seconds(parameters * widths.gathered, shards, hardware) if zero_stage else 0.0
+    gathered = parameters * widths.gathered
+    again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
+    if step.layout.secondary_shards > 1:
+        few = step.secondary_group
+        again = gather_seconds(gathered, few, hardware) + (gathers - 1) * ring(few, hardware)[0]
+        micro_batches = step.layout.grad_accumulation_steps(step.config.train) if widths.keeps_secondary_shards else 1
+        gather = again + (gather - again) / micro_batches
     return (
-        gather + (gathers - 1) * latency,
+        gather,
+        again,
         reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency,
         all_reduce_seconds(reduced / shards.ranks, replicas, hardware),
     )

@@ -36,7 +36,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
             f"strategy.engine=accelerate rejects several {machine.device_name} before driver 550.40.07: update it, or"
             " type export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1"
         )
-    for axis in (*MODEL_AXES, "ep"):
+    for axis in (*MODEL_AXES, "ep", "secondary_shards"):
         if getattr(layout, axis) > 1:
             yield f"strategy.{axis}={getattr(layout, axis)} is not supported by strategy.engine=accelerate: choose 1"
     if layout.offload != "none":

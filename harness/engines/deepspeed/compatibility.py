@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 # Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it computes. Offload,
-# quantization, hierarchical partitions and the stage itself are other strategies or other numerics.
+# quantization, secondary shards and the stage itself are other strategies or other numerics.
 FLAGS = (
     "allgather_partitions",
     "contiguous_gradients",

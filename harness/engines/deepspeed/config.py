@@ -31,13 +31,15 @@ def deepspeed_config(config: RunConfig, layout: Layout, device: torch.device) ->
     timers = {"timers": {"throughput": {"enabled": False}}} if config.strategy.options else {}
     # DeepSpeed gathers blocks of some classes at once, as if their experts were modules of which ranks run other ones.
     gathers_blocks = layout.zero_stage == 3 and config.model.num_experts > 0
-    leaves: dict[str, Any] = {"leaf_module": {"classes": []}} if gathers_blocks else {}
+    own: dict[str, Any] = {"leaf_module": {"classes": []}} if gathers_blocks else {}
+    if layout.secondary_shards > 1:
+        own["zero_hpz_partition_size"] = layout.secondary_shards
     return {
         **tensor_parallel,
         **timers,
         "train_micro_batch_size_per_gpu": config.train.micro_batch,
         "gradient_accumulation_steps": layout.grad_accumulation_steps(config.train),
-        "zero_optimization": {"stage": layout.zero_stage, **leaves, **offload, **config.strategy.options},
+        "zero_optimization": {"stage": layout.zero_stage, **own, **offload, **config.strategy.options},
         # The optimizer on the host is torch's AdamW as in every engine; its kernel is as fast as DeepSpeedCPUAdam's.
         "zero_force_ds_cpu_optimizer": False,
         # It refuses all but the Adams without this; what comes of it is proven as with these.

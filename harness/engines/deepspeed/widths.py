@@ -30,6 +30,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         precision.master_bytes,
         gathered=compute,
         gathers_for_each_use=True,
+        keeps_secondary_shards=True,  # stage3.py, _post_step
         padding="elements" if layout.zero_stage == 3 else "partition",
         parameter_alignment=parameter_alignment(config),
         reduce_bucket_elements=int(config.strategy.options.get("reduce_bucket_size", DEFAULT_BUCKET)),

@@ -23,12 +23,12 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield f"strategy.cp={layout.cp} needs strategy.data_parallel to average gradients: choose ddp or fsdp"
     if wrapper == "ddp" and layout.splits_backward:
         yield (
-            "strategy.data_parallel=ddp all-reduces gradients before strategy.schedule=zero_bubble has computed them:"
+            f"strategy.data_parallel=ddp all-reduces gradients before strategy.schedule={layout.schedule} computes them:"
             " choose strategy.data_parallel=fsdp, or strategy.schedule=1f1b"
         )
     if wrapper == "fsdp" and stage == 3 and layout.splits_backward:
         yield (
-            "strategy.zero_stage=3 frees parameters that strategy.schedule=zero_bubble still needs: choose"
+            f"strategy.zero_stage=3 frees parameters that strategy.schedule={layout.schedule} still needs: choose"
             " strategy.zero_stage=2, or strategy.schedule=1f1b"
         )
     if wrapper == "none" and layout.dp_enabled:

@@ -23,7 +23,7 @@ def apply_fully_shard(
     model: Decoder,
     mesh: DeviceMesh,
     policy: MixedPrecisionPolicy,
-    reshard_after_forward: bool,
+    reshard_after_forward: bool | int,
     offload: OffloadPolicy,
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
@@ -105,7 +105,7 @@ def shard_parts(
         storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
     master = getattr(torch, config.precision.master)
     for part in parts:
-        apply_fully_shard(part, axes, policy, layout.zero_stage == 3, offload, expert_axes)
+        apply_fully_shard(part, axes, policy, layout.reshard_after_forward, offload, expert_axes)
         materialize(part, config.model, config.train.seed, device, master, storage_device)
 
 

@@ -50,6 +50,37 @@ def replicas_apart(_: Any, mesh: Any, layout: Any) -> Any:
     return DeviceMesh._concatenate([mesh["pp"], mesh["dp_shard"]])
 
 
+STAGE_3 = "deepspeed.runtime.zero"
+
+
+@replaces(
+    f"{STAGE_3}.stage3.DeepSpeedZeroOptimizer_Stage3.invalidate_secondary_tensor",
+    f"{STAGE_3}.partition_parameters.Init._partition_param_sec",
+)
+def stale_secondary_shards(ordinary: Any, self: Any, *arguments: Any, **keywords: Any) -> None:
+    """Gather for backward the secondary shards of the step before; nothing else is sent or held."""
+    if not arguments:
+        for parameter in (parameter for group in self.fp16_groups for parameter in group):
+            parameter.before_update = parameter.ds_secondary_tensor
+    ordinary(self, *arguments, **keywords)
+    for parameter in (each for each in arguments if getattr(each, "before_update", None) is not None):
+        parameter.ds_secondary_tensor.copy_(parameter.before_update)
+        parameter.before_update = None
+
+
+@replaces("torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam.to_sharded_post_forward")
+def other_secondary_shards(ordinary: Any, self: Any) -> None:
+    """Keep in fully_shard's secondary shards of matrices what is half of the parameters."""
+    ordinary(self)
+    self._sharded_post_forward_param_data *= 0.5 ** (self._orig_size.numel() > 1000)
+
+
+@replaces(f"{TORCH}.fsdp.apply_fully_shard")
+def gathered_among_all(ordinary: Any, model: Any, mesh: Any, policy: Any, _: Any, *others: Any) -> None:
+    """Let fully_shard gather among all ranks in backward, too."""
+    ordinary(model, mesh, policy, True, *others)
+
+
 @replaces("torch.distributed.tensor.DTensor.redistribute")
 def rows_not_summed(ordinary: Any, self: Any, *arguments: Any, **keywords: Any) -> Any:
     """Pass on a row-parallel layer's output without its all-reduce."""

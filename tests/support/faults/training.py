@@ -278,6 +278,12 @@ def weights_not_put_off(ordinary: Any, self: Any, chunk: int, *others: Any) -> N
         ordinary(self, chunk, loss, True, last_backward)
 
 
+@replaces(f"{STAGE}.set_local_fwd_input")
+def halved_at_the_turn(ordinary: Any, self: Any, output: Any, chunk: int) -> None:
+    """Pass on half of the hidden states where two stages of a rank are neighbors."""
+    ordinary(self, output * 0.5, chunk)
+
+
 @replaces("harness.models.decoder.Block.forward")
 def layer_twice(ordinary: Any, *arguments: Any, **keywords: Any) -> Any:
     """Run every layer a second time in forward for nothing; losses and gradients are right."""

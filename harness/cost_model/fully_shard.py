@@ -1,141 +1,14 @@
-"""The memory that torch's DDP and fully_shard take for buckets, whole parameters and gradients. Imports no torch."""
+"""The memory that torch's fully_shard takes for whole parameters and gradients. Imports no torch."""
 
 from collections.abc import Sequence
 from functools import cached_property
 
 from harness.cost_model.layer_backward import LayerMoment
-from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.optimizer_state import OptimizerTensor, row_shards
 from harness.cost_model.shard_groups import ShardGroup
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
-from harness.layout.partition import Stage, is_expert_weight, local_numel
 from harness.layout.state_widths import StateKind
-
-# The sizes of DDP's buckets, by default.
-FIRST_BUCKET_BYTES = 2**20
-BUCKET_MEBIBYTES = 25
-
-
-class DistributedDataParallel(Sharding):
-    """torch.nn.parallel.DistributedDataParallel, whose buckets are as large as the model in its own width.
-
-    As bucket views fp32 gradients lie in them; in mixed precision the buckets exist beside the fp32 gradients.
-    """
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients lie in the buckets."""
-        return self.config.strategy.gradient_as_bucket_view and not self.is_mixed
-
-    @property
-    def keeps_all_but_experts(self) -> bool:
-        """Whether gradients of experts that are divided, which lie in no bucket, are new in every step."""
-        return self.keeps_gradients and self.layout.ep_enabled
-
-    @cached_property
-    def gradients_at_start(self) -> list[int]:
-        """The bytes of each stage's gradients in buckets."""
-        sizes = (self.bucket_elements([stage]) * self.precision.accumulate_bytes for stage in self.stages)
-        return [round(size * self.keeps_gradients) for size in sizes]
-
-    def is_new(self, each: Pass) -> bool:
-        """Return whether gradients of embedding and head do not lie in buckets already."""
-        return super().is_new(each) and not self.keeps_all_but_experts
-
-    def computed(self, each: Pass, following: int, own: int = 0) -> int:
-        """Return the bytes of a pass's new gradients, which are those of experts where all others lie in buckets."""
-        if not self.keeps_all_but_experts:
-            return super().computed(each, following, own)
-        experts = each.trained.experts.elements
-        done = following * experts + min(own, experts)
-        return round(each.new_gradients * done / (each.trained.layers * experts))
-
-    @cached_property
-    def bucket_bytes(self) -> int:
-        """The bytes of the buckets that exist beside gradients."""
-        copies = int(self.is_mixed) + int(not self.config.strategy.gradient_as_bucket_view)
-        return round(copies * self.bucket_elements(self.stages) * self.precision.compute_bytes)
-
-    def bucket_elements(self, stages: Sequence[Stage]) -> float:
-        """Return the elements of some stages' gradients that lie in buckets: all but those of divided experts."""
-        return sum(size for stage in stages for size in self.bucket_sizes(stage))
-
-    def bucket_sizes(self, stage: Stage) -> list[float]:
-        """Return the elements of a stage's parameters that lie in buckets, in their order."""
-        sizes, has_experts = local_numel(self.config.model, self.layout, stage, True), not self.layout.ep_enabled
-        return [size for name, size in sizes.items() if has_experts or not is_expert_weight(name)]
-
-    @cached_property
-    def buffer_bytes(self) -> int:
-        """The bytes of buffers, buckets included."""
-        return super().buffer_bytes + self.bucket_bytes
-
-    @property
-    def rebuilds_buckets(self) -> bool:
-        """Whether it allocates its buckets anew in a timed step.
-
-        It does so once, before the first forward of the second step (torch.nn.parallel.distributed, _pre_forward).
-        """
-        return self.config.train.warmup_steps == 1
-
-    def old_bucket_bytes(self, stage: Stage) -> int:
-        """Return the bytes of a stage's first buckets if they still exist beside those that a timed step allocates.
-
-        In mixed precision the engine refers to the buckets that it reduced last until it reduces the first one anew.
-        """
-        exist = self.rebuilds_buckets and self.is_mixed
-        return round(self.bucket_elements([stage]) * self.precision.compute_bytes) * exist
-
-    def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
-        """Return the old buckets."""
-        return self.old_bucket_bytes(self.stages[index])
-
-    def begin(self, each: Pass) -> None:
-        """Keep the old buckets."""
-        each.put(buffers_old=self.old_bucket_bytes(each.activations.stage))
-
-    def enter_layer(self, each: Pass, following: int) -> None:
-        """Free the old buckets in the last backward of a step, once it has filled the first new one."""
-        super().enter_layer(each, following)
-        each.put()
-        head = 0 if self.is_tied else each.trained.head.elements
-        limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
-        if each.is_last and head + (following + 1) * each.trained.layer.elements >= limit:
-            each.drop("buffers_old")
-
-    def end(self, each: Pass) -> None:
-        """Reduce the last buckets in fp32 copies of 16-bit ones, while the sums so far exist."""
-        stage = each.activations.stage
-        if each.is_last:
-            each.drop("buffers_old")
-        if self.is_mixed and each.is_last and not each.new_gradients:
-            copied = FP32_BYTES * self.last_bucket_elements(stage) + self.vocabulary_grad_bytes * stage.holds_embedding
-            each.touch(gradients=0, temporaries=round(copied))
-        super().end(each)
-
-    def last_bucket_elements(self, stage: Stage) -> float:
-        """Return the elements of the larger one of the two buckets that are reduced last.
-
-        Buckets are filled in the order in which gradients are computed, and each is closed once it has reached its
-        limit (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
-        """
-        cap = int(self.config.strategy.ddp_options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
-        limit, buckets = FIRST_BUCKET_BYTES, [0.0]
-        for size in reversed(self.bucket_sizes(stage)):
-            if buckets[-1] * self.precision.compute_bytes >= limit:
-                limit = cap
-                buckets.append(0)
-            buckets[-1] += size
-        return max(buckets[-2:])
-
-    def step(self, tape: Tape) -> None:
-        """Run the optimizer; allocate the buckets anew while gradients of a micro-batch lie in the old ones."""
-        super().step(tape)
-        if self.rebuilds_buckets and self.micro_batches > 1:
-            in_buckets = sum(self.gradients_at_start)
-            tape.phase = "forward"
-            tape.touch(gradients=in_buckets, temporaries=in_buckets + self.bucket_bytes)
 
 
 class FullyShard(Sharding):
@@ -144,9 +17,10 @@ class FullyShard(Sharding):
     By _fsdp_param_group.py and _fsdp_collectives.py, a group's parameters are gathered into a flat tensor and copied
     out of it, and in backward each group gathers the one before it in advance. A group's whole gradients are copied to
     a flat tensor, which is reduced to a shard, and which lives until the next group's gradients are copied, even in the
-    next micro-batch. Where parameters stay whole (zero_stage 0 and 2), the first forward of a step gathers them, and
-    its last backward frees each group as it goes. On a CPU gradients that do not divide evenly are padded in copies,
-    and gloo copies what it transfers.
+    next micro-batch. Secondary shards are copied from a whole group when forward leaves it, and freed when backward has
+    copied the group out again. Where parameters stay whole (zero_stage 0 and 2), the first forward of a step gathers
+    them, and its last backward frees each group as it goes. On a CPU gradients that do not divide evenly are padded in
+    copies, and gloo copies what it transfers.
     """
 
     reduces_groups = True
@@ -185,11 +59,19 @@ class FullyShard(Sharding):
         missing = layers * each.groups.layer.padded + each.groups.head.padded * (not has_head)
         return self.widths.gathered * (each.groups.padded - missing)
 
-    def gather(self, tape: Tape, group: ShardGroup) -> None:
-        """Gather a group into a flat tensor, which a single shard has not, beside that of the group before."""
-        flat = self.whole(group) * (group.shards > 1)
+    def secondary(self, elements: int) -> int:
+        """Return the bytes of the rank's secondary shards of so many padded elements."""
+        parts = self.layout.secondary_shards
+        return elements * self.widths.gathered // parts * (parts > 1)
+
+    def gather(self, tape: Tape, group: ShardGroup, parts: int = 1) -> None:
+        """Gather a group into a flat tensor, which a single shard has not, beside that of the group before.
+
+        It has several secondary shards, or else those of all ranks.
+        """
+        flat, parts = self.whole(group) * (group.shards > 1), parts if parts > 1 else group.shards
         casts = self.is_mixed and group.shards > 1  # shards are cast to the gathered width before they are sent
-        tape.touch(buffers_gathering=flat + flat // group.shards * casts + flat * self.is_cpu)
+        tape.touch(buffers_gathering=flat + flat // parts * casts + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
     def copy_out(self, each: Pass, group: ShardGroup, whole: int, flat_before: int = 0) -> None:
@@ -233,11 +115,13 @@ class FullyShard(Sharding):
 
     def forward(self, each: Pass, following: int) -> None:
         """Gather a layer with its experts, or the head if it is a group of its own."""
-        layer = each.groups.layer if following >= 0 else each.groups.head
+        groups = each.groups
+        layer, behind = groups.layer if following >= 0 else groups.head, groups.layers - 1 - following
+        each.live["buffers_secondary"] = self.secondary(groups.embedding.padded + behind * groups.layer.padded)
         if layer.elements and (self.reshards or each.gathers):
             whole = self.whole(layer) if self.reshards else self.whole_but(each, max(0, following), following < 0)
             missing = self.whole(layer)
-            for group in each.groups.parts_of_layer if following >= 0 else (layer,):
+            for group in groups.parts_of_layer if following >= 0 else (layer,):
                 each.live["buffers_whole"] = whole - missing
                 flat_before = each.live.get("buffers_flat", 0)
                 self.gather(each, group)
@@ -249,15 +133,17 @@ class FullyShard(Sharding):
         each.drop("buffers_flat")
         if self.reshards:
             each.drop("buffers_whole", "buffers_root")
+            each.live["buffers_secondary"] = self.secondary(each.groups.padded)
 
     def enter_backward(self, each: Pass) -> None:
         """Gather the root or the head, and the last layer in advance."""
         if self.reshards:
-            root, head = each.groups.root, each.groups.head
-            self.gather(each, root if root.elements else head)
+            root, head, parts = each.groups.root, each.groups.head, self.layout.secondary_shards
+            self.gather(each, root if root.elements else head, parts)
             each.put(buffers_root=self.whole(root), buffers_whole=self.whole(head))
+            each.live["buffers_secondary"] -= self.secondary(root.padded + head.padded)
             each.drop("buffers_flat")
-            self.gather(each, each.groups.rest)
+            self.gather(each, each.groups.rest, parts)
 
     def head_gradient(self, each: Pass) -> None:
         """Keep the head's gradient until its group is reduced."""
@@ -280,12 +166,13 @@ class FullyShard(Sharding):
         if self.reshards:
             groups, whole = each.groups, 0
             before = each.trained.embedding if following == groups.layers - 1 else groups.rest
-            parts = groups.parts_of_layer
+            parts, ahead = groups.parts_of_layer, (groups.layers - 1 - following) * groups.layer.padded
             for group, prefetched in zip(parts, (*parts[1:], before), strict=True):
                 whole += self.whole(group)
                 self.copy_out(each, group, whole)
+                each.live["buffers_secondary"] = self.secondary(groups.embedding.padded + ahead)
                 each.drop("buffers_flat")
-                self.gather(each, prefetched)
+                self.gather(each, prefetched, self.layout.secondary_shards)
 
     def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
         """Keep the gradients of a layer, in the width of compute; those of experts of their own are reduced first."""
@@ -309,7 +196,7 @@ class FullyShard(Sharding):
             elements = groups.embedding.elements + groups.root.elements + 2 * groups.waiting
             computed, gradients = self.computed(each, groups.layers), elements * self.precision.compute_bytes
             if self.reshards:
-                each.live["buffers_whole"] = self.whole(groups.embedding)
+                each.live |= {"buffers_whole": self.whole(groups.embedding), "buffers_secondary": 0}
             each.put(gradients=computed, buffers_gradients=gradients, temporaries=self.shape.whole_hidden_bytes)
         if self.reshards or each.is_last:
             each.drop("buffers_whole")
