@@ -1,4 +1,4 @@
-"""Small parts of a rank's report, which are tuples: what its optimizers and its dropout did."""
+"""Small parts of a rank's report, which are tuples: what its optimizers and its dropout did, and its start."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -39,3 +39,13 @@ class UpdateExcess(NamedTuple):
 
     name: str = ""  # of the parameter
     excess: float = 0.0
+
+
+class StartUp(NamedTuple):
+    """The seconds from the start of a rank's process to the end of its first step, one after another."""
+
+    import_seconds: float = 0.0  # until it joins; modules that its parent process had imported cost nothing here
+    join_seconds: float = 0.0  # until all ranks have joined the process group
+    build_seconds: float = 0.0  # until the first step begins: the engine, the data and the measurements
+    first_step_seconds: float = 0.0  # of the first step, without the fingerprints that the harness takes in it
+    compile_seconds: float = 0.0  # of the first step, those in which torch.compile compiled

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from harness.records.evidence import DrawnMasks, UpdateExcess, UpdateReport, read_tuple
+from harness.records.evidence import DrawnMasks, StartUp, UpdateExcess, UpdateReport, read_tuple
 from harness.util.files import JsonObject
 
 LaunchStatus = Literal["ok", "oom", "error", "timeout", "interrupted"]
@@ -265,6 +265,7 @@ class RankReport(TrainingReport):
     num_ooms: int | None = None
     devices: int = 1  # driven by this process
     device_name: str = ""
+    start_up: StartUp = field(default=StartUp(), metadata={"read": partial(read_tuple, StartUp)})
     start_peak_bytes: int | None = None  # the most while the engine was built
     dropout_seed: int | None = None
     dropout_rng_ranks: Sequence[int | None] = ()

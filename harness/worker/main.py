@@ -8,6 +8,7 @@ import re
 import socket
 import traceback
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from harness.measure.operator_log import load_operator_log
 from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
+from harness.records.evidence import StartUp
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport, TrainingReport
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
@@ -122,6 +124,7 @@ def build_and_train(
         report,
         status="ok",
         start_peak_bytes=start_peak_bytes,
+        start_up=with_marks(report.start_up, heartbeat),
         devices=engine.devices,
         skipped_steps=engine.skipped_steps,
         device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -131,6 +134,13 @@ def build_and_train(
     )
     engine.close()
     return report
+
+
+def with_marks(start_up: StartUp, heartbeat: HeartbeatWriter) -> StartUp:
+    """Return the parts of a rank's start with those that end where a phase of its heartbeat begins."""
+    marks = [heartbeat.phase_starts[phase] for phase in ("joining", "building", "warm-up")]
+    import_seconds, join_seconds, build_seconds = (end - start for start, end in pairwise((0.0, *marks)))
+    return start_up._replace(import_seconds=import_seconds, join_seconds=join_seconds, build_seconds=build_seconds)
 
 
 def perturb(
