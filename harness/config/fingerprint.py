@@ -39,6 +39,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "strategy": {"ep": 1},
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
+    "train": {"save": "none"},
 }
 
 _OLD_KEYS = {

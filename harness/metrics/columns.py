@@ -14,7 +14,7 @@ from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
 from harness.hardware.machine import peak_flops
 from harness.layout.layout import Layout, group_axes
-from harness.metrics.costs import cost_per_billion_tokens, start_up_columns
+from harness.metrics.costs import checkpoint_columns, cost_per_billion_tokens, start_up_columns
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import (
     COPYING,
@@ -61,6 +61,7 @@ def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
         "measured_on": peak_rank(ranks).device_name,
         **bubble_columns(config, layout, ranks),
         **start_up_columns(config, ranks),
+        **checkpoint_columns(ranks),
     }
 
 

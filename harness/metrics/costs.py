@@ -1,9 +1,10 @@
-"""The columns on what a run costs beside its steps: the time until it trains, and the price of its tokens."""
+"""The columns on what a run costs beside its steps: its start, its checkpoint and its price."""
 
 from collections.abc import Sequence
 
 from harness.config.schema import RunConfig
 from harness.cost_model.prediction import SECONDS_PER_HOUR
+from harness.metrics.memory import max_known
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells
 
@@ -32,3 +33,19 @@ def cost_per_billion_tokens(config: RunConfig, devices: int, tokens_per_second: 
     if hardware is None or hardware.price_per_device_hour is None:
         return None
     return hardware.price_per_device_hour * devices / SECONDS_PER_HOUR * 1e9 / tokens_per_second
+
+
+def checkpoint_columns(ranks: Sequence[RankReport]) -> Cells:
+    """Return what a checkpoint cost: seconds of the slowest rank, bytes of the largest one and of all files."""
+    reports = [rank.checkpoint for rank in ranks if rank.checkpoint is not None]
+    if not reports:
+        return {}
+    return {
+        "save_seconds": max(report.save_seconds for report in reports),
+        "save_total_seconds": max(report.save_total_seconds for report in reports),
+        "load_seconds": max(report.load_seconds for report in reports),
+        "checkpoint_rank_bytes": max(report.rank_bytes for report in reports),
+        "checkpoint_bytes": max(report.bytes for report in reports),
+        "save_peak_bytes": max_known(report.save_peak_bytes for report in reports),
+        "save_file_system": reports[0].file_system or None,
+    }

@@ -164,6 +164,7 @@ Group = Literal[
     "outcome",
     "training",
     "start",
+    "checkpoint",
     "time",
     "throughput",
     "memory",

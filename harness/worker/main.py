@@ -33,6 +33,7 @@ from harness.util.files import atomic_write_json
 from harness.util.redact import redacted
 from harness.util.text import one_line
 from harness.worker.batches import Batches
+from harness.worker.checkpoint import resume, save_checkpoint
 from harness.worker.perturbed_training import train_perturbed
 from harness.worker.process_group import JoinRanks, process_group
 from harness.worker.train_loop import train
@@ -90,6 +91,10 @@ def run_rank(
         memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)
         heartbeat.allocated_bytes = memory.allocated_bytes
         report = build_and_train(spec, report, heartbeat, directory, mesh, memory)
+        if report.checkpoint is not None:
+            seconds, step = resume(spec, report.rank, memory, mesh, heartbeat, RunFolder(directory).checkpoint)
+            checkpoint = report.checkpoint._replace(load_seconds=seconds, resumed=step)
+            report = dataclasses.replace(report, checkpoint=checkpoint)
         if spec.perturbs:
             report = dataclasses.replace(report, perturbed=perturb(spec, report.rank, heartbeat, mesh, memory))
         return report
@@ -132,6 +137,10 @@ def build_and_train(
         dropout_rng_ranks=dropout_rng_ranks(engine.model),
         **state_fields(engine, report.profiled.gradient_bytes_by_device),
     )
+    if spec.config.train.save != "none":
+        folder = RunFolder(directory).checkpoint
+        saved = save_checkpoint(engine, probe, batches, spec, report.rank, memory, heartbeat, folder)
+        report = dataclasses.replace(report, checkpoint=saved)
     engine.close()
     return report
 

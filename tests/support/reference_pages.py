@@ -75,6 +75,7 @@ GROUP_TITLES: dict[Group, str] = {
     "training": "Training",
     "time": "Time",
     "start": "Before the first step is over",
+    "checkpoint": "Checkpoints",
     "throughput": "Throughput",
     "memory": "Memory",
     "bytes": "Communication",

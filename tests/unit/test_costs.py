@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from harness.config.hardware import HardwareConfig
 from harness.config.schema import RunConfig
 from harness.measure import host_usage
-from harness.metrics.costs import cost_per_billion_tokens, start_up_columns
-from harness.records.evidence import StartUp
+from harness.metrics.costs import checkpoint_columns, cost_per_billion_tokens, start_up_columns
+from harness.proof.checkpoint import checkpoint_problems
+from harness.records.evidence import CheckpointReport, StartUp
 from harness.records.rank_report import RankReport
 from tests.support.commands import compose_config
 from tests.support.nvml_tables import Board, install
@@ -25,7 +26,9 @@ AMOUNTS = st.floats(1e-3, 1e6)
 PARTS = ("start_up_import_seconds", "start_up_join_seconds", "start_up_build_seconds", "first_step_seconds")
 
 
-UNPRICED, DESCRIBED, COMPILED = map(compose_config, ("cluster=local", "cluster=8xh100", "train.compile=true"))
+UNPRICED, DESCRIBED = map(compose_config, ("cluster=local", "cluster=8xh100"))
+
+COMPILED, SAVING = map(compose_config, ("train.compile=true", "train.save=sync"))
 
 
 def priced(price: float | None) -> RunConfig:
@@ -80,3 +83,45 @@ def test_energy_is_that_of_all_devices_during_the_steps(
     meter = host_usage.HostUsageMeter([torch.device("cuda", index) for index in range(len(boards))], helpers=())
     meter.begin()
     assert meter.end().energy_joules == joules
+
+
+TEXTS = st.dictionaries(
+    st.sampled_from(("the loss", "the gradient norm", "exp_avg of x")), st.text(max_size=3), min_size=1
+)
+
+
+@given(st.lists(TEXTS, min_size=1, max_size=4), st.data())
+def test_a_value_that_differs_on_any_rank_is_a_problem(steps: list[dict[str, str]], data: st.DataObject) -> None:
+    """A value that one side lacks differs too, and so does a rank that reports no checkpoint or an empty step."""
+    reports = [CheckpointReport(uninterrupted=step, resumed={**step}) for step in steps]
+    ranks = [RankReport(rank=number, checkpoint=report) for number, report in enumerate(reports)]
+    assert [*checkpoint_problems(SAVING, ranks)] == []
+    place = data.draw(st.integers(0, len(ranks) - 1))
+    name = data.draw(st.sampled_from(sorted(steps[place])))
+    for change in (steps[place] | {name: "other"}, {key: steps[place][key] for key in steps[place].keys() - {name}}):
+        changed = [*ranks]
+        changed[place] = RankReport(rank=place, checkpoint=reports[place]._replace(resumed=change))
+        (problem,) = checkpoint_problems(SAVING, changed)
+        assert problem.startswith(f"checkpoint: in the step after loading {name} differs on rank {place}")
+        assert [*checkpoint_problems(UNPRICED, changed)] == []
+    for lacking in (None, CheckpointReport()):
+        (problem,) = checkpoint_problems(SAVING, [RankReport(rank=7, checkpoint=lacking)])
+        assert "rank 7" in problem
+
+
+def test_a_checkpoint_costs_what_its_slowest_and_largest_ranks_say() -> None:
+    reports = [
+        CheckpointReport(1.0, 5.0, 0.5, 70, 100, 9, "ext4", {"the loss": "1"}, {"the loss": "1"}),
+        CheckpointReport(2.0, 4.0, 0.7, 30, 100, 8, "ext4"),
+    ]
+    ranks = [RankReport.from_json({"rank": 0, "checkpoint": [*report]}) for report in reports]
+    assert checkpoint_columns(ranks) == {
+        "save_seconds": 2.0,
+        "save_total_seconds": 5.0,
+        "load_seconds": 0.7,
+        "checkpoint_rank_bytes": 70,
+        "checkpoint_bytes": 100,
+        "save_peak_bytes": 9,
+        "save_file_system": "ext4",
+    }
+    assert checkpoint_columns([RankReport()]) == {}
