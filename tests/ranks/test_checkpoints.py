@@ -21,7 +21,10 @@ EXPERTS = "model=moe_tiny train.micro_batch=1"
 
 DROPPING = "ddp model=gpt_tiny model.dropout=0.1 train.save=sync"
 
-LARGE = "model.hidden_size=320 model.intermediate_size=864 model.num_hidden_layers=6 model.vocab_size=6000"
+LARGE = (  # 11 million parameters, whose heads and batches three and four ranks can divide
+    "model.hidden_size=384 model.intermediate_size=864 model.num_attention_heads=12 model.num_key_value_heads=12"
+    " model.num_hidden_layers=6 model.vocab_size=2000 train.global_batch=12 train.micro_batch=1 train.seq_len=48"
+)
 
 
 def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
@@ -48,7 +51,7 @@ def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
         *(
             long(f"{strategy} {SYNC} {LARGE} precision=bf16_mixed world_size={world}", None)
             for strategy in (
-                *("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "tp model.num_key_value_heads=12"),
+                *("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "tp", "tp_sp"),
                 *("pp_1f1b", "pp_zero_bubble", "cp", "zero1", "zero2", "zero3", "ddp strategy.engine=accelerate"),
                 "ddp adapter=lora",
             )

@@ -18,7 +18,11 @@ from harness.metrics.costs import checkpoint_columns, cost_per_billion_tokens, s
 from harness.proof.checkpoint import checkpoint_problems
 from harness.records.evidence import CheckpointReport, StartUp
 from harness.records.rank_report import RankReport
+from harness.report.costs import costs
+from harness.report.document import Paragraph, Table
+from harness.report.view import View
 from tests.support.commands import compose_config
+from tests.support.example_records import MIB, record_of, row
 from tests.support.nvml_tables import Board, install
 
 AMOUNTS = st.floats(1e-3, 1e6)
@@ -125,3 +129,22 @@ def test_a_checkpoint_costs_what_its_slowest_and_largest_ranks_say() -> None:
         "save_file_system": "ext4",
     }
     assert checkpoint_columns([RankReport()]) == {}
+
+
+def test_the_report_shows_what_rows_have_and_nothing_for_old_ones() -> None:
+    times = dict(zip((*PARTS, "save_seconds", "load_seconds"), (0.25, 0.5, 0.75, 1.5, 2.5, 3.5), strict=True))
+    new = times | {"save": "sync", "save_total_seconds": 2.5, "checkpoint_bytes": 12 * MIB, "save_file_system": "ext4"}
+    old, started, saving = (row(number, name, "torch", 0) for number, name in enumerate(("ddp", "tp", "cp")))
+    started |= times | {"save_seconds": None, "load_seconds": None, "cost_per_billion_tokens": 70.0}
+    assert costs(View("old", [record_of(old)])) == []
+    (section,) = costs(View("all", [record_of(entry) for entry in (old, started, saving | new)]))
+    table, note = section.parts
+    assert isinstance(table, Table) and isinstance(note, Paragraph)
+    rows = [dict(zip(table.header, cells, strict=True)) for cells in table.rows]
+    assert [each["run"] for each in rows] == ["tp", "cp"]
+    assert [each["first step s"] for each in rows] == ["1.50", "1.50"] and "compiling s" not in rows[0]
+    assert (rows[0]["saving s"], rows[1]["saving s"]) == ("", "2.50")
+    assert rows[1]["checkpoint MiB"] == "12.00" and rows[1]["file system"] == "ext4"
+    assert str(rows[0]["price of a billion tokens"]) == "70.00"
+    words = ("Imports", "a checkpoint is saved", "price_per_device_hour")
+    assert all(text in note.text for text in words) and "Compiling" not in note.text
