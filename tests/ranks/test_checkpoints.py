@@ -48,15 +48,10 @@ def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
         (f"ep {SYNC} {EXPERTS}", 12),
         (f"ddp {SYNC} adapter=lora", None),
         (DROPPING, 12),
-        *(
-            long(f"{strategy} {SYNC} {LARGE} precision=bf16_mixed world_size={world}", None)
-            for strategy in (
-                *("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "tp", "tp_sp"),
-                *("pp_1f1b", "pp_zero_bubble", "cp", "zero1", "zero2", "zero3", "ddp strategy.engine=accelerate"),
-                "ddp adapter=lora",
-            )
-            for world in (3, 4)
-        ),
+        *(long(f"{name} {SYNC} model.num_hidden_layers=4", 16) for name in ("zero_offload", "zero1_tp")),
+        long(f"pp_interleaved {SYNC} model.num_hidden_layers=4", 12),
+        long(f"fsdp_ep {SYNC} {EXPERTS}", 12),
+        *(long(f"ddp {SYNC} optimizer={name}", size) for name, size in (("sgd", 4), ("muon", 8), ("adamw_bf16", 8))),
     ],
 )
 def test_training_goes_on_from_a_checkpoint_bit_by_bit(
@@ -75,13 +70,26 @@ def test_training_goes_on_from_a_checkpoint_bit_by_bit(
     assert not run_folder(results, record).checkpoint.exists()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("world", (3, 4))
+@pytest.mark.parametrize(
+    "strategy",
+    (
+        *("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "tp", "tp_sp", "pp_1f1b", "pp_zero_bubble"),
+        *("cp", "zero1", "zero2", "zero3", "ddp strategy.engine=accelerate", "ddp adapter=lora"),
+    ),
+)
+def test_larger_models_go_on_from_checkpoints_of_more_ranks(results: Path, strategy: str, world: int) -> None:
+    assert_ok(saved(results, f"{strategy} {SYNC} {LARGE} precision=bf16_mixed world_size={world}").row)
+
+
 @pytest.mark.parametrize(
     ("fault", "words", "problem"),
     [
         (faults.loss_scale_not_loaded, f"ddp {SYNC} precision=fp16_mixed", "of the loss scaler"),
         (faults.position_not_loaded, f"ddp {SYNC}", "the number of the next batch"),
         (faults.second_moments_left_out, f"fsdp_full_shard {SYNC}", "exp_avg_sq of"),
-        (faults.moments_not_loaded, f"zero1 {SYNC}", "of"),
+        (faults.moments_not_loaded, f"zero1 {SYNC}", "the master of"),
         (faults.random_numbers_not_loaded, DROPPING, "the loss"),
     ],
 )
