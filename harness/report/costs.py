@@ -24,7 +24,7 @@ def costs(view: View) -> list[Section]:
         from_lines(lines, "save_file_system", kind="text"),
         from_lines(lines, "cost_per_billion_tokens", kind="number", is_timed=True),
     ]
-    names = (*_SECONDS, "cost_per_billion_tokens", "save")
+    names = (*_SECONDS, "cost_per_billion_tokens", "save", "joules_per_token")
     known = {name for name in names if any(column_values(lines, name))}
     table = line_table(lines, columns)
     note = Paragraph(sentence("costs_note", known=known))

@@ -134,6 +134,7 @@ def test_a_checkpoint_costs_what_its_slowest_and_largest_ranks_say() -> None:
 def test_the_report_shows_what_rows_have_and_nothing_for_old_ones() -> None:
     times = dict(zip((*PARTS, "save_seconds", "load_seconds"), (0.25, 0.5, 0.75, 1.5, 2.5, 3.5), strict=True))
     new = times | {"save": "sync", "save_total_seconds": 2.5, "checkpoint_bytes": 12 * MIB, "save_file_system": "ext4"}
+    new |= {"joules_per_token": 0.02}
     old, started, saving = (row(number, name, "torch", 0) for number, name in enumerate(("ddp", "tp", "cp")))
     started |= times | {"save_seconds": None, "load_seconds": None, "cost_per_billion_tokens": 70.0}
     assert costs(View("old", [record_of(old)])) == []
@@ -146,5 +147,5 @@ def test_the_report_shows_what_rows_have_and_nothing_for_old_ones() -> None:
     assert (rows[0]["saving s"], rows[1]["saving s"]) == ("", "2.50")
     assert rows[1]["checkpoint MiB"] == "12.00" and rows[1]["file system"] == "ext4"
     assert str(rows[0]["price of a billion tokens"]) == "70.00"
-    words = ("Imports", "a checkpoint is saved", "price_per_device_hour")
+    words = ("Imports", "a checkpoint is saved", "The energy per token", "price_per_device_hour")
     assert all(text in note.text for text in words) and "Compiling" not in note.text
