@@ -40,6 +40,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "strategy": {"ep": 1, "secondary_shards": 1},
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
+    "train": {"save": "none"},
 }
 
 _OLD_KEYS = {

@@ -42,6 +42,7 @@ SimulatedRank = Annotated[
 
 
 Checkpointing = Literal["none", "full", "every_n", "selective", "attention"]
+Saving = Literal["none", "sync", "async"]
 SavedProducts = Literal["all", "every_second"]
 
 RECOMPUTING_MODES = ("full", "every_n", "selective")  # the modes that call a layer's forward a second time
@@ -194,6 +195,9 @@ class TrainConfig:
     # has the latter, and torchao's optimizers have neither.
     fused_optimizer: bool = True
     compile: bool = False  # Whether torch.compile compiles every decoder layer.
+    # Whether a checkpoint is written behind the last step, read into a new engine and checked: sync waits until its
+    # files are complete, async goes on training as soon as the state is copied.
+    save: Saving = "none"
 
     @property
     def total_steps(self) -> int:

@@ -8,7 +8,7 @@ An engine is one module (or package) in this folder, found by its name. It has t
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -47,12 +47,39 @@ class StepResult(NamedTuple):
     squares: "Tensor | None"
 
 
+class Checkpoint(Protocol):
+    """The files of a run's ranks from which a new engine of the same layout goes on: what the optimizer has, too.
+
+    Every method but `own_files` and `loss_scaling` is called by all ranks together.
+    """
+
+    def save(self, folder: Path, is_async: bool) -> "Callable[[], float] | None":
+        """Write the files into a folder. Return None when they are complete.
+
+        An asynchronous save returns when training may go on, with a function that waits for the rest and returns the
+        moment of time.perf_counter() at which the files were complete.
+        """
+
+    def load(self, folder: Path) -> None:
+        """Replace all state of a new engine by what the files have."""
+
+    def own_files(self, folder: Path) -> "Iterable[Path]":
+        """Yield the files that this rank wrote."""
+
+    def loss_scaling(self) -> Mapping[str, float]:
+        """Return the state of the loss scale by names, which decides how the next steps are scaled."""
+
+
 class Engine(Protocol):
     """A model under one layout, as the training loop sees it."""
 
     model: "nn.Module"  # the plain model inside all wrappers
     devices: int  # the number of devices this process drives
     host_state: tuple[StateKind, ...]  # the kinds of state really kept on the host, whatever the configuration says
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Return the checkpoint of this engine's state."""
 
     @property
     def skipped_steps(self) -> int:

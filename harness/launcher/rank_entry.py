@@ -7,6 +7,7 @@ import faulthandler
 import importlib
 import os
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -58,7 +59,7 @@ def run_rank(
     `lifeline` closes when the parent dies or ends the run; `reports` are the connections of all local ranks to the
     parent.
     """
-    threading.Thread(target=die_with, args=(lifeline,), daemon=True).start()
+    threading.Thread(target=die_with, args=(lifeline, RunFolder(run_dir).checkpoint), daemon=True).start()
     if hasattr(os, "sched_setaffinity"):  # the process that forked this one may use other cores
         os.sched_setaffinity(0, cores)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group, and the parent handles it
@@ -92,9 +93,14 @@ def worker_entry(run_dir: str) -> None:
     importlib.import_module("harness.worker.main").main(run_dir)
 
 
-def die_with(end: Connection | int) -> None:
-    """Kill this process when the other end of a pipe closes, or the process of a sentinel ends."""
+def die_with(end: Connection | int, folder: Path | None = None) -> None:
+    """Kill this process when the other end of a pipe closes, or the process of a sentinel ends.
+
+    The folder is removed before, as nobody else is there to do it.
+    """
     wait([end])
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

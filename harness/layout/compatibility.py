@@ -61,6 +61,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     }
     if config.model.adapter.is_enabled:
         yield from adapter_incompatibilities(config, layout)
+    if train.save != "none":
+        yield from save_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
     yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
     if layout.secondary_shards > 1:
@@ -149,6 +151,19 @@ def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
     }
     values = {"unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)
+
+
+def save_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield why no checkpoint of this run can be written, or read by a new engine."""
+    is_fsdp = layout.engine == "accelerate" and layout.data_parallel == "fsdp"
+    rules = {
+        "save_launch": config.launch != "processes",
+        "save_async": config.train.save == "async" and layout.engine != "torch",
+        "save_engine": is_fsdp or layout.engine == "nn_data_parallel",
+        "save_optimizer": config.optimizer.name == "adamw_8bit",
+    }
+    subject = "fully_shard through Accelerate" if is_fsdp else f"strategy.engine={layout.engine}"
+    yield from refusals(rules, config, layout, save_subject=subject)
 
 
 def library_incompatibilities(config: RunConfig, layout: Layout, info: HFModelInfo) -> Iterator[str]:

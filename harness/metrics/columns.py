@@ -15,6 +15,7 @@ from harness.cost_model.timing.step_time import StepTime
 from harness.hardware.machine import peak_flops
 from harness.layout.layout import Layout
 from harness.layout.rank_groups import group_axes
+from harness.metrics.costs import checkpoint_columns, cost_per_billion_tokens, start_up_columns
 from harness.metrics.memory import max_known, memory_columns, peak_rank
 from harness.metrics.step_time import (
     COPYING,
@@ -60,6 +61,8 @@ def measured_columns(config: RunConfig, layout: Layout, ranks: Sequence[RankRepo
         "max_in_flight_micro_batches": max_known(rank.profiled.max_in_flight_micro_batches for rank in ranks),
         "measured_on": peak_rank(ranks).device_name,
         **bubble_columns(config, layout, ranks),
+        **start_up_columns(config, ranks),
+        **checkpoint_columns(ranks),
     }
 
 
@@ -134,6 +137,7 @@ def throughput_columns(config: RunConfig, ranks: Sequence[RankReport], step_seco
     return {
         "tokens_per_second": tokens / step_seconds,
         "tokens_per_second_per_device": tokens / step_seconds / devices,
+        "cost_per_billion_tokens": cost_per_billion_tokens(config, devices, tokens / step_seconds),
         "model_flops": needed,
         "executed_flops": executed,
         "model_flops_per_second_per_device": needed / step_seconds / devices,

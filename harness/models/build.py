@@ -73,3 +73,9 @@ def compiled_graph_count() -> int:
     """Return the number of graphs compiled so far in this process, without importing the compiler."""
     compiler = sys.modules.get("torch._dynamo.utils")
     return 0 if compiler is None else int(compiler.counters["stats"]["unique_graphs"])
+
+
+def compile_seconds() -> float:
+    """Return the seconds that compiling has taken so far in this process, without importing the compiler."""
+    compiler = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if compiler is None else float(compiler.calculate_time_spent()["total_wall_time"])

@@ -20,6 +20,7 @@ from harness.metrics.columns import (
     step_phases,
 )
 from harness.metrics.step_time import pipeline_entries
+from harness.proof.checkpoint import checkpoint_problems
 from harness.proof.layout import (
     build_peak_problems,
     gathered_problems,
@@ -106,6 +107,7 @@ def verify_run(
     problems = [*layout_problems, *frozen_problems(config.model, ranks), *optimizer_problems(config, ranks)]
     problems += prove_steps(run, ranks)
     problems += cross_rank_mismatches(layout, ranks)
+    problems += checkpoint_problems(config, ranks)
     if config.model.dropout:
         problems += [*dropout_rng_problems(layout, ranks), *dropout_mask_problems(config, layout, ranks)]
     proof, columns = proof_entry(run, layout_problems, reference_note), Cells()

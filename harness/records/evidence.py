@@ -1,6 +1,6 @@
-"""Small parts of a rank's report, which are tuples: what its optimizers and its dropout did."""
+"""Small parts of a rank's report, which are tuples: what its optimizers and its dropout did, and its start."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=NamedTuple)
@@ -39,3 +39,30 @@ class UpdateExcess(NamedTuple):
 
     name: str = ""  # of the parameter
     excess: float = 0.0
+
+
+class StartUp(NamedTuple):
+    """The seconds from the start of a rank's process to the end of its first step, one after another."""
+
+    import_seconds: float = 0.0  # until it joins; modules that its parent process had imported cost nothing here
+    join_seconds: float = 0.0  # until all ranks have joined the process group
+    build_seconds: float = 0.0  # until the first step begins: the engine, the data and the measurements
+    first_step_seconds: float = 0.0  # of the first step, without the fingerprints that the harness takes in it
+    compile_seconds: float = 0.0  # of the first step, those in which torch.compile compiled
+
+
+class CheckpointReport(NamedTuple):
+    """What a checkpoint cost a rank, and the step after it: without an interruption, and from the files.
+
+    A step is exact texts by names: numbers and digests of tensors.
+    """
+
+    save_seconds: float = 0.0  # that training waited
+    save_total_seconds: float = 0.0  # until the files were complete
+    load_seconds: float = 0.0  # of a new engine
+    rank_bytes: int = 0  # of the files that this rank wrote
+    bytes: int = 0  # of all files
+    save_peak_bytes: int | None = None  # the most on the device while training waited
+    file_system: str = ""
+    uninterrupted: Mapping[str, str] = {}
+    resumed: Mapping[str, str] = {}

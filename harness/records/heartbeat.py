@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,9 +28,12 @@ class HeartbeatWriter:
         self.descriptor: int | None = None
         self.last = Heartbeat("start", 0, None, None)
         self.sampled_at = 0.0
+        self.phase_starts: dict[str, float] = {}  # the age of the process in seconds when each phase began
 
     def __call__(self, phase: str, step: int = 0) -> None:
         """Record progress. Memory is sampled at most every SAMPLE_SECONDS within a phase."""
+        if phase not in self.phase_starts:
+            self.phase_starts[phase] = process_age_seconds()
         is_due = phase != self.last.phase or time.monotonic() - self.sampled_at >= SAMPLE_SECONDS
         self.last = self.last._replace(phase=phase, step=step)
         if is_due:
@@ -52,3 +56,15 @@ class HeartbeatWriter:
             if self.descriptor is None:
                 self.descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT, 0o644)
             os.pwrite(self.descriptor, json.dumps(self.last).ljust(LINE_BYTES).encode(), 0)
+
+
+def process_age_seconds() -> float:
+    """Return the seconds since this process was started or forked.
+
+    Linux says that in ticks of the clock that counts suspended time too (proc(5), starttime), and other systems in the
+    time of day.
+    """
+    if sys.platform != "linux":
+        return time.time() - psutil.Process().create_time()
+    after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_name[19]) / os.sysconf("SC_CLK_TCK")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, get_args
 
-from harness.records.evidence import DrawnMasks, UpdateExcess, UpdateReport, read_tuple
+from harness.records.evidence import CheckpointReport, DrawnMasks, StartUp, UpdateExcess, UpdateReport, read_tuple
 from harness.util.files import JsonObject
 
 LaunchStatus = Literal["ok", "oom", "error", "timeout", "interrupted"]
@@ -265,6 +265,8 @@ class RankReport(TrainingReport):
     num_ooms: int | None = None
     devices: int = 1  # driven by this process
     device_name: str = ""
+    start_up: StartUp = field(default=StartUp(), metadata={"read": partial(read_tuple, StartUp)})
+    checkpoint: CheckpointReport | None = field(default=None, metadata={"read": partial(read_tuple, CheckpointReport)})
     start_peak_bytes: int | None = None  # the most while the engine was built
     dropout_seed: int | None = None
     dropout_rng_ranks: Sequence[int | None] = ()
@@ -301,15 +303,8 @@ _OF_FAILED_RANKS = {"phase", "step", "allocated_bytes", "host_bytes", "error", "
 # The keys of the file whose values only the proof reads; they are too long for the run's record.
 LONG_KEYS = (
     *("parameters", "optimizer", "first_gradients", "first_moments", "first_updates", "last_gradients"),
-    *(
-        "expert_tokens",
-        "gradient_squares",
-        "last_parameters",
-        "last_masters",
-        "perturbed",
-        "phase_seconds",
-        "traceback",
-    ),
+    *("expert_tokens", "gradient_squares", "last_parameters", "last_masters", "perturbed", "phase_seconds"),
+    *("checkpoint", "traceback"),
 )
 
 

@@ -18,6 +18,7 @@ results/NAME/                      ComparisonFolder: the runs of one comparison
     memory/rank_00000.pickle       a memory snapshot, where measure.memory_snapshot=true
     trace.json                     a simulated step as a trace for Perfetto, where the cluster has hardware
     export/                        what `harness export` writes by default
+    checkpoint/                    a checkpoint until it is checked, where train.save is sync or async
   .locks/RUN_ID.lock               locked by the command that works on the run
   .locks/command-ID.json, .lock    the queue of a running command
   .jobs/                           messages between a command and its Slurm jobs
@@ -101,6 +102,7 @@ class RunFolder:
     launcher_log = Entry("logs/launcher.log")
     trace = Entry("trace.json")
     export = Entry("export")
+    checkpoint = Entry("checkpoint")
     rank_report = NumberedEntry("ranks/rank_{:05d}.json")
     heartbeat = NumberedEntry("ranks/rank_{:05d}.pulse")
     log = NumberedEntry("logs/rank_{}.log")

@@ -156,7 +156,19 @@ def with_current_names(row: Row) -> Row:
 
 Aggregate = Literal["", "maximum", "median", "sum"]  # over ranks or repeats; "" where it is the same for all
 Group = Literal[
-    "run", "model", "layout", "batch", "options", "outcome", "training", "time", "throughput", "memory", "bytes"
+    "run",
+    "model",
+    "layout",
+    "batch",
+    "options",
+    "outcome",
+    "training",
+    "start",
+    "checkpoint",
+    "time",
+    "throughput",
+    "memory",
+    "bytes",
 ]
 
 

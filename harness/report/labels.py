@@ -34,7 +34,7 @@ VARYING = (
         "attention",
         "dropout",
     ),
-    *("adapter", "adapter_rank", "routing", OTHER_OPTIONS),
+    *("adapter", "adapter_rank", "routing", "save", OTHER_OPTIONS),
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
@@ -51,6 +51,7 @@ DEFAULTS = {
     "adapter": None,
     "adapter_rank": None,
     "routing": "learned",
+    "save": None,
 }
 
 # Columns whose values need no title in front of them.

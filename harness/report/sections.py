@@ -16,6 +16,7 @@ from harness.report.caveats import (
 )
 from harness.report.charts import memory as memory_charts
 from harness.report.charts import speed, tradeoffs
+from harness.report.costs import costs
 from harness.report.decision import decision, title
 from harness.report.document import Banner, BulletList, Decision, Paragraph, Section, section
 from harness.report.findings import findings
@@ -43,6 +44,7 @@ def sections(view: View, pivot: str | None = None, fits_in: int | None = None) -
     times = time(part)
     details = [
         *([] if view.draws_speeds else times),
+        *costs(part),
         *operations(part),
         *communication(part),
         *formula(part),

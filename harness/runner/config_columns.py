@@ -42,6 +42,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "repeat": config.repeat,
         "launch": config.launch,
     }
+    if config.train.save != "none":
+        row["save"] = config.train.save
     if config.model.adapter.is_enabled:
         trained = trained_parameter_count(config.model)
         row |= {"adapter": config.model.adapter.name, "adapter_rank": config.model.adapter.r}

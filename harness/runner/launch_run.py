@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -68,7 +69,10 @@ def launch_run(plan: RunPlan, context: RunContext, reference: Reference) -> Reco
         context.log(note)
     if "earlier_ends" in started:
         notes.append(f"this was attempt {started['attempts']}; before: {started['earlier_ends']}")
-    outcome = run_ranks(plan, context)
+    try:
+        outcome = run_ranks(plan, context)
+    finally:
+        shutil.rmtree(plan.folder.checkpoint, ignore_errors=True)
     verdict, ranks = judge_run(plan, outcome, reference)
     for rank in ranks:
         if rank.trace_problem:

@@ -8,6 +8,7 @@ import re
 import socket
 import traceback
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from harness.measure.operator_log import load_operator_log
 from harness.measure.step_trace import StepTrace
 from harness.models.dropout_rng import dropout_rng_ranks, dropout_seed
 from harness.probe import Probe
+from harness.records.evidence import StartUp
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.rank_report import RankReport, TrainingReport
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
@@ -31,6 +33,7 @@ from harness.util.files import atomic_write_json
 from harness.util.redact import redacted
 from harness.util.text import one_line
 from harness.worker.batches import Batches
+from harness.worker.checkpoint import resume, save_checkpoint
 from harness.worker.perturbed_training import train_perturbed
 from harness.worker.process_group import JoinRanks, process_group
 from harness.worker.train_loop import train
@@ -88,6 +91,10 @@ def run_rank(
         memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)
         heartbeat.allocated_bytes = memory.allocated_bytes
         report = build_and_train(spec, report, heartbeat, directory, mesh, memory)
+        if report.checkpoint is not None:
+            seconds, step = resume(spec, report.rank, memory, mesh, heartbeat, RunFolder(directory).checkpoint)
+            checkpoint = report.checkpoint._replace(load_seconds=seconds, resumed=step)
+            report = dataclasses.replace(report, checkpoint=checkpoint)
         if spec.perturbs:
             report = dataclasses.replace(report, perturbed=perturb(spec, report.rank, heartbeat, mesh, memory))
         return report
@@ -122,6 +129,7 @@ def build_and_train(
         report,
         status="ok",
         start_peak_bytes=start_peak_bytes,
+        start_up=with_marks(report.start_up, heartbeat),
         devices=engine.devices,
         skipped_steps=engine.skipped_steps,
         device_name=torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -129,8 +137,19 @@ def build_and_train(
         dropout_rng_ranks=dropout_rng_ranks(engine.model),
         **state_fields(engine, report.profiled.gradient_bytes_by_device),
     )
+    if spec.config.train.save != "none":
+        folder = RunFolder(directory).checkpoint
+        saved = save_checkpoint(engine, probe, batches, spec, report.rank, memory, heartbeat, folder)
+        report = dataclasses.replace(report, checkpoint=saved)
     engine.close()
     return report
+
+
+def with_marks(start_up: StartUp, heartbeat: HeartbeatWriter) -> StartUp:
+    """Return the parts of a rank's start with those that end where a phase of its heartbeat begins."""
+    marks = [heartbeat.phase_starts[phase] for phase in ("joining", "building", "warm-up")]
+    import_seconds, join_seconds, build_seconds = (end - start for start, end in pairwise((0.0, *marks)))
+    return start_up._replace(import_seconds=import_seconds, join_seconds=join_seconds, build_seconds=build_seconds)
 
 
 def perturb(

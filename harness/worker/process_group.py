@@ -79,3 +79,9 @@ def wait_for_ranks(device: torch.device) -> None:
     With a device named, NCCL waits. Without, torch would choose gloo where a run has both, which knows no devices.
     """
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until this rank's device has finished what was launched before; a CPU always has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,6 +1,7 @@
 """The one training loop: warm-up, timed, profiled and traced steps. It does not depend on the strategy."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,12 +22,12 @@ from harness.measure.step_profiler import profile_step
 from harness.measure.step_timer import StepTimes, garbage_collection_disabled
 from harness.measure.step_trace import StepTrace
 from harness.measure.time_breakdown import STEP_PHASE
-from harness.models.build import compiled_graph_count
+from harness.models.build import compile_seconds, compiled_graph_count
 from harness.probe import Probe
-from harness.records.evidence import UpdateExcess, UpdateReport
+from harness.records.evidence import StartUp, UpdateExcess, UpdateReport
 from harness.records.rank_report import RankReport, TensorFingerprint
 from harness.tensors.storage import plain_values
-from harness.worker.process_group import wait_for_ranks
+from harness.worker.process_group import wait_for_device, wait_for_ranks
 
 PROFILE_ATTEMPTS = 8  # each with half the loss scale, if gradients overflow in the profiled step
 
@@ -63,6 +64,8 @@ def train(
     for index in range(config.warmup_steps):
         with first_update.watch(index):
             step("warm-up", index)
+            if index == 0:
+                start_up = first_update.start_up()
     if first_update.moments is None:
         raise FloatingPointError(
             "gradients overflowed in every warm-up step: precision.initial_loss_scale is too large"
@@ -104,6 +107,7 @@ def train(
     return dataclasses.replace(
         report,
         **results.report(),
+        start_up=start_up,
         step_seconds=step_seconds,
         phase_seconds=phase_seconds,
         host_usage=host_usage,
@@ -169,7 +173,9 @@ class FirstUpdate:
         self.fingerprinter = fingerprinter
         self.memory = memory
         self.run = run
-        self.listener = GradientFingerprints(fingerprinter, memory.limit_suspended)
+        self.listener = GradientFingerprints(fingerprinter, self.outside_of_step)
+        self.began = time.monotonic()
+        self.own_seconds = 0.0  # that the listener took
         self.updates = Updates(run.optimizer.spec)
         self.rules = {rule.gradient_state: rule for rule in run.optimizer.spec.rules}
         self.after_first = UpdateReport()
@@ -186,6 +192,21 @@ class FirstUpdate:
             "after_first_update": self.after_first,
             "worst_first_update": self.excess,
         }
+
+    def start_up(self) -> StartUp:
+        """Return what the first step took, right behind it."""
+        wait_for_device(self.memory.device)
+        seconds = time.monotonic() - self.began - self.own_seconds
+        return StartUp(first_step_seconds=seconds, compile_seconds=compile_seconds())
+
+    @contextmanager
+    def outside_of_step(self) -> Iterator[None]:
+        """Count neither the memory nor the time of what the harness does inside this context as the step's."""
+        wait_for_device(self.memory.device)
+        began = time.monotonic()
+        with self.memory.limit_suspended():
+            yield
+        self.own_seconds += time.monotonic() - began
 
     @contextmanager
     def watch(self, index: int) -> Iterator[None]:

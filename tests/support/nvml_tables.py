@@ -1,6 +1,6 @@
 """Tables of NVML's answers for machines that are not here: pynvml's functions are replaced, all else is real."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +25,7 @@ class Board:
     mig: Any = pynvml.NVMLError_NotSupported
     cores: Any = (0b11,)
     processes: Any = ()
+    millijoules: Any = pynvml.NVMLError_NotSupported  # one answer, or an iterator of one after another
     links: Mapping[int, int] = field(default_factory=dict)  # index of another board -> pynvml's level of topology
 
 
@@ -63,6 +64,10 @@ def install(
     def processes(board: Board) -> list[SimpleNamespace]:
         return [SimpleNamespace(pid=pid, usedGpuMemory=size) for pid, size in refuse_or(board.processes)]
 
+    def energy(board: Board) -> int:
+        answer = refuse_or(board.millijoules)
+        return next(answer) if isinstance(answer, Iterator) else answer
+
     def topology(board: Board, other: Board) -> int:
         return board.links.get(boards.index(other), pynvml.NVML_TOPOLOGY_SYSTEM)
 
@@ -78,6 +83,7 @@ def install(
         "nvmlDeviceGetMigMode": lambda board: refuse_or(board.mig),
         "nvmlDeviceGetCpuAffinity": lambda board, words: (*refuse_or(board.cores), *[0] * words)[:words],
         "nvmlDeviceGetComputeRunningProcesses": processes,
+        "nvmlDeviceGetTotalEnergyConsumption": energy,
         "nvmlDeviceGetP2PStatus": lambda *_: pynvml.NVML_P2P_STATUS_NOT_SUPPORTED,
         "nvmlDeviceGetTopologyCommonAncestor": topology,
         "nvmlSystemGetDriverVersion": lambda: "550.54.15",

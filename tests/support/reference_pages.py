@@ -74,6 +74,8 @@ GROUP_TITLES: dict[Group, str] = {
     "outcome": "Outcome of runs that did not end ok",
     "training": "Training",
     "time": "Time",
+    "start": "Before the first step is over",
+    "checkpoint": "Checkpoints",
     "throughput": "Throughput",
     "memory": "Memory",
     "bytes": "Communication",

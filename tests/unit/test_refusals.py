@@ -31,6 +31,8 @@ WRONG_VALUES = {
 }
 
 BY_ACCELERATE = {
+    "strategy=ddp train.save=async": "train.save=async is a way of torch.distributed.checkpoint, which strategy.en…",
+    "strategy=fsdp_full_shard train.save=sync": "train.save=sync was not tried with fully_shard through Accelera…",
     "strategy=fsdp_full_shard": "strategy.engine=accelerate with … would not shard on a CPU: choose strategy=ddp",
     "strategy=zero1 precision=bf16_mixed": "… always all-reduces through Accelerate…",
     "strategy=zero1_torch": "strategy.zero_stage=1 is not a mode of Accelerate's ddp…",
@@ -48,6 +50,7 @@ OPTIONS = ", ".join(sorted({*FLAGS, *SIZES}))
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
 BY_DEEPSPEED = {
+    "strategy=zero2 train.save=async": "train.save=async is a way of torch.distributed.checkpoint, which strategy…",
     "strategy=zero2 strategy.dp_replicate=2": f"strategy.dp_replicate=2 {OF_DEEPSPEED} 1, and -1 for strategy.dp_shard",
     "strategy=zero2 strategy.zero_stage=0": f"strategy.zero_stage=0 {OF_DEEPSPEED} 1, 2 or 3",
     "strategy=zero2 strategy.dp_shard=2 strategy.cp=2": f"strategy.cp=2 {OF_DEEPSPEED} 1",
@@ -109,6 +112,10 @@ SIMULATED = "strategy=ddp launch=simulated cluster=8xh100 train.global_batch=16"
 VIRTUAL = "strategy=ddp launch=virtual world_size=4"
 
 PLAYED = {
+    "train.save=sync launch=simulated": "train.save=sync writes what ranks have trained, and launch=simulated trains…",
+    "train.save=async launch=virtual": "train.save=async writes what ranks have trained, and launch=virtual trains…",
+    "train.save=later": "train.save=later is not known: choose none, sync, async…",
+    "train.save=sync optimizer=adamw_8bit": "train.save=sync: torch.distributed.checkpoint does not take the states…",
     f"{SIMULATED} train.compile=true": "train.compile=true cannot be simulated…",
     f"{SIMULATED} world_size=16": "world_size=16 is more than the 8 devices of cluster=8xh100: choose cluster.nodes=2…",
     f"{SIMULATED} simulate.rank=8 world_size=8": "simulate.rank=8 is not one of the 8 ranks: choose 0 to 7",

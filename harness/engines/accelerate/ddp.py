@@ -1,5 +1,7 @@
 """DistributedDataParallel and the optimizer by Accelerator.prepare, with Accelerate's own backward and no_sync."""
 
+from functools import partial
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
@@ -8,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from harness.config.schema import RunConfig
+from harness.engines.accelerate.checkpoint import AcceleratedCheckpoint
 from harness.engines.base import Engine
 from harness.engines.torch.ddp import ReplicatedParams
 from harness.engines.torch.engine import whole_model_engine
@@ -33,4 +36,6 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     model = build_meta_model(config, layout, probe)
     accumulation = layout.grad_accumulation_steps(config.train)
     parallel = ReplicatedParams([model], config, device, prepare, accumulation, accelerator.no_sync)
-    return whole_model_engine(model, config, layout, mesh, probe, parallel, accelerator)
+    engine = whole_model_engine(model, config, layout, mesh, probe, parallel, accelerator)
+    engine.make_checkpoint = partial(AcceleratedCheckpoint, accelerator)
+    return engine

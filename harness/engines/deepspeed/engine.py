@@ -8,6 +8,7 @@ import torch
 
 from harness.engines.base import Batch, StepResult
 from harness.engines.deepspeed import state
+from harness.engines.deepspeed.checkpoint import DeepSpeedCheckpoint
 from harness.engines.deepspeed.shards import ParamSlices
 from harness.layout.layout import Layout
 from harness.layout.state_widths import StateKind
@@ -35,6 +36,11 @@ class DeepSpeedTrainEngine:
         # the phase of backward has ended, so that whole gradients can be measured before it.
         self._reduces_after_backward = layout.zero_stage == 1 and not engine.zero_overlap_comm()
         engine.enable_backward_allreduce = not self._reduces_after_backward
+
+    @property
+    def checkpoint(self) -> DeepSpeedCheckpoint:
+        """Return this engine's checkpoint."""
+        return DeepSpeedCheckpoint(self._engine)
 
     @property
     def skipped_steps(self) -> int:

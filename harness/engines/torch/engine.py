@@ -1,6 +1,6 @@
 """One training step of plain PyTorch, for any combination of copies, shards and pipeline stages of the model."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from harness.config.optimizer import STATE_NAMES
 from harness.config.schema import RunConfig
-from harness.engines.base import Batch, StepResult
+from harness.engines.base import Batch, Checkpoint, StepResult
+from harness.engines.torch.checkpoint import DistributedCheckpoint
 from harness.engines.torch.data_parallel import DataParallel, master_params
 from harness.engines.torch.grad_norm import clip_gradients, local_part, reduce_partial_grad, squared_grad_norm
 from harness.engines.torch.loss_scaler import LossScaler
@@ -33,6 +34,7 @@ class TorchEngine:
     """An Engine of plain PyTorch: forward and backward of micro-batches, global norm, optimizer."""
 
     devices = 1
+    make_checkpoint: Callable[..., Checkpoint] = DistributedCheckpoint  # of what `checkpoint` hands to it
 
     def __init__(
         self,
@@ -91,6 +93,11 @@ class TorchEngine:
             del gradients
             self.parallel.sync_model_params()
         return StepResult(loss, grad_norm, squares)
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """Return this engine's checkpoint."""
+        return self.make_checkpoint(self.parallel, self.optimizers, self.loss_scaler)
 
     @property
     def skipped_steps(self) -> int:

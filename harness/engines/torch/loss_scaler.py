@@ -1,7 +1,7 @@
 """Dynamic loss scaling for fp16 (mixed precision training, arXiv 1710.03740)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -31,6 +31,15 @@ class LossScaler:
     def factor(self) -> float:
         """Return the factor on this rank's mean loss."""
         return self.loss_scale / self.averaged_over
+
+    def state(self) -> dict[str, float]:
+        """Return what changes from step to step."""
+        return {name: getattr(self, name) for name in ("loss_scale", "steps_since_change", "skipped_steps")}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        """Go on from a state."""
+        self.loss_scale = state["loss_scale"]
+        self.steps_since_change, self.skipped_steps = int(state["steps_since_change"]), int(state["skipped_steps"])
 
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide the gradients by the factor, in place."""

@@ -181,3 +181,18 @@ def slow_to_trace(ordinary: Any, *arguments: Any) -> Any:
     result = ordinary(*arguments)
     time.sleep(SLOW_TRACER_SECONDS if rank() == 1 and calls == TRACING else 0)
     return result
+
+
+BUILD_SECONDS, FIRST_STEP_SECONDS, FINGERPRINT_SECONDS = 0.8, 1.6, 3.2
+
+
+@replaces(
+    "harness.worker.main.load_engine",
+    "harness.engines.torch.engine.TorchEngine.step",
+    "harness.measure.gradient_fingerprint.Fingerprinter.state",
+)
+def slow_start(ordinary: Any, *arguments: Any) -> Any:
+    """Delay each part of a start for as long as no other, whenever it runs; this is not a fault."""
+    delays = {"load_engine": BUILD_SECONDS, "step": FIRST_STEP_SECONDS, "state": FINGERPRINT_SECONDS}
+    time.sleep(delays[ordinary.__name__])
+    return ordinary(*arguments)
