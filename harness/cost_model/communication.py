@@ -147,14 +147,18 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchS
     """Return the bytes that a rank sends along the context-parallel axis for a stage: keys, values, their gradients.
 
     There is an all-gather in forward, another in a second forward of layer or attention, and a reduce-scatter in
-    backward (Llama 3, arXiv 2407.21783, section 3.3.2).
+    backward (Llama 3, arXiv 2407.21783, section 3.3.2). Ranks that exchange heads send queries and outputs as well
+    (Ulysses, arXiv 2309.14509, section 3.2); a second forward of attention alone stops before its output is sent.
     """
     if not layout.cp_enabled:
         return {}
-    keys_and_values = 2 * shape.key_bytes * layout.cp  # of whole sequences
-    one_pass = ring_fraction(layout.cp) * layout.grad_accumulation_steps(config.train) * keys_and_values
-    forwards = stage.layers + recomputed_layers(config, layout, stage)
-    return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
+    sent, recomputed = 2 * shape.core_key_bytes, recomputed_layers(config, layout, stage)
+    one_pass = ring_fraction(layout.cp) * layout.grad_accumulation_steps(config.train)
+    if layout.exchanges_heads:
+        outputs = 2 * stage.layers + recomputed * (config.checkpointing.name != "attention")
+        queries_and_keys = (2 * stage.layers + recomputed) * (shape.query_bytes + sent)
+        return {"cp all_to_all": one_pass * (queries_and_keys + outputs * shape.query_bytes)}
+    return {"cp gather": one_pass * (stage.layers + recomputed) * sent, "cp reduce": one_pass * stage.layers * sent}
 
 
 def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape, width: float) -> dict[str, float]:

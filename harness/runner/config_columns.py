@@ -52,6 +52,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         degrees = (degree for degree in DEGREES if degree != "ep" or config.model.num_experts)
         row |= {degree: getattr(layout, degree) for degree in ("world_size", *degrees)}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
+        if layout.exchanges_heads:
+            row["context_parallel"] = layout.context_parallel
         if layout.pp_enabled:
             layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}
