@@ -37,7 +37,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
         "routing": "learned",
         "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
     },
-    "strategy": {"ep": 1, "secondary_shards": 1},
+    "strategy": {"ep": 1, "secondary_shards": 1, "context_parallel": "gather"},
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
     "train": {"save": "none"},

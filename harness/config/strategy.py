@@ -14,6 +14,14 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zbv", "d
 V_SCHEDULES = ("zbv", "dualpipev")  # whose ranks have two stages, the n-th from the front and the n-th from the back
 DataParallel = Literal["none", "ddp", "fsdp"]
 Offload = Literal["none", "optimizer", "parameters"]
+# What torch calls ring attention it has for the kernels of GPUs alone, and no proof of this project has run it.
+ContextParallel = Annotated[
+    str,
+    rule(
+        lambda value: value in ("gather", "ulysses"),
+        "is no way to share a sequence here (torch's ring attention has no kernel of a CPU): choose gather or ulysses",
+    ),
+]
 ZeroStage = Annotated[int, one_of(0, 1, 2, 3)]
 Degree = Annotated[
     int,
@@ -47,6 +55,9 @@ class StrategyConfig:
     # Whether tensor-parallel ranks also divide embedding and output head; otherwise each rank has both as a whole.
     vocabulary_parallel: bool = True
     cp: Degree = 1  # The context-parallel degree: the number of ranks that divide every sequence.
+    # What context-parallel ranks exchange for attention: gather, all keys and values (arXiv 2407.21783), or ulysses,
+    # their parts of sequences for whole sequences of a part of the heads (arXiv 2309.14509).
+    context_parallel: ContextParallel = "gather"
     pp: Degree = 1  # The pipeline-parallel degree: the number of ranks that divide the layers.
     # The expert-parallel degree: the number of data-parallel ranks that divide the experts of each layer. They are a
     # part of dp_shard or, where it is 1, of dp_replicate.

@@ -22,7 +22,7 @@ from harness.layout.layer_spec import layer_matrices
 ROUTING = "routing"  # the output of a router: weights and indices, which routing_tensors() has
 
 # The tensors between query, key, value and output: those of plain operations, a fused kernel and context parallelism.
-ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "chunks"))
+ATTENTION_CORE = tuple(f"attention.{name}" for name in ("future_mask", "weights", "dropped", "logsumexp", "result"))
 
 
 def norm_tensors(name: str, shape: MicroBatchShape) -> dict[str, int]:
@@ -96,13 +96,14 @@ def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
 
     Under context parallelism a rank has two chunks of every sequence and gathers all keys and values; the chunks see
     (2 cp + 1) / (4 cp) of the scores together. The fused kernel then keeps the chunks' outputs beside what o_proj
-    takes; on a CPU it takes a mask as wide as the scores of one head and sequence.
+    takes; on a CPU it takes a mask as wide as the scores of one head and sequence. Where ranks exchange heads it keeps
+    its own output too.
     """
-    model, size, cp = shape.model, shape.query_bytes, shape.cp
-    scores, gathered, repeated, mask = visible_scores(shape), shape.key_bytes, size, shape.seq_len**2
+    model, size, cp = shape.model, shape.query_bytes, shape.key_ranks
+    scores, gathered, repeated, mask = visible_scores(shape), shape.core_key_bytes, size, shape.seq_len**2
     if cp > 1:
         visible_chunks, chunk = 2 * cp + 1, shape.seq_len // (2 * cp)  # of keys that both chunks of queries see
-        gathered, repeated, mask = gathered * cp, size * visible_chunks // 2, visible_chunks * chunk**2
+        repeated, mask = size * visible_chunks // 2, visible_chunks * chunk**2
     if shape.attention_is_decomposed:
         width = FP32_BYTES // shape.width
         value = gathered if cp > 1 else repeated
@@ -117,8 +118,8 @@ def attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
             "output": size,
             "logsumexp": score_rows(shape) * FP32_BYTES,
         }
-        mask_bytes = mask * shape.width if shape.device == "cpu" else 0
-        return tensors | ({"chunks": size, "future_mask": mask_bytes} if cp > 1 else {})
+        mask_bytes = mask * shape.width if shape.device == "cpu" and cp > 1 else 0
+        return tensors | ({"result": size, "future_mask": mask_bytes} if shape.cp > 1 else {})
     # Heads that need no repeating are views of what was gathered.
     keys = repeated if model.num_key_value_heads < model.num_attention_heads else gathered
     tensors = {"query": size, "key": keys, "value": keys, "output": size, "future_mask": mask}
@@ -138,10 +139,10 @@ def recomputed_attention_tensors(shape: MicroBatchShape) -> dict[str, int]:
     # Eager products copy heads and sequences into one dimension, plain operations into fp32.
     is_copied = shape.attention_is_decomposed or (is_eager and shape.sequences > 1)
     is_repeated = shape.repeats_grouped_heads or (is_eager and is_grouped)
-    is_gathered = shape.cp > 1  # from all ranks
+    is_gathered = shape.key_ranks > 1  # from all ranks
     names = [name for name in block if name.startswith(ATTENTION_CORE)]
-    names += ["attention.query"] * (is_copied and not is_gathered)
-    names += ["attention.key", "attention.value"] * (is_copied or is_repeated or is_gathered)
+    names += ["attention.query"] * (shape.exchanges_heads or (is_copied and not is_gathered))
+    names += ["attention.key", "attention.value"] * (is_copied or is_repeated or shape.cp > 1)
     return {name: block[name] for name in names}
 
 
@@ -167,7 +168,7 @@ def selectively_saved_tensors(shape: MicroBatchShape, checkpointing: Checkpointi
     if shape.score_width:
         saved |= {"scores": visible_scores(shape) * shape.score_width, "mixed": size * shape.score_width // shape.width}
     else:
-        shared += ["attention.chunks" if shape.cp > 1 else "attention.output", "attention.logsumexp"]
+        shared += ["attention.result" if shape.cp > 1 else "attention.output", "attention.logsumexp"]
     if shape.score_width or shape.cp > 1 or shape.repeats_grouped_heads:  # values are gathered or repeated again
         saved["v_proj"] = grouped
     else:
@@ -219,14 +220,25 @@ def forward_copies_bytes(shape: MicroBatchShape) -> int:
 
     Products copy heads and sequences into one dimension, and grouped heads are repeated before. With context
     parallelism they are keys and values before they are stacked, gathered and put in order, and the weights of the
-    first chunk, which sees the fewest keys.
+    first chunk, which sees the fewest keys, or else all heads before they are exchanged.
     """
     query, keys = shape.query_bytes, shape.key_bytes
     if shape.model.attention != "eager":
         return 0
-    if shape.cp > 1:
+    if shape.exchanges_heads:
+        return query + 2 * keys + exchanged_copies_bytes(shape)
+    if shape.key_ranks > 1:
         return 2 * keys * (2 + shape.cp) + score_elements(shape) * FP32_BYTES // (2 * shape.cp)
     return 2 * query * (shape.sequences > 1) + 2 * keys * (keys < query)
+
+
+def exchanged_copies_bytes(shape: MicroBatchShape) -> int:
+    """Return the bytes of exchanged keys and values that eager attention repeats, and of grouped heads sent repeated.
+
+    They live as long as its forward; none where ranks exchange no heads.
+    """
+    sent = 2 * shape.core_key_bytes * (shape.exchanges_heads and shape.model.attention == "eager")
+    return sent * ((shape.core_key_bytes < shape.query_bytes) + (shape.core_key_bytes > shape.key_bytes))
 
 
 def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
@@ -236,13 +248,14 @@ def attention_backward_operators(shape: MicroBatchShape) -> Iterator[tuple[dict[
     that were repeated for every head, or gathered from all ranks, exist whole before.
     """
     query, keys = shape.query_bytes, shape.key_bytes
-    whole = (query if shape.score_width or shape.repeats_grouped_heads else keys) * shape.cp
+    is_repeated = shape.score_width or shape.repeats_grouped_heads
+    whole = query * shape.key_ranks if is_repeated else shape.core_key_bytes
     scores_grad = "output.grad"
     for number, (size, frees) in enumerate(score_gradients(shape) if shape.score_width else ()):
         values = {} if number else {"whole_value.grad": whole}
         yield {f"scores_{number}.grad": size} | values, (scores_grad, *frees)
         scores_grad = f"scores_{number}.grad"
-    saved = ("query", "key", "value", "output", "logsumexp", "chunks", "future_mask")
+    saved = ("query", "key", "value", "output", "logsumexp", "result", "future_mask")
     results = {"whole_key.grad": whole, "whole_value.grad": whole, "query.grad": query}  # that of values exists by now
     yield results, (scores_grad, *(f"attention.{name}" for name in saved))
     yield {"key.grad": keys, "value.grad": keys}, ("whole_key.grad", "whole_value.grad")
@@ -277,13 +290,13 @@ def widens_scores(shape: MicroBatchShape) -> bool:
 def score_elements(shape: MicroBatchShape) -> int:
     """Return the elements of the scores that a rank has at once; with context parallelism those of one chunk of two."""
     elements = score_rows(shape) * shape.seq_len
-    return elements // 2 if shape.cp > 1 and not shape.attention_is_decomposed else elements
+    return elements // 2 if shape.key_ranks > 1 and not shape.attention_is_decomposed else elements
 
 
 def visible_scores(shape: MicroBatchShape) -> int:
     """Return the elements of a rank's scores; with context parallelism those of keys that its two chunks see."""
     elements = score_rows(shape) * shape.seq_len
-    return elements * (2 * shape.cp + 1) // (4 * shape.cp) if shape.cp > 1 else elements
+    return elements * (2 * shape.cp + 1) // (4 * shape.cp) if shape.key_ranks > 1 else elements
 
 
 def score_rows(shape: MicroBatchShape) -> int:

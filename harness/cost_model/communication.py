@@ -22,8 +22,7 @@ SCALARS = 8
 
 LAYOUT = "layout"  # the purpose of all other collectives, which move the tensors of the layout
 
-# Functions whose collectives move the layout's tensors however small: DeepSpeed's stages 1 and 2 cut gradients at the
-# borders of partitions, and a piece may have any size.
+# Functions that move the layout's tensors however small: DeepSpeed's stages 1 and 2 cut gradients where partitions end.
 LAYOUT_CALLERS = frozenset({"DeepSpeedZeroOptimizer.allreduce_bucket"})
 
 LOSS_SUMS = 3  # all-reduces of one fp32 number per token in a vocabulary-parallel loss: maximum, sum, target's logit
@@ -147,14 +146,18 @@ def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchS
     """Return the bytes that a rank sends along the context-parallel axis for a stage: keys, values, their gradients.
 
     There is an all-gather in forward, another in a second forward of layer or attention, and a reduce-scatter in
-    backward (Llama 3, arXiv 2407.21783, section 3.3.2).
+    backward (Llama 3, arXiv 2407.21783, section 3.3.2). Ranks that exchange heads send queries and outputs as well
+    (Ulysses, arXiv 2309.14509, section 3.2); a second forward of attention alone stops before its output is sent.
     """
     if not layout.cp_enabled:
         return {}
-    keys_and_values = 2 * shape.key_bytes * layout.cp  # of whole sequences
-    one_pass = ring_fraction(layout.cp) * layout.grad_accumulation_steps(config.train) * keys_and_values
-    forwards = stage.layers + recomputed_layers(config, layout, stage)
-    return {"cp gather": forwards * one_pass, "cp reduce": stage.layers * one_pass}
+    sent, recomputed = 2 * shape.core_key_bytes, recomputed_layers(config, layout, stage)
+    one_pass = ring_fraction(layout.cp) * layout.grad_accumulation_steps(config.train)
+    if layout.exchanges_heads:
+        outputs = 2 * stage.layers + recomputed * (config.checkpointing.name != "attention")
+        queries_and_keys = (2 * stage.layers + recomputed) * (shape.query_bytes + sent)
+        return {"cp all_to_all": one_pass * (queries_and_keys + outputs * shape.query_bytes)}
+    return {"cp gather": one_pass * (stage.layers + recomputed) * sent, "cp reduce": one_pass * stage.layers * sent}
 
 
 def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShape, width: float) -> dict[str, float]:
@@ -296,8 +299,7 @@ def gathers(
     Stages 1 and 2 gather it once if it is trained, or if fully_shard divides it. Stage 3 gathers it twice. Where each
     use gathers, a parameter of a recomputed layer, even of a selectively recomputed one, is gathered a third time; the
     layer's last projection is an exception, before which the recomputation stops unless dropout follows it. A tied
-    embedding has two uses.
-    A frozen embedding has no backward of its own.
+    embedding has two uses, a frozen one no backward of its own.
     """
     if layout.zero_stage < 3:
         return min(1, layout.zero_stage) * (layout.data_parallel == "fsdp" or model.adapter.trains(name))

@@ -148,11 +148,11 @@ def takes_fused_kernel(config: RunConfig, device: Device) -> bool:
 def causal_skipped_flops(config: RunConfig, layout: Layout) -> int:
     """Return the operations of an attention product that context parallelism skips.
 
-    Each of the 2 cp chunks of a sequence sees those up to itself. Without context parallelism one kernel takes whole
-    sequences, and nothing is left out.
+    Each of the 2 cp chunks of a sequence sees those up to itself, where ranks gather keys. Otherwise one kernel takes
+    whole sequences, and nothing is left out.
     """
     chunks = 2 * layout.cp
-    return attention_product_flops(config) * (chunks - 1) // (2 * chunks) if layout.cp_enabled else 0
+    return attention_product_flops(config) * (chunks - 1) // (2 * chunks) if layout.gathers_keys else 0
 
 
 def recomputed_flops(
@@ -176,8 +176,9 @@ def recomputed_flops(
         products = projection_flops(model, train.global_batch * train.seq_len, layout.tp)
         return int(calls * recomputed_product_flops(model, checkpointing, products, runs_to_end))
     if checkpointing.name == "attention":
-        product, c = attention_product_flops(config) - causal_skipped_flops(config, layout), layout.cp
-        of_first_chunk = product * (c + 1) // (4 * c + 2) if c > 1 else 0
+        skipped, c = causal_skipped_flops(config, layout), layout.cp
+        product = attention_product_flops(config) - skipped
+        of_first_chunk = product * (c + 1) // (4 * c + 2) if skipped else 0
         is_fused = takes_fused_kernel(config, "cpu") if fused is None else fused
         return int(calls * (2 * product if is_fused else product + of_first_chunk))
     own = operations(config, layout.tp)

@@ -13,6 +13,7 @@ from harness.cost_model.activations import (
     ROUTING,
     attention_backward_operators,
     eager_score_tensors,
+    exchanged_copies_bytes,
     forward_copies_bytes,
     routing_tensors,
 )
@@ -112,7 +113,7 @@ def layer_backward(
         for operator in reversed(branch.operators):
             if operator.kind == "attention" and recomputed and not is_recomputed:
                 before = {name: size for name, size in recomputed.items() if not name.startswith(BEHIND_SCORES)}
-                backward.recompute(before, {})
+                backward.recompute(before, {"copies": exchanged_copies_bytes(shape)})
             run_operator(backward, branch, operator, gradient)
         run_norm(backward, branch.norm)
         backward.deferred += shape.norm_gradient_bytes + shape.whole_hidden_bytes  # of the norm, and of the last matrix

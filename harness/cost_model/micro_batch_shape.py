@@ -34,6 +34,12 @@ class MicroBatchShape:
     saves_all_inputs: bool = (
         False  # whether a frozen matrix keeps its input too, as DeepSpeed's own linear function does
     )
+    exchanges_heads: bool = False  # whether context parallelism divides attention by heads
+
+    @property
+    def key_ranks(self) -> int:
+        """The number of ranks whose keys and values each attention gathers."""
+        return 1 if self.exchanges_heads else self.cp
 
     @property
     def vocabulary_tp(self) -> int:
@@ -74,6 +80,12 @@ class MicroBatchShape:
     def key_bytes(self) -> int:
         """Bytes of the keys' heads before any are repeated or gathered."""
         return self.query_bytes * self.model.num_key_value_heads // self.model.num_attention_heads
+
+    @cached_property
+    def core_key_bytes(self) -> int:
+        """Bytes of the keys' heads that attention takes: of all ranks, or of so many heads that ranks divide them."""
+        heads = self.model.num_key_value_heads // self.tp
+        return self.key_bytes * math.lcm(heads, self.cp) // heads if self.exchanges_heads else self.key_bytes * self.cp
 
     @cached_property
     def inner_bytes(self) -> int:
@@ -208,6 +220,7 @@ def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> Micr
         config.precision.accumulate_bytes,
         layout.ep,
         config.model.adapter.is_enabled and replaces_linear_function(config, layout),
+        layout.exchanges_heads,
     )
 
 

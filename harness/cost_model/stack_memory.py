@@ -19,9 +19,10 @@ from harness.config.strategy import MODEL_AXES
 from harness.cost_model.memory import CUBLAS_WORKSPACE_BYTES, MemoryEstimate, rank_estimate
 from harness.cost_model.rank_memory import RankStep, group_ranks, highest_rank
 from harness.cost_model.stack_sharding import StackSharding
-from harness.layout.layout import Layout, refusals
+from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages
+from harness.layout.refusals import refusals
 from harness.layout.state_widths import StateWidths
 
 HOPPER = 9  # the compute capability from which cuBLAS and Transformer Engine take larger workspaces
@@ -85,6 +86,7 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
             "stack_optimizer": config.optimizer.name != "adamw",
             "stack_secondary": layout.secondary_shards > 1,
             "stack_offload": layout.offload != "none",
+            "stack_context_parallel": layout.exchanges_heads,
             "stack_checkpointing": checkpointing.name == "selective",
             "stack_offload_activations": checkpointing.offload_activations,
         }

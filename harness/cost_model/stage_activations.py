@@ -45,9 +45,9 @@ def one_layer_activations(
     if is_recomputed:  # it keeps its input, and selectively the product that makes the scores
         until_scores = {name: size for name, size in until_scores.items() if not name.startswith("input_layernorm")}
         # The norm's output, which attention has as its argument, and saved products beside the rotated ones; with
-        # context parallelism the plan of that moment is 0.2 % too high without these.
+        # gathered keys the plan of that moment is 0.2 % too high without these.
         rotated = set() if shape.model.architecture.learned_positions else {"q_proj", "k_proj"}
-        names = {"input", "scores"} | ({"input_layernorm.output"} | rotated if shape.cp == 1 else set())
+        names = {"input", "scores"} | ({"input_layernorm.output"} | rotated if shape.key_ranks == 1 else set())
         until_scores |= {name: size for name, size in (block | saved).items() if name in names}
     # A selective second forward takes and frees saved results, and stops before the last product.
     stays = {*block, "input", last_product(shape.model)}

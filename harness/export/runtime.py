@@ -21,6 +21,7 @@ And for what is this project's own and no call of a library:
   entered around backward, master_param(name) is what the optimizer updates, sync_model_params() follows the update, and
   collect_grads(part) the second half of a backward in two halves.
 - apply_context_parallel(model, group, sequence_chunks): attention over the keys and values of all ranks of a group.
+- exchange_heads(model, group): attention over whole sequences, of which each rank of a group computes some heads.
 - VocabularyParallelEmbedding(output): the parallel style of an embedding whose gradient is sharded as its table is.
 - SequenceParallelPositions(): the parallel style of a table of learned positions under sequence parallelism.
 - VocabularyParallelHead(input_layouts, use_local_output): the parallel style of a head that may return the loss itself.
@@ -57,6 +58,7 @@ from harness.engines.torch.tensor_parallel import (
     VocabularyParallelEmbedding,
     VocabularyParallelHead,
 )
+from harness.engines.torch.ulysses import exchange_heads
 from harness.layout.partition import stages_of_rank, whole_model
 from harness.models import activation_offload
 from harness.models.activation_checkpoint import SAVED_OPS, SavedOperatorsMode
@@ -79,6 +81,7 @@ __all__ = [
     "average_over",
     "base_model",
     "build_model",
+    "exchange_heads",
     "exchange_tokens",
     "hsdp_mesh",
     "initial_value",

@@ -24,7 +24,7 @@ from harness.export.recorded_run import RecordedRun
 from harness.layout.layer_spec import layer_matrices
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
-from harness.layout.partition import fsdp_dim, parameters_of_stage, split_into_stages, whole_model
+from harness.layout.partition import balancing_weight, fsdp_dim, parameters_of_stage, split_into_stages, whole_model
 from harness.models.activation_checkpoint import PROJECTION_OPS, SAVED_OPS
 from harness.util.text import sanitize
 
@@ -92,6 +92,7 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "run": run,
         "config": config,
         "layout": layout,
+        "balancing_weight": balancing_weight(config, layout),
         "nodes": config.cluster.nodes,
         "is_project_decoder": model_profile(config.model).is_project_decoder,
         "deepspeed_json": deepspeed_json,

@@ -8,8 +8,9 @@ from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
 from harness.config.strategy import V_SCHEDULES
 from harness.layout.layer_spec import SHARD_DIM, STYLES, layer_matrices
-from harness.layout.layout import Layout, micro_batches_per_round, refusals
+from harness.layout.layout import Layout, micro_batches_per_round
 from harness.layout.partition import split_into_stages
+from harness.layout.refusals import refusals
 from harness.util.text import UserError
 
 GROUPED_ALIGNMENT = 16  # bytes, of which torch's grouped products take rows only in multiples
@@ -57,14 +58,15 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "copies": layout.zero_stage > 0 and layout.dp_replicate > 1 and is_whole,
         "virtual_stages": not pp_enabled and layout.virtual_stages > 1,
         "layers_per_stage": not pp_enabled and layout.layers_per_stage is not None,
-        "sequence_chunks": layout.cp_enabled and train.seq_len % (2 * layout.cp) != 0,
+        "sequence_chunks": train.seq_len % layout.sequence_parts != 0,
+        "context_parallel": layout.context_parallel != "gather" and not layout.cp_enabled,
     }
     if config.model.adapter.is_enabled:
         yield from adapter_incompatibilities(config, layout)
     if train.save != "none":
         yield from save_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
-    yield from refusals(rules, config, layout, layers=layers, cp_chunks=2 * layout.cp, optimizer=config.optimizer)
+    yield from refusals(rules, config, layout, layers=layers, optimizer=config.optimizer)
     if layout.secondary_shards > 1:
         yield from secondary_incompatibilities(config, layout)
 
@@ -83,6 +85,7 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
         "learned_positions": model.architecture.learned_positions and seq_len > model.context_length,
         "num_attention_heads": model.num_attention_heads % tp != 0,
         "num_key_value_heads": model.num_key_value_heads % tp != 0,
+        "exchanged_heads": layout.exchanges_heads and model.num_attention_heads % (tp * layout.cp) != 0,
         "intermediate_size": model.intermediate_size % tp != 0,
         "vocabulary": layout.vocabulary_parallel and (tp - 1) * largest_part >= model.vocab_size,
         "sequence_parallel": cuts_sequence and tp == 1,
@@ -92,6 +95,7 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     values = {
         "divisors": divisors_text(math.gcd(model.num_key_value_heads, model.intermediate_size)),
         "expert_divisors": divisors_text(model.num_experts) if model.num_experts else "1",
+        "head_divisors": divisors_text(max(1, model.num_attention_heads // tp)),
         "times_cp": f" x strategy.cp={layout.cp}" if layout.cp_enabled else "",
         "sequence_multiple": sequence_multiple,
     }

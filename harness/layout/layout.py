@@ -2,15 +2,13 @@
 
 import dataclasses
 import math
-import tomllib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from harness.config.from_dict import divisors_text
-from harness.config.schema import RunConfig, TrainConfig
+from harness.config.schema import TrainConfig
 from harness.config.strategy import (
     AXES,
     DATA_AXES,
@@ -45,6 +43,7 @@ class Layout:
     vocabulary_parallel: bool = True
     ep: int = 1
     secondary_shards: int = 1
+    context_parallel: str = "gather"
 
     @property
     def dp(self) -> int:
@@ -65,6 +64,21 @@ class Layout:
     def cp_enabled(self) -> bool:
         """Whether context-parallel ranks divide every sequence."""
         return self.cp > 1
+
+    @property
+    def exchanges_heads(self) -> bool:
+        """Whether context-parallel ranks compute whole sequences of a part of the heads (Ulysses)."""
+        return self.cp_enabled and self.context_parallel == "ulysses"
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether context-parallel ranks gather all keys and values for attention of their own positions."""
+        return self.cp_enabled and self.context_parallel == "gather"
+
+    @property
+    def sequence_parts(self) -> int:
+        """The number of equal parts into which context parallelism cuts a sequence."""
+        return 2 * self.cp if self.gathers_keys else self.cp
 
     @property
     def ep_enabled(self) -> bool:
@@ -193,14 +207,14 @@ class Layout:
     def sequence_chunks(self, rank: int, seq_len: int) -> tuple[tuple[int, int], ...]:
         """Return the (start, stop) of the rank's chunks of every sequence, in order.
 
-        Context parallelism cuts a sequence into 2 cp equal chunks and gives each rank one from the front and one from
-        the back, so that causal attention is as much work on every rank (Llama 3, arXiv 2407.21783, section 3.3.2).
+        Where ranks gather keys, each has one of 2 cp equal chunks from the front and one from the back: causal
+        attention is then as much work on every rank (Llama 3, arXiv 2407.21783, section 3.3.2). Where they exchange
+        heads, attention is of whole sequences on every rank, and each has one of cp equal chunks.
         """
-        if not self.cp_enabled:
-            return ((0, seq_len),)
-        cp_rank = self.coordinates(rank)["cp"]
-        size = seq_len // (2 * self.cp)
-        return tuple((i * size, (i + 1) * size) for i in (cp_rank, 2 * self.cp - 1 - cp_rank))
+        parts, cp_rank = self.sequence_parts, self.coordinates(rank)["cp"]
+        size = seq_len // parts
+        own = (cp_rank, parts - 1 - cp_rank) if self.gathers_keys else (cp_rank,)
+        return tuple((i * size, (i + 1) * size) for i in own)
 
     @property
     def partitions_by_parameter(self) -> bool:
@@ -260,26 +274,9 @@ class Layout:
             )
         return train.global_batch // per_pass
 
-    def balancing_weight(self, config: RunConfig) -> float:
-        """Return the weight of the loss that balances a sequence's experts, in the loss of a rank's whole step.
-
-        Tensor-parallel ranks each add a part to the routers' gradients, which are summed over them.
-        """
-        sequences = config.train.global_batch // self.dp
-        return config.model.router_aux_loss_coef / (sequences * self.tp)
-
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain values, as a run's record has them."""
         return dataclasses.asdict(self)
-
-
-_REFUSALS: dict[str, str] = tomllib.loads(Path(__file__).with_name("refusals.toml").read_text("utf-8"))
-
-
-def refusals(rules: Mapping[str, bool], config: RunConfig, layout: Layout, **values: object) -> Iterator[str]:
-    """Yield the line of every rule of refusals.toml that is broken, filled in with the configuration and the values."""
-    names = {"config": config, "model": config.model, "train": config.train, "layout": layout, **values}
-    return (_REFUSALS[name].format(**names) for name, is_broken in rules.items() if is_broken)
 
 
 def micro_batches_per_round(pp: int, micro_batches: int) -> int:

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.layout.layer_spec import MATRIX_DIMS, SHARD_DIM, numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -264,3 +265,12 @@ def balanced_layers(depth: int, first: float, last: float, count: int) -> tuple[
         layers[smallest] += 1
         sizes[smallest] += 1
     return tuple(layers)
+
+
+def balancing_weight(config: RunConfig, layout: Layout) -> float:
+    """Return the weight of the loss that balances a sequence's experts, in the loss of a rank's whole step.
+
+    Tensor-parallel ranks each add a part to the routers' gradients, which are summed over them.
+    """
+    sequences = config.train.global_batch // layout.dp
+    return config.model.router_aux_loss_coef / (sequences * layout.tp)

@@ -8,7 +8,7 @@ from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.layout.layer_spec import layer_matrices
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, whole_model
+from harness.layout.partition import Stage, balancing_weight, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations
 from harness.models.decoder import Decoder
@@ -51,7 +51,7 @@ def apply_model_transforms(model: Decoder, config: RunConfig, layout: Layout, pr
     if config.model.num_experts:
         model.listen_to_routers(probe.routed)
     if config.model.router_aux_loss_coef:
-        model.balance_experts(layout.balancing_weight(config))
+        model.balance_experts(balancing_weight(config, layout))
     if config.train.compile:
         apply_compile(model)
     apply_checkpointing(model, config.checkpointing, probe)

@@ -114,9 +114,10 @@ def candidates(space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
 def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
     """Yield the strategies of a world: all degrees, ZeRO stages, ways of sharding, offloads and schedules.
 
-    Replicas of shards are as large as whole nodes.
+    Replicas of shards are as large as whole nodes. Context-parallel ranks gather keys unless it is fixed otherwise.
     """
     config, memory = space.config, space.stack.memory
+    exchange = space.fixed_values("strategy").get("context_parallel", "gather")
     layers = config.model.num_hidden_layers
     for degrees in model_degrees(space):
         dp, rest = divmod(space.world_size, math.prod(degrees.values()))
@@ -126,7 +127,7 @@ def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
         is_parallel = (False, True) if degrees["tp"] > 1 else (False,)
         ways, schedules = shardings(space, dp, **degrees), _schedules(degrees["pp"], layers, memory.kind)
         for way, schedule, sequence_parallel in itertools.product(ways, schedules, is_parallel):
-            settings = way | schedule | degrees
+            settings = way | schedule | degrees | ({"context_parallel": exchange} if degrees["cp"] > 1 else {})
             for ep in expert_degrees(config.model, way):
                 yield StrategyConfig("search", sequence_parallel=sequence_parallel, ep=ep, **settings)
 

@@ -14,8 +14,8 @@ from harness.records.rank_report import TrainingReport
 
 LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison proves nothing
 
-# In 16 bits a rounding gives some tokens in a hundred to another expert, now more of them and now fewer: of 64 runs with
-# 96 to 3,000 tokens, honest directions deviated by up to 0.21, and by up to 7 floors.
+# In 16 bits a rounding gives some tokens in a hundred to another expert, now more of them and now fewer: of 60 runs
+# with 96 to 3,000 tokens, honest directions deviated by up to 0.21, and by up to 7 floors.
 LARGEST_ROUTED_BOUND = 0.3
 
 # A matrix whose gradient or update is scaled by 1.01 in fp32, or by 1.1 in 16 bits, must be an error at any size. Its

@@ -27,7 +27,7 @@ _CLAIM_SETTING = (*_SETTING, "micro_batch", "offload_activations")
 PARTITION_COLUMNS = (
     *("strategy", "engine", "zero_stage", "world_size", *DEGREES),
     *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "offload"),
-    *("data_parallel", "vocabulary_parallel", "secondary_shards"),
+    *("data_parallel", "vocabulary_parallel", "secondary_shards", "context_parallel"),
 )
 
 EQUAL_BYTES = 1e-3  # relative: sizes that differ by less are equal, such as gradients with and without their norm
@@ -77,8 +77,8 @@ def key_text(values: Any) -> str:
 def program_key(line: Record) -> str | None:
     """Return a key that is equal for configurations that run the same program; None where the layout is not recorded.
 
-    It has the resolved layout without what a single pipeline stage or a single tensor-parallel rank ignores, the
-    engine's options, and all other keys of the configuration that affect results.
+    It has the resolved layout without what a single pipeline stage or a single tensor-parallel or
+    context-parallel rank ignores, the engine's options, and all other keys of the configuration that affect results.
     """
     if not line.layout or not line.config:
         return None
@@ -92,10 +92,11 @@ def program_key(line: Record) -> str | None:
     return key_text([layout, options, others])
 
 
-# The keys of a layout that a single pipeline stage and a single tensor-parallel rank ignore.
+# The keys of a layout that a single pipeline stage and a single tensor-parallel or context-parallel rank ignore.
 _IGNORED = {
     "pp": ("schedule", "virtual_stages", "layers_per_stage"),
     "tp": ("sequence_parallel", "vocabulary_parallel"),
+    "cp": ("context_parallel",),
 }
 
 

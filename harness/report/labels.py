@@ -14,7 +14,7 @@ from harness.util.text import sanitize
 # The strategy and the world size determine these columns, unless rows that share both differ in them.
 IMPLIED_BY_STRATEGY = (
     *("engine", "data_parallel", "zero_stage", *DEGREES),
-    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel"),
+    *("schedule", "virtual_stages", "layers_per_stage", "sequence_parallel", "vocabulary_parallel", "context_parallel"),
     *("offload", "offload_activations", "secondary_shards"),
 )
 
@@ -42,6 +42,7 @@ DEFAULTS = {
     "offload_activations": False,
     "checkpointing_every": None,
     "saved_products": None,
+    "context_parallel": None,
     "compile": False,
     "loss_chunks": 1,
     "optimizer": "adamw",

@@ -55,6 +55,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         row |= {degree: getattr(layout, degree) for degree in ("world_size", *degrees)}
         row |= {"secondary_shards": layout.secondary_shards} if layout.secondary_shards > 1 else {}
         row["grad_accumulation"] = layout.grad_accumulation_steps(config.train)
+        if layout.exchanges_heads:
+            row["context_parallel"] = layout.context_parallel
         if layout.pp_enabled:
             layers = [str(stage.layers) for stage in split_into_stages(config.model, layout)]
             row |= {"schedule": layout.schedule, "virtual_stages": layout.virtual_stages}

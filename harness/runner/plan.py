@@ -31,9 +31,10 @@ from harness.hardware.machine import (
 )
 from harness.launcher.limits import limit_problem
 from harness.layout.compatibility import incompatibilities
-from harness.layout.layout import Layout, refusals, resolve_layout
+from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
+from harness.layout.refusals import refusals
 from harness.layout.state_widths import StateWidths
 from harness.records.run_folder import ComparisonFolder, RunFolder, comparison_folder
 from harness.runner.resolve import computes_bf16, load_precision_preset, load_strategy_preset, refresh_machine

@@ -150,7 +150,7 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
         ddp_reducer(),
         even_exchange(),
         pipeline_stages(),
-        attention_backend_priority(is_cuda and capability in CUDNN_FIRST and not layout.cp_enabled),
+        attention_backend_priority(is_cuda and capability in CUDNN_FIRST and not layout.gathers_keys),
         fake_process_group(rank, layout.world_size),
     ):
         yield

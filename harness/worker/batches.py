@@ -27,6 +27,7 @@ class Batches:
         first = layout.data_rank(rank) * share
         self.sequences = range(first, first + share)
         self.spans = layout.sequence_chunks(rank, config.train.seq_len)
+        self.has_spans = layout.cp_enabled
 
     def sequence(self, step: int, index: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """Return the token ids, of shape (seq_len + 1,), of one sequence of a step's global batch."""
@@ -49,7 +50,7 @@ class Batches:
         if self.device.type == "cuda":
             tokens = tokens.pin_memory().to(self.device, non_blocking=True)
         inputs, targets = (
-            torch.cat([side[:, start:stop] for start, stop in self.spans], dim=1) if len(self.spans) > 1 else side
+            torch.cat([side[:, start:stop] for start, stop in self.spans], dim=1) if self.has_spans else side
             for side in (tokens[:, :-1], tokens[:, 1:])
         )
         size = self.config.train.micro_batch

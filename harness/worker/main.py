@@ -85,7 +85,7 @@ def run_rank(
     heartbeat("joining")
     with (
         join_ranks(spec) as (mesh, device),
-        attention_backend_priority(prefers_cudnn(device) and not spec.layout.cp_enabled),
+        attention_backend_priority(prefers_cudnn(device) and not spec.layout.gathers_keys),
         fp32_sums(),
     ):
         memory = DeviceMemory(device, allocator, spec.config.cluster.memory_budget_bytes)

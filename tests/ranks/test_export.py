@@ -67,6 +67,7 @@ BY_TORCHRUN = (
     "strategy=fsdp_full_shard strategy.offload=parameters",
     "strategy=zero3 checkpointing=selective",
     "strategy=cp checkpointing=attention",
+    "strategy=cp_ulysses",
     "strategy=ddp train.compile=true train.loss_chunks=2",
     "strategy=tp_sp model=gpt_tiny",
     *(
@@ -134,11 +135,12 @@ def test_an_exported_script_trains_as_the_run_did(results: Path, launch: tuple[s
         ("ddp", "torch.nn.utils.clip_grad_norm_("),
         ("fsdp_shard_grad_op", "fully_shard("),
         ("cp", "apply_context_parallel("),
+        ("cp_ulysses", "exchange_heads("),
     ],
 )
 def test_a_script_that_lost_a_line_trains_otherwise(results: Path, strategy: str, lost: str) -> None:
     """The comparison detects ranks that do not synchronize, and gradients that are not clipped."""
-    directory = exported(results, f"strategy={strategy} train.micro_batch={8 if strategy == 'cp' else 4}")
+    directory = exported(results, f"strategy={strategy} train.micro_batch={8 if strategy.startswith('cp') else 4}")
     lose_line(directory / "export" / "train.py", lost)
     assert losses(directory / "export", TORCHRUN) != pytest.approx(of_the_run(directory), rel=1e-4)
 

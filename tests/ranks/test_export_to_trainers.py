@@ -38,6 +38,9 @@ def planned(*settings: str) -> RecordedRun:
     return plan_run(settings, Path("nowhere"), lambda line: None)
 
 
+ULYSSES = "strategy.context_parallel=ulysses"
+
+
 def small(overrides: str) -> RecordedRun:
     """Return the run of a plan of a small model on eight GPUs, in fp32 unless the overrides say otherwise."""
     return planned(*SMALL, "precision=fp32", "train.micro_batch=1", *overrides.split())
@@ -317,6 +320,10 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("torchtitan", "strategy=ddp model.attention=eager", "model.attention=flash"),
         ("torchtitan", "strategy=ddp adapter=lora", "adapter=none"),
         ("torchtitan", "strategy=fsdp_full_shard precision=bf16", "precision=bf16_mixed"),
+        *(
+            (kind, f"strategy=fsdp_full_shard strategy.cp=2 {ULYSSES}", "strategy.context_parallel=gather")
+            for kind in ("torchtitan", "trainer", "axolotl")
+        ),
         ("trainer", "strategy=ddp precision=bf16_mixed", "precision=fp32"),
         ("trainer", "strategy=ddp checkpointing=every_n", "checkpointing=full"),
         ("trainer", "strategy=zero3 checkpointing=selective", "checkpointing=full"),

@@ -171,6 +171,7 @@ def test_a_fault_in_the_reports_is_an_error(
         (faults.last_layer_not_offloaded, OFFLOADED, "activations on the host, and"),
         (faults.stale_copy, OFFLOADED, "gradient deviates"),
         (faults.keys_in_other_order, f"cp {PRODUCT}", "loss deviates"),
+        (faults.heads_in_other_order, f"cp_ulysses {PRODUCT}", "loss deviates"),
         (faults.replicas_apart, HYBRID, "dp_replicate reduce, which is 0.00 x"),
         (faults.tensor_parallel_dropped, f"tp_pp world_size=4 {PRODUCT}", "2 of 4 ranks hold them"),
         (faults.parts_of_the_loss_kept, f"ddp {CHUNKED}", "0 second forwards"),
@@ -195,7 +196,9 @@ def test_a_fault_in_the_reports_is_an_error(
                 (faults.positions_not_summed, GPT_SP, "embed_positions.weight"),
                 (faults.compiled_again, COMPILED, "in the timed steps"),
                 (faults.positions_from_the_start, f"cp {PRODUCT}", "gradient deviates"),
+                (faults.positions_from_the_start, f"cp_ulysses {PRODUCT}", "gradient deviates"),
                 (faults.own_keys_alone, f"cp {PRODUCT}", "along cp gather, which is 0."),
+                (faults.own_positions_alone, f"cp_ulysses {PRODUCT}", "along cp all_to_all, which is 0.00 x"),
                 (faults.sharding_over_all, HYBRID, "1 of 4 ranks hold them"),
             )
         ),

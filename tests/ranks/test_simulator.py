@@ -160,6 +160,7 @@ CASES = [
     f"single x 1 model=1b precision=fp32 {TWO_LAYERS}",
     f"cp x 2 model=7b precision=fp32 {TWO_LAYERS} strategy.data_parallel=ddp",
     f"cp x 2 model=7b precision=bf16_mixed {TWO_LAYERS}",
+    f"cp_ulysses x 16 model=8b precision=bf16_mixed {TWO_LAYERS}",  # twice as many ranks as heads of keys
     f"tp_sp x 8 model=70b precision=bf16_mixed {TWO_LAYERS}",
     f"tp x 2 model=1b precision=fp32 {TWO_LAYERS} checkpointing=selective",
     # The peak is in the first layer's MLP, when both of its widening matrices have made gradients of their input.
@@ -221,6 +222,11 @@ LONG_CASES = (
         f"tp x 8 model=gpt_1.3b model.vocab_size=51200 precision=fp32 {TWO_LAYERS} {EVERY_SECOND}",
         f"single x 1 model=gpt_1.3b model.dropout=0.1 precision=fp32 {TWO_LAYERS} {EVERY_SECOND}",
         f"cp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} strategy.data_parallel=ddp {EVERY_SECOND}",
+        *(
+            f"cp_ulysses x 4 model={model} {TWO_LAYERS} checkpointing={checkpointing}"
+            for model in ("7b precision=fp32", "8b precision=fp32", "70b precision=bf16_mixed")
+            for checkpointing in ("none", "full", "selective", "attention")
+        ),
         f"pp_1f1b x 2 model=8b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {EVERY_SECOND}",
         f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {EVERY_SECOND}",
         "3d x 8 model=7b precision=bf16_mixed train.global_batch=4",

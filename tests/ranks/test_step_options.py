@@ -129,6 +129,7 @@ COMPILED = (
         "tp_sp checkpointing=full",
         "zero3 checkpointing=every_n checkpointing.every=2",
         "cp",
+        "cp_ulysses",
         "ddp precision=bf16_mixed",
         "pp_1f1b",
         "tp",

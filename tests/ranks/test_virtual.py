@@ -48,7 +48,12 @@ FAST = [
 ]
 
 OTHERS = [
-    *(Combination("cp"), Combination("3d", 4, ("model.num_hidden_layers=4",)), Combination("zero1_tp")),
+    *(
+        Combination("cp"),
+        Combination("cp_ulysses"),
+        Combination("3d", 4, ("model.num_hidden_layers=4",)),
+        Combination("zero1_tp"),
+    ),
     *(Combination("fsdp_hybrid_shard", 4), Combination("ddp_pp", 4), Combination("zero_offload")),
     Combination("fsdp_ep", 4, EVENLY_ROUTED),
     *(Combination("zero2", 2, ("strategy.engine=accelerate",)), model_parallel("pp_gpipe", 4, "full")),

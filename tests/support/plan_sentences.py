@@ -47,6 +47,7 @@ def label(row: Row) -> str:
     settings = {"tuned": " tuned for speed", "defaults": " with the library's defaults"}
     words = [kind + stage + settings.get(row["strategy"].rpartition("_")[2], "")]
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
+    words[-1] += " by Ulysses" if row.get("context_parallel") == "ulysses" else ""
     words += [f"secondary shards of {parts} ranks"] if (parts := row.get("secondary_shards")) else []
     if row["pp"] > 1:
         virtual = row["virtual_stages"]

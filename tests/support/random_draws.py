@@ -29,7 +29,7 @@ WORLDS = {
     "dp": (1,),
     "3d": (4, 8),
     "tp_pp": (4,),
-    "cp": (2, 3, 4),
+    **dict.fromkeys(("cp", "cp_ulysses"), (2, 3, 4)),
     **dict.fromkeys(("tp", "tp_sp"), (2, 4)),
     **dict.fromkeys(("pp_1f1b", "pp_gpipe", "pp_interleaved", "pp_zero_bubble", "pp_zbv", "pp_dualpipev"), (2, 3, 4)),
     "pp_interleaved_zero_bubble": (2, 3, 4),
@@ -88,11 +88,13 @@ def draw(seed: int, most_ranks: int) -> Overrides:
     model = small_model(r, is_deep=degree["pp"] * virtual > 4)
     checkpointing = r.choice(("none", "none", "full", "every_n", "selective", "attention"))
     vocabulary = degree["tp"] == 1 or engine != "deepspeed"
+    exchange = random.Random(f"exchange {seed}").choice(("gather", "ulysses")) if degree["cp"] > 1 else "gather"
     return {
         "strategy": base,
         **dict(sorted(model.items())),
         "world_size": math.prod(degree.values()),
         **{f"strategy.{axis}": size for axis, size in degree.items()},
+        "strategy.context_parallel": exchange,
         "strategy.engine": engine,
         "strategy.data_parallel": data_parallel,
         "strategy.zero_stage": stage,
@@ -157,7 +159,8 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
         overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else draw(seed, most_ranks)
     layers = overrides.get("model.num_hidden_layers") or r.randint(1, 6)
     is_gpt = overrides["model"] == "gpt_tiny"
-    heads, groups = r.choice(((4, 2), (4, 4), (8, 4), (8, 8), (12, 4)))
+    ranks = overrides["world_size"] if overrides["strategy"] == "cp_ulysses" else 1  # which divide heads
+    heads, groups = r.choice([pair for pair in ((4, 2), (4, 4), (8, 4), (8, 8), (12, 4)) if pair[0] % ranks == 0])
     while True:
         hidden, vocabulary = heads * r.randrange(8, 1 + 768 // heads, 8), vocabulary_size(r)
         intermediate = r.choice((hidden * 4, hidden * 8 // 3, hidden * 3 + r.randrange(32)))
@@ -168,7 +171,7 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
     tokens = overrides["train.global_batch"] * parameters
     lengths = [n for n in (32, 48, 64, 96, 128, 192, 256, 384, 512) if n * tokens <= MOST_WORK] or [24]
     lengths = [n for n in lengths if is_rare and n > 64] or lengths
-    if (overrides["strategy"], overrides["world_size"]) == ("cp", 3):
+    if (overrides["strategy"][:2], overrides["world_size"]) == ("cp", 3):
         lengths = [n for n in lengths if n % 6 == 0] or [24]
     precision = r.choice(PRECISIONS)
     if precision == "fp16_mixed" and overrides["strategy"].startswith("zero") and r.random() < 0.9:

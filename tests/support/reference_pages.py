@@ -88,7 +88,7 @@ FAMILIES = {
     "FSDP2": ("fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "fsdp_hybrid_shard"),
     "Tensor parallelism": ("tp", "tp_sp"),
     "Pipeline parallelism": ("pp_*",),
-    "Context parallelism": ("cp",),
+    "Context parallelism": ("cp", "cp_ulysses"),
     "Combinations": ("fsdp_tp", "ddp_pp", "fsdp_pp", "tp_pp", "3d", "*"),
 }
 

@@ -39,6 +39,7 @@ SENT = {
     "tp_sp": "Activations: all-gathers and reduce-scatters in the place of the all-reduces of tp.",
     "pp_1f1b": "Activations and their gradients at the edges of stages, from neighbor to neighbor.",
     "cp": "Keys and values: all-gather; their gradients: reduce-scatter. Gradients of parameters: as ddp.",
+    "cp_ulysses": "Heads for parts of sequences: all-to-alls around attention. Gradients of parameters: as ddp.",
     "fsdp_tp": "Along tp: activations in every layer. Along dp_shard: parameters and gradients, as fsdp_full_shard.",
 }
 

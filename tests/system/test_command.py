@@ -21,7 +21,7 @@ from tests.support.processes import run_python
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("strategy=nope", "strategy=nope is not known: choose 3d, cp, ddp, ddp_pp, dp,"),
+        ("strategy=nope", "strategy=nope is not known: choose 3d, cp, cp_ulysses, ddp, ddp_pp, dp,"),
         ("train.stepz=3", "train.stepz is not a key"),
         ("+strategy.foo=1", "strategy.foo is not a key: choose one of name, engine,"),
         ("strategy.engine=foo", "strategy.engine=foo is not known: choose accelerate,"),

@@ -73,7 +73,7 @@ INCOMPATIBLE = {
     "strategy=pp_dualpipev model.num_hidden_layers=8 model.tie_word_embeddings=true": (
         "model.tie_word_embeddings=true shares a table…of strategy.schedule=dualpipev, which was not tried…"
     ),
-    "strategy=pp_zbv strategy.pp=2 strategy.dp_replicate=2 strategy.data_parallel=ddp": "… strategy.schedule=zbv computes…",
+    "strategy=pp_zbv strategy.pp=2 strategy.dp_replicate=2 strategy.data_parallel=ddp": "… before…computes…",
     "strategy=pp_zero_bubble train.compile=true": "… cannot split a backward that train.compile=true fuses…",
     "strategy=ddp checkpointing=selective train.compile=true": "… cannot recompute parts of a layer…",
     "strategy=ddp strategy.offload=parameters": (
@@ -90,6 +90,9 @@ INCOMPATIBLE = {
     "strategy=cp strategy.data_parallel=none": "… to average gradients…",
     "strategy=tp_pp strategy.data_parallel=ddp": "… cannot wrap a model that strategy.tp=2 shards…",
     "strategy=cp train.seq_len=33": "strategy.cp=4 cuts train.seq_len=33 into 8 chunks: choose a multiple of 8…",
+    "strategy=ddp strategy.context_parallel=ulysses": "… needs strategy.cp of 2 or more: choose gather",
+    "strategy=cp_ulysses model.num_attention_heads=2": "… choose 1 or 2, or strategy.context_parallel=gather",
+    "strategy=cp_ulysses train.seq_len=34": "… choose a multiple of 4…",
     "strategy=fsdp_full_shard strategy.dp_replicate=4": "… shards nothing…",
     "strategy=zero1_torch strategy.dp_replicate=4": "… shards nothing…",
 }

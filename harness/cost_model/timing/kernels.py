@@ -212,9 +212,10 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
     """
     model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
     if model.attention == "flash":
-        computed_share = 0.5 if timing.skips_masked_scores or shape.cp > 1 else 1.0
+        computed_share = 0.5 if timing.skips_masked_scores or shape.key_ranks > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_size, computed_share)
-        is_cudnn = timing.cudnn_attention == "always" or (timing.cudnn_attention == "without_cp" and shape.cp == 1)
+        with_cudnn = ("always", "without_cp") if shape.key_ranks == 1 else ("always",)
+        is_cudnn = timing.cudnn_attention in with_cudnn
         forward = rates.attention_seconds(work, is_backward=False, is_cudnn=is_cudnn)
         return forward, rates.attention_seconds(work, is_backward=True, is_cudnn=is_cudnn)
     scores = tokens * shape.seq_len * heads * timing.elementwise_traffic

@@ -233,8 +233,7 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     recomputed = recomputed_share(step, passes)
     forward, backward = passes.forward, passes.backward + recomputed * passes.forward
     tp, collectives = _tp_seconds(step, passes, recomputed)
-    # Keys and values are gathered, in each forward, and their gradients scattered.
-    cp = (2 + recomputed) * gather_seconds(2 * shape.key_bytes * shape.cp, step.group("cp"), hardware)
+    cp = (2 + recomputed) * attention_exchange_seconds(step)
     # Rows go to their experts and come back in each pass; a second forward runs in as many layers as it is of them.
     exchanges = 2 * (2 + (recomputed > 0) / step.config.checkpointing.every) * (shape.ep > 1)
     ep = exchanges * all_to_all_seconds(shape.routed_bytes, step.group("ep"), hardware)
@@ -246,6 +245,19 @@ def layer_time(step: StepSetting) -> MicroBatchTime:
     waiting = host if hardware.is_cpu else max(timing.layer_seconds, host - device)
     forward, backward = forward + waiting / 3, backward + waiting * 2 / 3
     return MicroBatchTime(forward, backward, tp, cp, ep)
+
+
+def attention_exchange_seconds(step: StepSetting) -> float:
+    """Return the seconds in which context-parallel ranks exchange what a layer's attention needs, in one pass.
+
+    Keys and values are gathered in each forward, and their gradients scattered. Ranks that exchange heads send queries,
+    keys, values and outputs, each by itself.
+    """
+    shape, group, hardware = step.shape, step.group("cp"), step.hardware
+    if not shape.exchanges_heads:
+        return gather_seconds(2 * shape.core_key_bytes, group, hardware)
+    sent = (shape.query_bytes, shape.core_key_bytes, shape.core_key_bytes, shape.query_bytes)
+    return sum(all_to_all_seconds(size, group, hardware) for size in sent)
 
 
 def _launches(step: StepSetting, recomputed: float) -> float:

@@ -50,6 +50,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.optimizer import build_optimizers
     from harness.engines.torch.pipeline_parallel import Pipeline, TiedTable
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
+    from harness.engines.torch.ulysses import exchange_heads
     from harness.layout.partition import stages_of_rank
     from harness.models.build import apply_model_transforms, build_model
 
@@ -68,7 +69,10 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
         if layout.ep_enabled:
             exchange_tokens(part, mesh.get_group("ep"))
         if layout.cp_enabled:
-            apply_context_parallel(part, mesh.get_group("cp"), part.sequence_chunks)
+            if layout.exchanges_heads:
+                exchange_heads(part, mesh.get_group("cp"))
+            else:
+                apply_context_parallel(part, mesh.get_group("cp"), part.sequence_chunks)
         apply_model_transforms(part, config, layout, probe)
     parallel: DataParallel
     if layout.data_parallel == "fsdp":

@@ -23,7 +23,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         yield f"strategy.cp={layout.cp} needs strategy.data_parallel to average gradients: choose ddp or fsdp"
     if wrapper == "ddp" and layout.splits_backward:
         yield (
-            f"strategy.data_parallel=ddp all-reduces gradients before strategy.schedule={layout.schedule} computes them:"
+            f"strategy.data_parallel=ddp reduces gradients before strategy.schedule={layout.schedule} computes them:"
             " choose strategy.data_parallel=fsdp, or strategy.schedule=1f1b"
         )
     if wrapper == "fsdp" and stage == 3 and layout.splits_backward:

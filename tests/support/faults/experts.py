@@ -42,16 +42,16 @@ def router_detached(ordinary: Any, self: Any, tokens: Any) -> Any:
     return weights.detach() + 0 * weights, experts
 
 
-@replaces("harness.layout.layout.Layout.balancing_weight")
-def balanced_by_micro_batch(ordinary: Any, self: Any, config: Any) -> float:
+@replaces("harness.models.build.balancing_weight")
+def balanced_by_micro_batch(ordinary: Any, config: Any, layout: Any) -> float:
     """Average the loss that balances experts over the sequences of a micro-batch, and not of a rank's step."""
-    return self.grad_accumulation_steps(config.train) * ordinary(self, config)  # type: ignore[no-any-return]
+    return layout.grad_accumulation_steps(config.train) * ordinary(config, layout)  # type: ignore[no-any-return]
 
 
-@replaces("harness.layout.layout.Layout.balancing_weight")
-def balanced_by_every_rank(ordinary: Any, self: Any, config: Any) -> float:
+@replaces("harness.models.build.balancing_weight")
+def balanced_by_every_rank(ordinary: Any, config: Any, layout: Any) -> float:
     """Average the loss that balances experts over all sequences of the step on each rank, which average once more."""
-    return ordinary(self, config) / self.dp  # type: ignore[no-any-return]
+    return ordinary(config, layout) / layout.dp  # type: ignore[no-any-return]
 
 
 @replaces("harness.models.hf_library.build_hf_model")

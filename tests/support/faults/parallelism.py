@@ -44,6 +44,11 @@ def own_keys_alone(*_: Any) -> None:
     """Gather nothing for attention, so that a token attends only to its own rank's tokens."""
 
 
+@replaces(f"{TORCH}.ulysses.exchange_heads")
+def own_positions_alone(*_: Any) -> None:
+    """Exchange no heads, so that a token attends only to its own rank's tokens."""
+
+
 @replaces(f"{TORCH}.fsdp.hsdp_mesh")
 def replicas_apart(_: Any, mesh: Any, layout: Any) -> Any:
     """Never average gradients over the replicas of hybrid sharding."""

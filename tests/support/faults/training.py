@@ -108,6 +108,12 @@ def keys_in_other_order(_: Any, gathered: Any) -> Any:
     return iter(gathered)
 
 
+@replaces(f"{TORCH}.ulysses.gather_heads")
+def heads_in_other_order(ordinary: Any, heads: Any, group: Any) -> Any:
+    """Put the heads of the second rank in the place of the first rank's, and so on."""
+    return ordinary(heads, group).roll(heads.shape[1], dims=1)
+
+
 @replaces(f"{DECODER}.rotary_tables")
 def positions_from_the_start(ordinary: Any, spans: Any, *arguments: Any) -> Any:
     """Give every rank's part of a sequence the positions of the first part."""
