@@ -1,21 +1,16 @@
 """Initial weights that are the same in every layout, and the part of them that a rank holds."""
 
 import hashlib
-from collections.abc import Hashable
-from weakref import WeakKeyDictionary
+import math
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.config.model import ModelConfig
 
 Box = tuple[tuple[int, int], ...]
-
-# The boxes of every mesh's tensors, by shape and placements: torch takes 0.1 ms for one.
-_BOXES: WeakKeyDictionary[DeviceMesh, dict[Hashable, Box]] = WeakKeyDictionary()
 
 
 def generator(seed: int, purpose: str, device: torch.device) -> torch.Generator:
@@ -76,15 +71,18 @@ def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
     )
 
 
-def forget_boxes() -> None:
-    """Forget the boxes of all meshes: one that equals another may belong to another rank of a simulation."""
-    _BOXES.clear()
-
-
 def local_box(tensor: DTensor) -> Box:
-    """Return the (start, stop) that this rank holds along every dimension of the whole tensor."""
-    boxes, key = _BOXES.setdefault(tensor.device_mesh, {}), (tensor.shape, tensor.placements)
-    if key not in boxes:
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        boxes[key] = tuple((start, start + size) for size, start in zip(sizes, offsets, strict=True))
-    return boxes[key]
+    """Return the (start, stop) that this rank holds along every dimension of the whole tensor.
+
+    torch's own function (compute_local_shape_and_global_offset) is wrong where a dimension that tensor-parallel ranks
+    divide unevenly is divided once more: of 4,001 rows over 2 x 4 ranks it gives the last one 499, which has 500.
+    """
+    mesh, box = tensor.device_mesh, [(0, size) for size in tensor.shape]
+    # A strided shard is a part of what the others leave.
+    for axis, placement in sorted(enumerate(tensor.placements), key=lambda each: isinstance(each[1], _StridedShard)):
+        if isinstance(placement, (Shard, _StridedShard)):
+            start, stop = box[placement.dim]
+            part = math.ceil((stop - start) / mesh.size(axis))
+            first = min(start + mesh.get_local_rank(axis) * part, stop)
+            box[placement.dim] = first, min(first + part, stop)
+    return tuple(box)

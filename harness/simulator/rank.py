@@ -24,7 +24,6 @@ from harness.measure.kernels import CUDNN_FIRST, attention_backend_priority
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import state_fields
 from harness.measure.step_profiler import StepListener, profile_step
-from harness.models import init_weights
 from harness.models.decoder import causal_mask_lower_right
 from harness.probe import Probe
 from harness.records.heartbeat import HeartbeatWriter
@@ -242,11 +241,10 @@ def peaks_of_step(
 
 
 def clear_sharding_caches(device: torch.device) -> None:
-    """Clear the harness's cache of boxes, and DTensor's of shardings, which are those of the ranks simulated before.
+    """Clear DTensor's cache of shardings, which are those of the ranks simulated before.
 
-    A cache belongs to a thread: this one, or that in which autograd runs backward for the simulated device.
+    It belongs to a thread: this one, or that in which autograd runs backward for the simulated device.
     """
-    init_weights.forget_boxes()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
     product = torch.zeros((), device=device, requires_grad=True) * 1.0
     product.register_hook(lambda gradient: _clear_sharding_prop_cache())  # type: ignore[no-untyped-call]

@@ -36,9 +36,9 @@ def tokens_of_others_without_gradient(ordinary: Any, self: Any, rows: Any, *othe
 
 
 @replaces(f"{MIXTURE}.route")
-def router_detached(ordinary: Any, self: Any, tokens: Any) -> Any:
+def router_detached(ordinary: Any, *arguments: Any) -> Any:
     """Choose experts without a gradient for the weights of their outputs (NeMo Automodel 2995)."""
-    weights, experts = ordinary(self, tokens)
+    weights, experts = ordinary(*arguments)
     return weights.detach() + 0 * weights, experts
 
 
