@@ -38,6 +38,7 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "compiled_experts": config.model.num_experts > 0 and train.compile,
         "balanced_scaling": config.model.router_aux_loss_coef > 0 and config.precision.name == "fp16_mixed",
         "balanced_cp": config.model.router_aux_loss_coef > 0 and layout.cp_enabled,
+        "balanced_chunks": config.model.routing == "balanced" and layout.cp_enabled and config.launch == "processes",
         "expert_widths": config.model.num_experts > 0 and any(width % unit for width in widths),
         "byte_vocabulary": config.data.kind == "text" and config.model.vocab_size < 256,
     }

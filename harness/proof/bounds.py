@@ -15,7 +15,8 @@ from harness.records.rank_report import TrainingReport
 LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison proves nothing
 
 # In 16 bits a rounding gives some tokens in a hundred to another expert, now more of them and now fewer: of 60 runs
-# with 96 to 3,000 tokens, honest directions deviated by up to 0.21, and by up to 7 floors.
+# with 96 to 3,000 tokens, honest directions deviated by up to 0.21, and by up to 7 floors. Of norms the least bound is
+# then the one that shows a scaled matrix.
 LARGEST_ROUTED_BOUND = 0.3
 
 # A matrix whose gradient or update is scaled by 1.01 in fp32, or by 1.1 in 16 bits, must be an error at any size. Its
@@ -51,10 +52,13 @@ class NoiseFloors:
 
     def bound(self, difference: Difference, multiple: float, compute: str) -> float | None:
         """Return the largest honest value of a difference; None where rounding alone may deviate too far."""
-        floor, of_place = self.aspect(difference.aspect, compute), self.of_places.get(difference.where, 0.0)
-        is_routed = self.has_routers and compute != "float32" and difference.aspect.measure == "direction"
-        largest = LARGEST_ROUTED_BOUND if is_routed else LARGEST_BOUND
-        return deviation_bound(difference.aspect, floor, multiple, compute, of_place, largest)
+        aspect, of_place = difference.aspect, self.of_places.get(difference.where, 0.0)
+        floor, is_routed = self.aspect(aspect, compute), self.has_routers and compute != "float32"
+        largest = LARGEST_ROUTED_BOUND if is_routed and aspect.measure == "direction" else LARGEST_BOUND
+        bound = deviation_bound(aspect, floor, multiple, compute, of_place, largest)
+        if bound is None or not is_routed or aspect.measure != "norm":
+            return bound
+        return max(bound, SENSITIVITY[compute] / 2)
 
 
 def noise_floors(reference: TrainingReport, perturbed: TrainingReport, compute: str) -> NoiseFloors:

@@ -16,12 +16,13 @@ import torch
 from harness.proof.bounds import (
     LARGEST_BOUND,
     SENSITIVITY,
+    NoiseFloors,
     deviation_bound,
     noise_floors,
     proven_steps,
     shows_scaled_matrix,
 )
-from harness.proof.deviations import ROUNDING, Aspect
+from harness.proof.deviations import ROUNDING, Aspect, Difference
 from harness.proof.training import Comparison, compare_training, deviation_problems, overflow_problems
 from harness.records.rank_report import RankReport
 from harness.tensors.fp32_sums import fp32_sums
@@ -253,3 +254,16 @@ def test_divided_sums_differ_in_rounding_only(module: torch.nn.Module) -> None:
     differences = [float((one - other).norm() / other.norm()) for one, other in zip(divided, expected, strict=True)]
     assert differences[0] > 0 and max(differences) < 3e-6
     assert (differences[-1] > 0) == isinstance(module, torch.nn.Linear)
+
+
+def test_routers_widen_bounds_in_16_bits_alone() -> None:
+    """A rounding sends a token to another expert: honest norms deviated by 3e-3 where no floor showed that."""
+    direction, norm = Aspect("direction", "first_moments"), Aspect("norm", "gradients", 1)
+    floors = {direction: 0.025, norm: 2e-4}
+    for compute, widened in (("float32", False), ("bfloat16", True), ("float16", True)):
+        plain, routed = (
+            [NoiseFloors(floors, {}, has).bound(Difference(aspect, 0.0, ""), 10.0, compute) for aspect in floors]
+            for has in (False, True)
+        )
+        assert plain[0] == LARGEST_BOUND
+        assert routed == ([0.25, SENSITIVITY[compute] / 2] if widened else plain)
