@@ -228,7 +228,7 @@ def test_padding_behind_the_last_parameter_is_no_gradient(strategy: str, results
 
 
 def test_rows_that_are_divided_unevenly_and_once_more_are_those_of_their_ranks(results: Path) -> None:
-    """Two ranks have 129 and 128 rows of this vocabulary, each in four parts: torch's function gives the last one 31."""
+    """Two ranks have 129 and 128 rows of this vocabulary, each in four parts: torch says 31 of the last one."""
     batch = ("train.global_batch=4", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
     sizes = ("strategy.dp_shard=4", "world_size=8", "model.vocab_size=257", "model.num_hidden_layers=1")
     record = run_with(results, "strategy=fsdp_tp", *sizes, *batch)
