@@ -231,7 +231,7 @@ def test_the_trainer_reduces_in_16_bit_as_the_refusal_says() -> None:
     plugin.set_mixed_precision(arguments.mixed_precision)
     assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
     assert (
-        "reduces gradients in bfloat16"
+        "reduces gradients of precision=bf16_mixed in bfloat16"
         in refusals(small("strategy=fsdp_full_shard precision=bf16_mixed"), "trainer")[0]
     )
 

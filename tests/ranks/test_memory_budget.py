@@ -168,7 +168,7 @@ def test_a_budget_on_a_cpu_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.
     make_plan(config, machine)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"^cluster.memory_budget=1GiB is .* no C\+\+ compiler: .* or choose null$"):
+    with pytest.raises(UserError, match=r"^cluster.memory_budget=1GiB needs .* no C\+\+ compiler: .* or choose null$"):
         make_plan(config, machine)
     make_plan(dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, memory_budget=None)), machine)
 
