@@ -24,18 +24,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from harness.config.model import HFModelInfo, ModelConfig
-from harness.models import hf_library, init_weights
+from harness.models import hf_library
 from harness.models.layer_trace import run_on_fakes
 from harness.simulator.stand_ins import around
 
-# Functions that compute ranks and boxes by small tensors on the host, and read their values.
+# Functions that compute ranks by small tensors on the host, and read their values.
 _ON_HOST: tuple[tuple[Any, str], ...] = (
     (device_mesh, "init_device_mesh"),
     (DeviceMesh, "__getitem__"),
     (DeviceMesh, "_flatten"),
     (DeviceMesh, "_concatenate"),
     (_fully_shard, "_get_post_forward_mesh_info"),
-    (init_weights, "compute_local_shape_and_global_offset"),
 )
 
 

@@ -65,7 +65,7 @@ from tests.support.processes import run_python
         ("strategy=cp strategy.data_parallel=none", "strategy.cp=2 needs strategy.data_parallel"),
         (
             "strategy=ddp_pp strategy.schedule=zero_bubble world_size=4",
-            "strategy.data_parallel=ddp all-reduces gradients",
+            "strategy.data_parallel=ddp reduces gradients",
         ),
         ("strategy=pp_1f1b strategy.layers_per_stage=2", "strategy.layers_per_stage=2 is not a list: give it a list"),
         ("strategy=zero3 strategy.tp=2 world_size=4", "strategy.vocabulary_parallel=true is not supported"),
