@@ -43,6 +43,7 @@ DEFAULTS = {
     "checkpointing_every": None,
     "saved_products": None,
     "context_parallel": None,
+    "secondary_shards": None,
     "compile": False,
     "loss_chunks": 1,
     "optimizer": "adamw",

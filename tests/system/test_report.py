@@ -265,8 +265,10 @@ def test_every_varying_column_distinguishes_rows_by_itself() -> None:
         assert len(set(column_values(lines, "label"))) == 2, name
         assert column_title(name, short=True) in [column.title for column in comparison_columns(lines, short=True)]
     words = ("model=moe_tiny", "checkpointing=every_n", "checkpointing.every=2", "adapter=lora")
-    config = compose_config("strategy=tp_pp", *words)
-    columns = config_columns(config, resolve_layout(config.strategy, 4)).keys()
+    columns: set[str] = set()
+    for overrides in (("tp_pp", *words), ("cp_ulysses", "train.save=sync"), ("zero3_hpz",)):
+        config = compose_config("strategy=" + overrides[0], *overrides[1:])
+        columns |= config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation", "active_parameters"}
     others |= {"trained_parameters", "frozen_parameters"}
     assert columns - others == set(VARYING) - {"measured_on", OTHER_OPTIONS}
