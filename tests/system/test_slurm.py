@@ -87,7 +87,7 @@ def test_a_command_is_refused_as_the_tasks_of_a_step_and_not_in_a_job_of_several
     """The command has a mistake, which it only comes to where it is not refused before."""
     command = (sys.executable, "-m", "harness", "strategy=nope")
     for before, words in (
-        (("srun", "-n2"), "without srun, and it starts the ranks"),
+        (("srun", "-n2"), "leave out srun, and add hydra/launcher=slurm"),
         (("salloc", "-n2"), "strategy=nope is not known"),
         (("salloc", "-n2", "srun", "-n1"), "strategy=nope is not known"),
     ):
