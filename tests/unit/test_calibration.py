@@ -138,7 +138,7 @@ def test_messages_too_short_for_a_bandwidth_are_refused() -> None:
     """With 2e-4 s and 1.5e9 bytes a second, half of the time of 300,000 bytes is latency."""
     whole = measured_on(TRUTH)
     assert fit_links(whole)[0] == pytest.approx(1.5e9, rel=1e-6)
-    with pytest.raises(UserError, match=r"cannot tell a bandwidth from messages of at most 65536 bytes"):
+    with pytest.raises(UserError, match=r"cannot fit a bandwidth, as messages of 65536 bytes take latency alone"):
         fit_rates(measured_on(TRUTH, longest=2**16))
 
 
