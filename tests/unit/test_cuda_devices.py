@@ -145,7 +145,7 @@ def test_the_process_that_asks_cuda_counts_instances_and_not_boards(monkeypatch:
 
 def test_gpus_that_slurm_gave_and_torch_does_not_see_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, [], variables={"SLURM_GPUS_ON_NODE": "8"})
-    with pytest.raises(UserError, match="finds none of this Slurm job.s 8 GPUs through torch"):
+    with pytest.raises(UserError, match=r"finds none of this Slurm job.s 8 GPUs through torch"):
         machine()
     assert machine("cpu").device == "cpu"
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "0")

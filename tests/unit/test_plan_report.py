@@ -128,7 +128,7 @@ def test_a_preset_needs_no_override_of_its_own_layout() -> None:
             continue
         precision = "fp32" if preset["name"] in ("zero1_torch", "dp") else "bf16_mixed"
         model = "7b" if preset["ep"] == 1 else "moe_tiny"
-        words = (f"model={model}", "cluster=8xh100", "train.global_batch=64", "train.micro_batch=8")
+        words = (f"model={model}", "cluster=8xh100", "train.global_batch=128", "train.micro_batch=8")
         words += (f"precision={precision}",)
         (prediction,) = planned(*words, f"strategy={preset['name']}").predictions
         assert [word for word in run_overrides(prediction.config) if word.startswith("strategy.")] == [], preset["name"]
