@@ -1,6 +1,7 @@
 """The fixtures that the tests of whole runs share: a results directory and the harness's command."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from tests.support.commands import Done, Harness, run_harness
 
 torch.set_num_threads(1)  # for this test process: the threads of two processes would wait for each other's cores
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 
 
 @pytest.fixture(scope="session")

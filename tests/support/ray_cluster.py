@@ -62,7 +62,8 @@ def ray_cluster(folder: Path, nodes: int = 2) -> Iterator[RayCluster]:
     utils = pytest.importorskip("ray.cluster_utils")
     port = free_port()
     head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": port, "temp_dir": str(folder)}
-    with mock.patch.dict(os.environ, VARIABLES):
+    (folder / "ray").mkdir()  # where Ray's Cluster writes its address, without making the folder
+    with mock.patch.dict(os.environ, VARIABLES | {"RAY_TMPDIR": str(folder)}):
         head["dashboard_agent_listen_port"] = free_port()  # its own is the same for every cluster of a machine
         cluster = utils.Cluster(initialize_head=True, head_node_args=head)
         try:
