@@ -165,6 +165,7 @@ def save_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "save_launch": config.launch != "processes",
         "save_async": config.train.save == "async" and layout.engine != "torch",
         "save_engine": is_fsdp or layout.engine == "nn_data_parallel",
+        "save_secondary": layout.engine != "torch" and layout.secondary_shards > 1,
         "save_optimizer": config.optimizer.name == "adamw_8bit",
     }
     subject = "fully_shard through Accelerate" if is_fsdp else f"strategy.engine={layout.engine}"

@@ -122,6 +122,7 @@ PLAYED = {
     "train.save=sync launch=simulated": "train.save=sync writes what ranks have trained, and launch=simulated trains…",
     "train.save=async launch=virtual": "train.save=async writes what ranks have trained, and launch=virtual trains…",
     "train.save=later": "train.save=later is not known: choose none, sync, async…",
+    "train.save=sync strategy=zero3_hpz world_size=4": "… choose train.save=none, or strategy=zero3",
     "train.save=sync optimizer=adamw_8bit": "train.save=sync: torch.distributed.checkpoint does not take the states…",
     f"{SIMULATED} train.compile=true": "train.compile=true cannot be simulated…",
     f"{SIMULATED} world_size=16": "world_size=16 is more than the 8 devices of cluster=8xh100: choose cluster.nodes=2…",
