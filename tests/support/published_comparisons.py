@@ -60,6 +60,10 @@ COMPARISONS = (
     Comparison("products", "products of two and three parallelisms over eight ranks"),
     Comparison("activation_memory", "activations against the micro-batch, with and without checkpointing"),
     Comparison("memory_wall", "the largest model that each strategy trains in 118 MiB per rank"),
+    Comparison("experts", "a mixture of experts over four ranks, its experts copied, sharded, cut or divided"),
+    Comparison("adapters", "full training beside LoRA on two ranks"),
+    Comparison("optimizers", "five optimizers, copied and sharded, on two ranks"),
+    Comparison("sequences", "ways to divide sequences of 128 to 1,024 tokens over four ranks"),
 )
 
 # Their runs have no devices: one rank of each layout runs on simulated ones.
