@@ -87,7 +87,7 @@ def train(run_dir: str) -> None:
         *(f"strategy={strategy} {SMALL_BUCKETS}" for strategy in ("zero1", "zero2", "zero3")),
         "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=1000",
         "strategy=zero1_defaults precision=bf16_mixed",
-        f"strategy=zero1_tp {FOUR_RANKS}",
+        long(f"strategy=zero1_tp {FOUR_RANKS}"),
         *(long(f"{overrides} {FOUR_RANKS}") for overrides in LONG),
     ],
 )
@@ -108,8 +108,10 @@ def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str
 @pytest.mark.parametrize(
     "overrides",
     [
-        "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=20000 train.loss_chunks=16"
-        " train.seq_len=256 train.global_batch=4 model.hidden_size=256 model.intermediate_size=1024",
+        long(
+            "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=20000 train.loss_chunks=16"
+            " train.seq_len=256 train.global_batch=4 model.hidden_size=256 model.intermediate_size=1024"
+        ),
         "strategy=zero3 precision=bf16 model.vocab_size=65536 train.seq_len=16 train.global_batch=1",
     ],
 )
@@ -126,9 +128,11 @@ def test_the_peak_of_one_rank_is_planned(results: Path, overrides: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        "strategy=zero1 precision=bf16",
+        long("strategy=zero1 precision=bf16"),
         "strategy=zero1 precision=bf16_mixed train.global_batch=4",
-        "strategy=zero2 precision=fp32 model.tie_word_embeddings=true train.global_batch=4 checkpointing=selective",
+        long(
+            "strategy=zero2 precision=fp32 model.tie_word_embeddings=true train.global_batch=4 checkpointing=selective"
+        ),
     ],
 )
 def test_the_peak_of_a_tall_vocabulary_is_planned(results: Path, overrides: str) -> None:

@@ -113,8 +113,8 @@ BY_ACCELERATE = (
     ("launch", "overrides"),
     [
         (TORCHRUN, "strategy=pp_1f1b"),
-        (TORCHRUN, "strategy=fsdp_ep model=moe_tiny world_size=4"),
-        (TORCHRUN, "strategy=ddp precision=bf16_mixed adapter=lora"),
+        long(TORCHRUN, "strategy=fsdp_ep model=moe_tiny world_size=4"),
+        long(TORCHRUN, "strategy=ddp precision=bf16_mixed adapter=lora"),
         *(long(TORCHRUN, overrides) for overrides in BY_TORCHRUN),
         *(long(ACCELERATE, overrides) for overrides in BY_ACCELERATE),
     ],

@@ -423,7 +423,7 @@ def losses(directory: Path) -> list[float]:
     "overrides",
     [
         "strategy=ddp checkpointing=selective",
-        "strategy=ddp adapter=lora model.adapter.r=4 model.adapter.target_modules=[q_proj,v_proj]",
+        long("strategy=ddp adapter=lora model.adapter.r=4 model.adapter.target_modules=[q_proj,v_proj]"),
         long("strategy=ddp checkpointing=selective checkpointing.saved_products=every_second"),
         long("strategy=zero1"),
         long("strategy=zero2 precision=bf16_mixed checkpointing=full"),

@@ -25,7 +25,7 @@ from harness.runner.reference_cost import measured_speed, predict_cost
 from harness.runner.resolve import detect_machine, with_layers
 from harness.runner.run import execute
 from tests.support import faults, second_training
-from tests.support.commands import SMALL_BATCH, Entry, Harness, assert_ok, compose, run_with
+from tests.support.commands import SMALL_BATCH, Entry, Harness, assert_ok, compose, long, run_with
 
 # With full checkpointing, fsdp_full_shard needs 6.7 MB, zero3 8.1 MB and a single process 8.7 MB.
 BUDGET = 7_400_000
@@ -132,8 +132,8 @@ DEEPER = (*SMALL_BATCH, "model.num_hidden_layers=7", "train.steps=2", "world_siz
 @pytest.mark.parametrize(
     "overrides",
     [
-        (*DEEPER, "cluster.memory_budget=12500KB"),
-        pytest.param((*LARGER, "checkpointing=none", "cluster.memory_budget=140MB"), marks=pytest.mark.long),
+        long((*DEEPER, "cluster.memory_budget=12500KB")),
+        long((*LARGER, "checkpointing=none", "cluster.memory_budget=140MB")),
     ],
     ids=["tiny", "ten million parameters"],
 )

@@ -31,7 +31,7 @@ def record_of(results: Path, strategy: str, *more: str, world: int = 4) -> Recor
     ("strategy", "world"),
     [
         (FSDP, 4),
-        (f"{FSDP} precision=bf16_mixed checkpointing=full", 4),
+        long(f"{FSDP} precision=bf16_mixed checkpointing=full", 4),
         (HPZ, 4),
         long(f"{HPZ} precision=bf16_mixed checkpointing=full model=gpt_tiny", 4),
         long(f"{FSDP} strategy.secondary_shards=3 model.vocab_size=259", 6),

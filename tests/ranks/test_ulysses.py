@@ -28,7 +28,7 @@ FSDP = "strategy.data_parallel=fsdp strategy.zero_stage=3"
 CASES = [
     "world_size=2 checkpointing=attention",
     "world_size=4 checkpointing=selective model.num_key_value_heads=2",  # two heads of keys, sent twice
-    f"world_size=4 strategy.cp=2 strategy.tp=2 {FSDP} checkpointing=full model.attention=eager",
+    long(f"world_size=4 strategy.cp=2 strategy.tp=2 {FSDP} checkpointing=full model.attention=eager"),
     *(
         long(overrides)
         for overrides in (
@@ -90,6 +90,7 @@ def test_ranks_that_exchange_heads_are_proven(results: Path, overrides: str) -> 
         assert sent == pytest.approx(sequences * layer_bytes(record, row["cp"], row["tp"]), abs=0.5)
 
 
+@pytest.mark.long
 def test_as_many_bytes_are_sent_as_the_paper_counts(results: Path) -> None:
     """The same bytes where sequence and ranks grow together, but for a rank's own part; repeated heads add to them."""
     two = run_with(results, "strategy=cp_ulysses", "model.num_key_value_heads=4", "train.seq_len=32")

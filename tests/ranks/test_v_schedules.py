@@ -34,7 +34,7 @@ def record_of(results: Path, world: int, strategy: str) -> Record:
     ("world", "strategy"),
     [
         *((2, f"{strategy} train.global_batch=4") for strategy in (ZBV, DUAL)),
-        (4, f"{DUAL} {EIGHT_LAYERS} checkpointing=full precision=bf16_mixed"),
+        long(4, f"{DUAL} {EIGHT_LAYERS} checkpointing=full precision=bf16_mixed"),
         long(4, f"{ZBV} {EIGHT_LAYERS} checkpointing=full precision=bf16_mixed"),
         long(4, f"pp_interleaved_zero_bubble {EIGHT_LAYERS} checkpointing=every_n"),
         *(long(2, f"{strategy} train.global_batch=5 model=gpt_tiny model.dropout=0.1") for strategy in (ZBV, DUAL)),

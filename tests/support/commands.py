@@ -128,11 +128,17 @@ def long(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.long)
 
 
-def with_larger(cases: Sequence[tuple[Entry, str, str]], larger: str) -> list[Any]:
-    """Return faults with the words of their runs and their problems, and each as long cases of a larger model."""
-    both = itertools.product(PRECISIONS, cases)
+def with_larger(
+    cases: Sequence[tuple[Entry, str, str]], larger: str, further: Sequence[tuple[Entry, str, str]] = ()
+) -> list[Any]:
+    """Return faults with the words of their runs and their problems, and each as long cases of a larger model.
+
+    `further` faults are long in both sizes.
+    """
+    both = itertools.product(PRECISIONS, (*cases, *further))
     return [
         *cases,
+        *(long(*case) for case in further),
         *(long(fault, f"{words} {larger} precision={each}", problem) for each, (fault, words, problem) in both),
     ]
 
