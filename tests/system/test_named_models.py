@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.model_files import names_model
-from tests.support.commands import long, read_rows
+from tests.support.commands import read_rows
 from tests.support.processes import run_python
 
 QWEN3 = {
@@ -116,7 +116,8 @@ def test_names_of_presets_are_no_files() -> None:
     assert all(map(names_model, ("model=a/b", "model=x.json", "model=/a")))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", long("zero3"), long("fsdp_full_shard")])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "fsdp_full_shard"])
 def test_a_model_with_a_list_of_layers_trains(tmp_path: Path, strategy: str) -> None:
     """Its reference is trained with fewer layers, and the list is cut with them."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3))

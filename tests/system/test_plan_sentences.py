@@ -10,6 +10,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.planner.plan import against_words
+from tests.support.commands import long
 from tests.support.plan_sentences import (
     AXES,
     GIB,
@@ -150,7 +151,7 @@ def check_offers(line: str, words: list[str], capsys: pytest.CaptureFixture[str]
         assert size_text(needed(row)) == match[2] and needed(row) <= row["memory_limit_bytes"]
 
 
-@pytest.mark.parametrize("settings", SEARCHES)
+@pytest.mark.parametrize("settings", [SEARCHES[0], long(SEARCHES[1]), *SEARCHES[2:]])
 def test_the_text_of_a_search_follows_from_its_rows(
     settings: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,7 +222,7 @@ REQUIRED = [
     (LAYOUTS[0], (0, 0), ""),
     (LAYOUTS[1], (1, 1), "has fits=no"),
     ("model=7b strategy=fsdp_full_shard cluster=8xa100_40 train.micro_batch=1", (1, 0), "has fits=tight"),
-    (SEARCHES[0], (0, 0), ""),
+    long(SEARCHES[0], (0, 0), ""),
     (SEARCHES[3], (1, 1), "no layout fits"),
     ("-m model=7b strategy=fsdp_full_shard,ddp cluster=8xh100", (1, 1), "strategy=ddp: "),
     ("-m model=7b strategy=fsdp_tp strategy.tp=2,3 cluster=8xh100", (1, 1), "strategy.tp=3: "),
