@@ -19,7 +19,7 @@ def coming_from(note: str) -> str:
 def line(option: str, rule: str | dict[str, str]) -> str:
     """Return the row of an option."""
     by_value = rule if isinstance(rule, dict) else {"": rule}
-    here, differs = [], []
+    here, differs, alike = [], [], []
     for value, text in by_value.items():
         words, _, difference = (part.strip() for part in text.partition("|"))
         prefix = f"`{value}`: ".replace("`*`", "other") if value else ""
@@ -28,6 +28,9 @@ def line(option: str, rule: str | dict[str, str]) -> str:
             settings = list(dict.fromkeys(f"`{entry.strip('`').partition('.')[0]}.*`" for entry in settings))
         here += [prefix + " ".join(settings)] * bool(settings)
         differs += [prefix + difference] * bool(difference)
+        alike += [f"`{value}`"] * (not settings and not difference)
+    if "*" in by_value and alike:
+        differs.insert(0, f"{', '.join(alike)}: nothing")
     return f"| `{option}` | {'; '.join(merged(here)) or 'nothing to set'} | {'; '.join(differs)} |"
 
 

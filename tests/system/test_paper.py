@@ -206,6 +206,23 @@ def drawn_texts(picture: Path) -> str:
     return re.sub(r'<desc>.*?</desc>|aria-label="[^"]*"', "", picture.read_text(), flags=re.DOTALL)
 
 
+def png_sizes(picture: Path) -> tuple[int, int]:
+    """Return the width in pixels and the pixels of a metre, by the chunks IHDR and pHYs of the file."""
+    content = picture.read_bytes()
+    density = content[content.index(b"pHYs") + 4 :]
+    assert density[8] == 1  # the unit is the metre
+    return int.from_bytes(content[16:20]), int.from_bytes(density[:4])
+
+
+def test_a_png_says_that_it_is_as_wide_as_the_column(tmp_path: Path) -> None:
+    """Programs that set it without a width take the one of the file."""
+    view = failing()
+    export(tmp_path, view, list(charts(sections(view))), ("png",), COLUMN, "median")
+    sizes = [png_sizes(picture) for picture in tmp_path.glob("*.png")]
+    assert sizes and {pixels for _, pixels in sizes} == {round(300 / 0.0254)}
+    assert all(0.97 * COLUMN < 1000 * width / pixels < 1.01 * COLUMN for width, pixels in sizes)
+
+
 def test_figures_are_captioned_with_runs_and_setting_and_have_no_title(tmp_path: Path) -> None:
     view = failing()
     drawn = list(charts(sections(view)))

@@ -35,6 +35,7 @@ from harness.layout.partition import split_into_stages
 from harness.planner.plan import plans
 from harness.util.text import UserError
 from tests.support.commands import ROOT, compose_config
+from tests.support.foreign_options import PROGRAMS, line
 
 EXAMPLES = yaml.safe_load((ROOT / "tests" / "data" / "foreign" / "examples.yaml").read_text())
 
@@ -90,6 +91,7 @@ def test_a_public_example_is_answered_and_planned(
     assert [word for word in example["words"] if word not in settings] == [], command
     assert [text for text in example.get("says", ()) if text not in printed.out] == [], printed.out
     assert "It cannot be planned" not in printed.out, printed.out
+    assert ("which the plan has" in printed.out) == ("precision.accumulate=" in command), printed.out
     (plan,) = plans([*shlex.split(command), "plan.simulate=false"])
     memory = plan.predictions[0].memory
     state = [size / 2**30 for size in (memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes)]
@@ -309,6 +311,19 @@ def test_every_rule_leads_to_a_setting(name: str) -> None:
     names = {WORD.fullmatch(word)[1].removeprefix("planned.") for word in words_of(name)}
     known = {*known_keys(), *GROUPS, *options, *(f"@{entry}" for entry in TABLES)}
     assert [key for key in sorted(names) if key not in known and not key.startswith("_")] == []
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_row_that_says_other_names_all_further_values(name: str) -> None:
+    """A reader takes any value that is not in the row for an other one."""
+    rules = {option: rule for option, rule in table(name)["rules"].items() if "*" in rule and isinstance(rule, dict)}
+    unnamed = [
+        (option, value)
+        for option, rule in rules.items()
+        for value in rule
+        if f"`{value}`" not in line(option, rule) and value != "*"
+    ]
+    assert rules and unnamed == []
 
 
 def test_every_fact_is_set_and_used() -> None:

@@ -70,13 +70,14 @@ def pictures(specs: Mapping[str, VegaLite], form: str, width: float | None = Non
         width: The width in millimetres of pictures without titles; by default that of the report, at 96 pixels per
             inch, with titles.
     """
-    scale, unit, dots = 1.0, "px", 2.0
+    scale, unit, ppi = 1.0, "px", 144
     if width is not None:
-        scale, unit, dots = _PAPER_FONT / style.FONT_SIZE, "pt", 300 / 72  # points of a pixel, and pixels of a point
+        scale, unit, ppi = _PAPER_FONT / style.FONT_SIZE, "pt", 300  # points of a pixel, and pixels of a PNG's inch
         specs = {name: fit(spec, round(width / 25.4 * 72 / scale)) for name, spec in specs.items()}
     if form == "png":
         return _called(
-            "vegalite_to_png", {name: _arguments(spec) | {"scale": scale * dots} for name, spec in specs.items()}
+            "vegalite_to_png",
+            {name: _arguments(spec) | {"scale": scale, "ppi": ppi} for name, spec in specs.items()},
         )
     if form == "svg":
         return {name: _sized(svg, scale, unit).encode() for name, svg in svgs(specs).items()}
