@@ -1,4 +1,4 @@
-"""The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, context and pipeline parallelism."""
+"""The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, expert, context and pipeline parallelism."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """Build the model under this layout.
 
-    The order is fixed: tensor parallelism, context parallelism, compile, checkpointing and offload, data parallelism,
+    The order is fixed: tensor, expert and context parallelism, compile, checkpointing and offload, data parallelism,
     pipeline.
     """
     import torch.distributed as dist
