@@ -123,7 +123,10 @@ def unknown_command_text(words: Sequence[str]) -> str:
 
 
 # The groups of which the help lists the names.
-GROUPS = ("model", "strategy", "checkpointing", "precision", "data", "cluster", "train", "proof", "tracking")
+GROUPS = (
+    *("model", "strategy", "checkpointing", "precision", "optimizer", "adapter", "data", "cluster", "train", "proof"),
+    "tracking",
+)
 _WIDTH = 100
 
 

@@ -61,7 +61,6 @@ def sources(view: View) -> list[Section]:
             sentence(
                 "sources",
                 is_measured=has_measurement,
-                is_on_gpu=any(line.get("measured_on") != "cpu" for line in simulated),
                 has_interval=any(line.record.predicted_step for line, _ in timed),
             )
         ),

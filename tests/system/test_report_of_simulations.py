@@ -141,8 +141,8 @@ CPUS = [on_cpu(number, "processes", micro_batch=number) for number in (1, 2)]
 @pytest.mark.parametrize(
     ("entries", "present", "absent"),
     [
-        ([on_h100(1)], "workspaces of matrix products|interval of the formula", "beside a measurement"),
-        ([on_cpu(1, "simulated")], "Formula", "workspaces of matrix|interval of the formula"),
+        ([on_h100(1)], "interval of the formula", "beside a measurement"),
+        ([on_cpu(1, "simulated")], "Formula", "interval of the formula"),
         (
             [on_h100(1, **PARTS, pp=2)],
             "by a model of the device|A simulation counts",
