@@ -196,7 +196,7 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         and release < PLAYED_RELEASE
         and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel or layout.ep_enabled),
         "virtual_nodes": is_virtual and config.cluster.nodes > 1,
-        "played_devices": (is_simulated or is_virtual) and drives_several_devices(layout),
+        "played_devices": config.launch != "processes" and drives_several_devices(layout),
     }
     yield from refusals(rules, config, layout, last_rank=last_rank)
 
