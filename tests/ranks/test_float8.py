@@ -54,7 +54,6 @@ STRATEGIES = {
     "pp_1f1b": 2,
     "fsdp_tp strategy.tp=2": 4,
     "ddp strategy.engine=accelerate": 2,
-    "fsdp_full_shard strategy.engine=accelerate": 2,
 }
 
 
