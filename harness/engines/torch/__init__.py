@@ -52,11 +52,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.engines.torch.ulysses import exchange_heads
     from harness.layout.partition import stages_of_rank
-    from harness.models.build import apply_model_transforms, build_model
+    from harness.models.build import apply_model_transforms, build_part
 
     rank = dist.get_rank()
     stages = stages_of_rank(config.model, layout, rank)
-    parts = [build_model(config.model, stage) for stage in stages]
+    parts = [build_part(config, device, stage) for stage in stages]
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
         if layout.tp_enabled:
