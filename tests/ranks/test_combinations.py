@@ -103,7 +103,7 @@ def record_of(results: Path, world: int, overrides: str) -> Record:
     return run_with(results, f"world_size={world}", *SIZES, *f"strategy={overrides}".split())
 
 
-REPEATED_IN_THE_GRID = ("cp strategy", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
+REPEATED_IN_THE_GRID = ("cp", "tp_pp strategy", "fsdp_hybrid_shard", "fsdp_tp", "ddp_pp", "fsdp_pp")
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ STRATEGIES = {
 @pytest.mark.parametrize(
     ("overrides", "world"),
     [
-        (f"ddp {FLOAT8} checkpointing=selective", 2),
+        long(f"ddp {FLOAT8} checkpointing=selective", 2),
         (f"fsdp_full_shard {ROWWISE} checkpointing=full train.global_batch=9 train.micro_batch=1", 3),
         (f"fsdp_full_shard {GATHERED}", 2),
-        (f"zero3 {FLOAT8}", 2),
+        long(f"zero3 {FLOAT8}", 2),
         (f"tp {ROWWISE} model.num_key_value_heads=4", 2),
         *(
             long(f"{strategy} {precision} checkpointing={checkpointing} {LARGER}", world)

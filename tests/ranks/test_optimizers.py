@@ -49,7 +49,7 @@ LARGER = (
     [
         *((f"fsdp_full_shard optimizer={name}", 2) for name in OTHERS),
         ("zero3 optimizer=sgd precision=bf16_mixed", 2),
-        ("zero1_torch optimizer=adamw_bf16", 2),
+        long("zero1_torch optimizer=adamw_bf16", 2),
         *(
             long(f"{strategy} optimizer={name} precision={precision}", world)
             for precision in PRECISIONS

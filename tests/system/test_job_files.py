@@ -15,7 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from tests.support.commands import ROOT, SMALL, Done, only_row, run_harness
+from tests.support.commands import ROOT, SMALL, Done, long, only_row, run_harness
 
 KUBERNETES = (
     "hydra/launcher=kubernetes",
@@ -114,7 +114,7 @@ def run_node(entry: tuple[list[str], dict[str, str]]) -> subprocess.CompletedPro
     return subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["kubernetes", long("skypilot")])
 def test_what_is_in_a_file_makes_the_run_on_two_nodes(launcher: str, tmp_path: Path) -> None:
     """The checkout and the results lie in folders with blanks, quotes and what a shell and Kubernetes replace."""
     checkout, results = tmp_path / "my $HOME $(PATH) 'checkout'", tmp_path / 'my $$ "results" `id`'

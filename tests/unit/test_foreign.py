@@ -421,7 +421,7 @@ VALUES = (
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_value_of_any_key_is_read_or_refused_in_a_line(data: st.DataObject, folder: Path) -> None:
     """In a file, and as options of a launch line."""

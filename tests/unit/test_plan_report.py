@@ -16,6 +16,7 @@ from harness.report.charts import render
 from tests.benchmarks.fit_planner import FITS
 from tests.benchmarks.left_out import AS_IT_IS, CAMPAIGNS, UNFITTED, summary
 from tests.support.campaigns import read_table
+from tests.support.commands import long
 from tests.support.planned import planned
 from tests.support.published.step_times import row_hardware, row_timing, step_time
 
@@ -104,7 +105,7 @@ SEARCHES = (
 )
 
 
-@pytest.mark.parametrize("settings", SEARCHES)
+@pytest.mark.parametrize("settings", [SEARCHES[0], long(SEARCHES[1]), SEARCHES[2], long(SEARCHES[3])])
 def test_the_command_of_a_layout_plans_what_the_search_found(settings: str) -> None:
     words = settings.split()
     result = planned(*words).result

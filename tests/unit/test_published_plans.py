@@ -13,6 +13,7 @@ import pytest
 
 from harness.planner.plan import LayoutPlan, plans
 from tests.support.campaigns import read_table
+from tests.support.commands import long
 from tests.support.planned import planned
 from tests.support.published_comparisons import (
     COMPARISONS,
@@ -44,7 +45,7 @@ def test_every_search_has_its_rows() -> None:
     assert [row["choice"] for row in rows].count("fastest") == len(SEARCHES)
 
 
-@pytest.mark.parametrize("search", QUICK)
+@pytest.mark.parametrize("search", [QUICK[0], *map(long, QUICK[1:])])
 def test_rows_are_what_the_planner_says(search: str) -> None:
     """The others are searched by `python -m tests.support.published_plans`, which takes some twenty minutes."""
     found = rows_of(search, with_recorded_simulations(search, planned(*search.split())))
@@ -128,6 +129,7 @@ def test_the_page_s_errors_are_those_on_file() -> None:
     assert missing(*sentences) == []
 
 
+@pytest.mark.long
 def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
     """The plan of the first command finds the row of 7b, that of 48 sequences another, and what is measured fits."""
     words = [words.split() for words in re.findall(r"^\| `harness ([^`]+)`", PAGE.read_text(), re.MULTILINE)[:3]]
