@@ -1,4 +1,4 @@
-"""harness plan OVERRIDES: the memory and time of layouts on any cluster, predicted without starting anything."""
+"""harness plan OVERRIDES: the memory and time of layouts on any cluster, predicted without its devices."""
 
 import dataclasses
 import json

@@ -41,6 +41,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
     "checkpointing": {"saved_products": "all"},
     "optimizer": {"name": "adamw", "momentum": 0.0},
     "train": {"save": "none"},
+    "precision": {"recipe": "none", "float8_all_gather": False},
 }
 
 _OLD_KEYS = {

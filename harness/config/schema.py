@@ -85,7 +85,8 @@ class CheckpointingConfig:
         return tuple(name for number, name in enumerate(projections, 1) if not self.saves_product(number))
 
 
-Precision = Annotated[str, one_of("fp32", "bf16", "bf16_mixed", "fp16_mixed")]
+Precision = Annotated[str, one_of("fp32", "bf16", "bf16_mixed", "fp16_mixed", "fp8_mixed")]
+Recipe = Literal["none", "tensorwise", "rowwise", "mxfp8", "nvfp4"]
 LossScale = Annotated[float, rule(is_above_zero, "is not a finite number above 0: choose one, such as 65536")]
 
 
@@ -93,7 +94,7 @@ LossScale = Annotated[float, rule(is_above_zero, "is not a finite number above 0
 class PrecisionConfig:
     """The dtypes of one precision, by torch's names: the same in every engine, and never autocast."""
 
-    name: Precision  # The name of the precision: fp32, bf16, bf16_mixed or fp16_mixed.
+    name: Precision  # The name of the precision: fp32, bf16, bf16_mixed, fp16_mixed or fp8_mixed.
     compute: str  # The dtype of weights and activations in forward and backward.
     master: str  # The dtype of the parameters that the optimizer updates, and of its moments.
     accumulate: str  # The dtype in which gradients are summed over micro-batches.
@@ -101,6 +102,29 @@ class PrecisionConfig:
     # The factor of the loss in the first step, which then adapts to overflows; null means that the loss is not scaled.
     initial_loss_scale: LossScale | None = None
     loss_scale_window: Positive = 2000  # The number of steps without an overflow after which the loss scale is doubled.
+    # How the inputs of the layers' projections are scaled to fewer bits: tensorwise with one scale each, rowwise with
+    # one for each row, mxfp8 and nvfp4 with one for each block of a row. The last two are planned and never run.
+    recipe: Recipe = "none"
+    # Whether fully_shard gathers the projections' weights in float8, with one scale that the ranks agree on.
+    float8_all_gather: bool = False
+
+    def __post_init__(self) -> None:
+        is_narrow = self.name == "fp8_mixed"
+        rule = "is for precision=fp8_mixed alone" if self.has_recipe else "is no recipe of precision=fp8_mixed"
+        require(self.has_recipe == is_narrow, "precision.recipe", self.recipe, f"{rule}: choose both, or none")
+        is_possible = not self.float8_all_gather or self.recipe == "tensorwise"
+        rule = "needs one scale for each matrix: choose precision.recipe=tensorwise, or false"
+        require(is_possible, "precision.float8_all_gather", self.float8_all_gather, rule)
+
+    @property
+    def has_recipe(self) -> bool:
+        """Whether the layers' projections multiply fewer than 16 bits."""
+        return self.recipe != "none"
+
+    @property
+    def least_dtype(self) -> str:
+        """The dtype by whose rounding two honest trainings differ most: float8 with a recipe, else `compute`."""
+        return "float8" if self.has_recipe else self.compute
 
     @property
     def is_mixed(self) -> bool:

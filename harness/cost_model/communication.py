@@ -7,10 +7,11 @@ from functools import lru_cache
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes
+from harness.cost_model.float8 import amax_bytes
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates
-from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, layer_matrices, norm_shapes, numel
+from harness.layout.layer_spec import WHOLE_KEYS, WHOLE_PARAMETERS, layer_branches, norm_shapes, numel, undivided_numel
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, fsdp_rows, is_expert_weight, local_numel, local_shapes, stages_of_rank
@@ -121,25 +122,20 @@ def tp_bytes(
     # Each part of a loss in parts runs a second time.
     loss_bytes = has_loss * (1 + (train.loss_chunks > 1)) * LOSS_SUMS * micro_batches * tokens * 4
     ring = ring_fraction(layout.tp)  # an all-reduce sends twice this share
-    gradients = stage.layers * (model.num_experts * model.hidden_size + whole_adapter_numel(model))
+    gradients = stage.layers * (model.num_experts * model.hidden_size + undivided_numel(model))
+    amax = micro_batches * amax_bytes(shape, stage.layers, float(recomputed))
     if not layout.sequence_parallel:
-        return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes + gradients * width)}
+        return {"tp all_reduce": 2 * ring * ((sums + recomputed_sums) * hidden + loss_bytes + amax + gradients * width)}
     trains_all = not model.adapter.is_enabled
     gradients += (branches * stage.layers + stage.holds_head) * numel(norm_shapes("norm", model)) * trains_all
     frozen_table = vocabulary_is_cut and stage.holds_embedding and not trains_all  # whose output's gradient none needs
     if stage.holds_embedding and model.architecture.learned_positions:
         gradients += model.context_length * model.hidden_size
     return {
-        "tp all_reduce": 2 * ring * (loss_bytes + gradients * width),
+        "tp all_reduce": 2 * ring * (loss_bytes + amax + gradients * width),
         "tp all_gather": ring * (sums + branches * recomputed - frozen_table) * hidden,
         "tp reduce_scatter": ring * (sums + recomputed_sums) * hidden,
     }
-
-
-def whole_adapter_numel(model: ModelConfig) -> int:
-    """Return the elements of a layer's adapters that each tensor-parallel rank has whole: one matrix of each."""
-    matrices = layer_matrices(model)
-    return sum(each.rank * (each.inputs if each.style == "column" else each.outputs) for each in matrices)
 
 
 def cp_bytes(config: RunConfig, layout: Layout, stage: Stage, shape: MicroBatchShape) -> dict[str, float]:
@@ -204,7 +200,8 @@ def sent_elements(
     They are the papers', in which every rank has an even share, or a rank's, which moves its own part of every
     parameter, and the padding of the shards. They are those of experts, of all other parameters, or of both.
     """
-    key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts)
+    narrow = 1 / config.precision.compute_bytes if config.precision.float8_all_gather else 1.0
+    key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
     gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
     return gatherings * gathered, reductions_per_step(config, layout) * reduced
@@ -219,8 +216,9 @@ def _sent_elements_once(
     stage: Stage,
     rank: int | None,
     of_experts: bool | None,
+    narrow: float,
 ) -> tuple[float, float]:
-    """Return the elements of one gathering and one reduction.
+    """Return the elements of one gathering and one reduction; a gathered matrix of a layer counts as `narrow` of its.
 
     `widths.padding` says what is padded to a multiple of the shards' number. rows: the first dimension of every
     parameter (fully_shard: torch.distributed.fsdp._fully_shard._fsdp_collectives). elements: every flat parameter
@@ -241,7 +239,9 @@ def _sent_elements_once(
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
     trained = [size for name, size in sizes.items() if model.adapter.trains(name)]
-    gathered: float = sum(gathers(model, checkpointing, layout, widths, name) * size for name, size in sizes.items())
+    matrices = {f"{each.path}.weight" for each in model_profile(model).layer_matrices}
+    shares = {name: narrow if name.split(".", 2)[-1] in matrices else 1.0 for name in sizes}
+    gathered = sum(gathers(model, checkpointing, layout, widths, name) * shares[name] * sizes[name] for name in sizes)
     if padding == "partition":
         *others, last = trained
         aligned = sum(_round_up(size, widths.parameter_alignment) for size in others)

@@ -20,7 +20,7 @@ from harness.config.schema import CheckpointingConfig, Device, RunConfig
 from harness.cost_model.pipeline import split_passes
 from harness.layout.layer_spec import last_product, layer_matrices, projection_flops
 from harness.layout.layout import Layout
-from harness.layout.partition import Stage, split_into_stages
+from harness.layout.partition import Stage, split_into_stages, stages_of_rank
 
 BACKWARD = 2  # forwards that a backward costs: a product for the input's gradient, and one for the weight's
 
@@ -171,7 +171,7 @@ def recomputed_flops(
     """
     model, train, checkpointing = config.model, config.train, config.checkpointing
     calls = sum(recomputed_layers(config, layout, stage) for stage in split_into_stages(model, layout))
-    runs_to_end = recomputes_last_projection or train.compile
+    runs_to_end = recomputes_last_projection or train.compile or config.precision.has_recipe
     if checkpointing.name == "selective":
         products = projection_flops(model, train.global_batch * train.seq_len, layout.tp)
         return int(calls * recomputed_product_flops(model, checkpointing, products, runs_to_end))
@@ -184,6 +184,21 @@ def recomputed_flops(
     own = operations(config, layout.tp)
     of_all = own.recomputed_to_end if runs_to_end else own.recomputed
     return int(calls * of_all // model.num_hidden_layers - calls * 2 * causal_skipped_flops(config, layout))
+
+
+def scaled_flops(config: RunConfig, layout: Layout, rank: int) -> int:
+    """Return the operations of this rank's projections in a step: what a recipe scales.
+
+    A second forward stops behind the last of them, which saves its inputs when it has run.
+    """
+    shares = layout.dp * layout.cp * layout.tp
+    products = projection_flops(config.model, config.train.global_batch * config.train.seq_len)
+    again = 0 if config.checkpointing.name == "attention" else sum(products.values())
+    if config.checkpointing.name == "selective":
+        again = recomputed_product_flops(config.model, config.checkpointing, products, runs_to_end=True)
+    stages = stages_of_rank(config.model, layout, rank)
+    once = sum(stage.layers for stage in stages) * (1 + BACKWARD) * sum(products.values())
+    return int((once + sum(recomputed_layers(config, layout, stage) for stage in stages) * again) // shares)
 
 
 def recomputed_product_flops(

@@ -5,7 +5,7 @@ from functools import cached_property
 
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.optimizer_state import OptimizerTensor, row_shards
-from harness.cost_model.shard_groups import ShardGroup
+from harness.cost_model.shard_groups import ShardGroup, ShardGroups
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 from harness.layout.state_widths import StateKind
@@ -43,12 +43,18 @@ class FullyShard(Sharding):
     def kept_bytes(self, index: int, has_forwards: bool, has_gradients: bool) -> int:
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""
         groups = self.groups[index]
-        whole = groups.padded * self.widths.gathered * (not self.reshards and has_forwards)
+        whole = self.whole_groups(groups, groups.layers) * (not self.reshards and has_forwards)
         return whole + self.reduced(self.trained[index].last_reduced) * has_gradients
 
     def whole(self, group: ShardGroup) -> int:
-        """Return the bytes of the gathered parameters."""
-        return group.padded * self.widths.gathered
+        """Return the bytes of the gathered parameters, of which projections may have one byte an element."""
+        narrower = (self.widths.gathered - 1) * self.precision.float8_all_gather
+        return group.padded * self.widths.gathered - group.projections * narrower
+
+    def whole_groups(self, groups: ShardGroups, layers: int, has_head: bool = True) -> int:
+        """Return the bytes of a stage's gathered groups with so many layers."""
+        ends = self.whole(groups.embedding) + self.whole(groups.root) + self.whole(groups.head) * has_head
+        return ends + layers * self.whole(groups.layer)
 
     def reduced(self, group: ShardGroup) -> int:
         """Return the bytes of the flat tensor of gradients."""
@@ -56,8 +62,7 @@ class FullyShard(Sharding):
 
     def whole_but(self, each: Pass, layers: int, has_head: bool) -> int:
         """Return the bytes of all groups that stay whole without so many layers and perhaps the head."""
-        missing = layers * each.groups.layer.padded + each.groups.head.padded * (not has_head)
-        return self.widths.gathered * (each.groups.padded - missing)
+        return self.whole_groups(each.groups, each.groups.layers - layers, has_head)
 
     def secondary(self, elements: int) -> int:
         """Return the bytes of the rank's secondary shards of so many padded elements."""

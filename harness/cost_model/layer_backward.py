@@ -17,6 +17,7 @@ from harness.cost_model.activations import (
     forward_copies_bytes,
     routing_tensors,
 )
+from harness.cost_model.float8 import backward_temporaries
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
 from harness.layout.layer_spec import Matrix, last_product, layer_matrices
 
@@ -241,6 +242,8 @@ def run_matrix(
     shape = backward.shape
     if not shape.model.adapter.is_enabled:
         parts = (shape.tp if matrix.style else 1) * (shape.ep if matrix.experts else 1)
+        for size in backward_temporaries(shape, *matrix.cut(shape.tp)) if shape.recipe != "none" else ():
+            backward.run({"scaled": round(size)}, ("scaled",))
         run_product(backward, name, (output_grad, *frees), matrix.elements // parts, is_followed_by_matrix)
         return
     if matrix.rank:

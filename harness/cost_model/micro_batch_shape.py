@@ -35,6 +35,9 @@ class MicroBatchShape:
         False  # whether a frozen matrix keeps its input too, as DeepSpeed's own linear function does
     )
     exchanges_heads: bool = False  # whether context parallelism divides attention by heads
+    recipe: str = "none"  # by which projections multiply fewer than 16 bits
+    is_compiled: bool = False  # whether a compiler fuses the casts to them
+    casts_weights: bool = True  # where they are multiplied, and not where they are gathered
 
     @property
     def key_ranks(self) -> int:
@@ -221,6 +224,9 @@ def micro_batch_shape(config: RunConfig, layout: Layout, device: Device) -> Micr
         layout.ep,
         config.model.adapter.is_enabled and replaces_linear_function(config, layout),
         layout.exchanges_heads,
+        config.precision.recipe,
+        config.precision.has_recipe and config.train.compile,
+        not config.precision.float8_all_gather,
     )
 
 

@@ -38,6 +38,7 @@ class ShardGroup:
     shards: int  # as which data parallelism divides it
     moved: int  # of parameters that are not divided along their first dimension, whose rows are moved in copies
     last_moved: int  # of the last of these
+    projections: int = 0  # with their padding, if it is a layer's group
 
 
 @dataclass(frozen=True)
@@ -104,12 +105,14 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int,
     for name, is_divided in (("rest", False), ("experts", True)):
         groups[name] = [(shape, own) for shape, own in of_layer if (own > 1) == is_divided]
     names = ("embedding", str(stage.first_layer), "head", "rest", "experts", "root")
-    embedding, layer, head, rest, experts, root = (_shard_group(groups[name], shards) for name in names)
+    embedding, layer, head, rest, experts, root = (
+        _shard_group(groups[name], shards, is_layer=name in (str(stage.first_layer), "rest")) for name in names
+    )
     waiting = root.largest * stage.holds_head
     return ShardGroups(embedding, layer, head, rest, experts, root, stage.layers, waiting)
 
 
-def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> ShardGroup:
+def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int, is_layer: bool) -> ShardGroup:
     sizes, padded, moved, at_rest = [math.prod(shape) for shape, _ in shapes], list[int](), list[int](), 0
     for shape, ep in shapes:
         own = max(1, shards // ep)
@@ -119,8 +122,9 @@ def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int) -> 
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
     own = max(1, shards // max((ep for _, ep in shapes), default=1))
-    last, largest = sum(sizes[-1:]), max(sizes, default=0)
-    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), sum(moved[-1:]))
+    last, largest, last_moved = sum(sizes[-1:]), max(sizes, default=0), sum(moved[-1:])
+    projections = sum(size for size, (shape, _) in zip(padded, shapes, strict=True) if len(shape) > 1) * is_layer
+    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), last_moved, projections)
 
 
 @lru_cache(maxsize=1024)

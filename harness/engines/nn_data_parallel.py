@@ -70,7 +70,7 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.engine import whole_model_engine
     from harness.models.build import build_meta_model
 
-    model = build_meta_model(config, layout, probe)
+    model = build_meta_model(config, layout, device, probe)
     count = config.world_size or config.cluster.gpus_per_node or torch.cuda.device_count()
     wrap = partial(nn.DataParallel, device_ids=list(range(count)) if device.type == "cuda" else None)
     parallel = ReplicatedParams([model], config, device, wrap)

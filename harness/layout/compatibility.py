@@ -13,6 +13,8 @@ from harness.layout.partition import split_into_stages
 from harness.layout.refusals import refusals
 from harness.util.text import UserError
 
+SCALED_MULTIPLE = 16  # of all dimensions of scaled products
+
 GROUPED_ALIGNMENT = 16  # bytes, of which torch's grouped products take rows only in multiples
 
 
@@ -64,6 +66,8 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     }
     if config.model.adapter.is_enabled:
         yield from adapter_incompatibilities(config, layout)
+    if config.precision.has_recipe:
+        yield from recipe_incompatibilities(config, layout)
     if train.save != "none":
         yield from save_incompatibilities(config, layout)
     layers = list(layout.layers_per_stage or ())
@@ -156,6 +160,29 @@ def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
     }
     values = {"unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)
+
+
+def recipe_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield what products of scaled matrices were not proven with, and sizes that their kernels do not take.
+
+    torch's kernel of scaled products takes dimensions in multiples of 16 alone, the tokens of a micro-batch too, which
+    the gradients of weights are summed over.
+    """
+    model, tokens = config.model, config.train.micro_batch * config.train.seq_len // layout.cp
+    sizes = {f"{matrix.name} in {size:g}": size for matrix in layer_matrices(model) for size in matrix.cut(layout.tp)}
+    uneven = [name for name, size in (sizes | {f"tokens in {tokens}": tokens}).items() if size % SCALED_MULTIPLE]
+    is_sharded = layout.engine == "torch" and layout.data_parallel == "fsdp"
+    is_plain = layout.axes_size(("tp", "ep")) == layout.secondary_shards == 1 and layout.offload == "none"
+    rules = {
+        "recipe_model": model.hf_info is not None or model.num_experts > 0,
+        "recipe_adapter": model.adapter.is_enabled,
+        "recipe_split": layout.splits_backward,
+        "recipe_offload": layout.offload != "none" or config.checkpointing.offload_activations,
+        "recipe_sizes": len(uneven) > 0,
+        "float8_all_gather": config.precision.float8_all_gather and not (is_sharded and is_plain),
+        "float8_save": config.precision.float8_all_gather and config.train.save != "none",
+    }
+    yield from refusals(rules, config, layout, uneven=", ".join(uneven))
 
 
 def save_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The profiled step: one more training step, slower than the others, in which every operator is observed."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from harness.measure.kernels import ACTIVATION_FUNCTIONS, OPTIMIZER, attention_k
 from harness.measure.memory import DeviceMemory
 from harness.measure.memory_ownership import OwnershipRecorder, bytes_by_device, state_shards
 from harness.models.build import compiled_graph_count
+from harness.models.float8 import ScaledProducts
 from harness.probe import Listener, Probe, ShardSource
 from harness.records.rank_report import ProfiledStep
 from harness.tensors.flops import has_flops, operator_flops
@@ -77,7 +78,7 @@ class StepListener(Listener):
         self.communication = CommunicationCounter(self.on_collective)
         self.operators: set[str] = set()  # the names of those that ran
         self.attention_kernels: set[str] = set()
-        self.flops = 0
+        self.flops, self.scaled = 0, ScaledProducts()
         self.is_updating = False  # the optimizer's own products are not the model's
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
@@ -132,6 +133,12 @@ class StepListener(Listener):
             with self.recorder.pause():
                 self.expert_tokens[layer] = counts + self.expert_tokens.get(layer, 0)
 
+    def count(self, operands: Sequence[Any], flops: int) -> None:
+        """Count a product's operations, and by its recipe those of scaled operands, outside of the step's memory."""
+        self.flops += flops
+        with self.recorder.pause():
+            self.scaled.observe(operands, flops)
+
     def saved_for_recompute(self, tensor: Tensor) -> None:
         """Count a result that is saved for a second forward, outside autograd."""
         self.activations.watch(tensor)
@@ -183,6 +190,8 @@ class StepListener(Listener):
             max_in_flight_micro_batches=self.max_in_flight,
             split_backwards=self.split_backwards,
             flops=self.flops,
+            scaled_flops=dict(self.scaled.flops),
+            least_scaled_range=self.scaled.least_range(),
             peak_allocated_bytes=self.recorder.peak_allocated_bytes,
             at_peak=self.recorder.at_peak(timed_log),
             peak_without_backend_bytes=self.recorder.peak_without_backend_bytes(timed_log),
@@ -232,7 +241,7 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = iter_tensors([args, list(kwargs.values()), result])
             recorder.claim(tensors, "communication", f"{operator.name} buffers")
         if operator.has_flops and not listener.is_updating:
-            listener.flops += operator_flops(func, args, kwargs, result)
+            listener.count(args, operator_flops(func, args, kwargs, result))
         listener.operators.add(operator.name)
         if kernel := attention_kernel(operator.name, *args[:1]):
             listener.attention_kernels.add(kernel)

@@ -12,6 +12,7 @@ from harness.layout.partition import Stage, balancing_weight, whole_model
 from harness.models.activation_checkpoint import apply_checkpointing, apply_loss_chunks
 from harness.models.activation_offload import offload_activations
 from harness.models.decoder import Decoder
+from harness.models.float8 import convert_projections
 from harness.probe import Probe
 
 
@@ -26,6 +27,14 @@ def build_model(model: ModelConfig, stage: Stage | None = None) -> Decoder:
         return add_adapters(decoder) if model.adapter.is_enabled else decoder
 
 
+def build_part(config: RunConfig, device: torch.device, stage: Stage | None = None) -> Decoder:
+    """Return the model, or a stage of it, on the meta device, whose projections multiply as the precision says."""
+    model = build_model(config.model, stage)
+    if config.precision.has_recipe:
+        convert_projections(model, config.precision, device)
+    return model
+
+
 def add_adapters(decoder: Decoder) -> Decoder:
     """Freeze a model on the meta device and give its layers' matrices adapters, in place, by the library peft."""
     from peft import LoraConfig, inject_adapter_in_model
@@ -36,9 +45,9 @@ def add_adapters(decoder: Decoder) -> Decoder:
     return inject_adapter_in_model(lora, decoder)  # type: ignore[arg-type, return-value]
 
 
-def build_meta_model(config: RunConfig, layout: Layout, probe: Probe) -> Decoder:
-    """Return the run's whole model on the meta device, with all transforms applied."""
-    model = build_model(config.model)
+def build_meta_model(config: RunConfig, layout: Layout, device: torch.device, probe: Probe) -> Decoder:
+    """Return the run's whole model on the meta device for training on `device`, with all transforms applied."""
+    model = build_part(config, device)
     apply_model_transforms(model, config, layout, probe)
     return model
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +62,9 @@ def local_part_like(template: Tensor, whole: Tensor) -> Tensor:
         return whole
     box = local_box(template)
     local = whole[tuple(slice(start, stop) for start, stop in box)].clone()
+    own: Any = template.to_local()
+    if hasattr(own, "fsdp_pre_all_gather"):  # torchao's part of a matrix that is gathered in float8
+        local = type(own)(local, own._linear_mm_config, own._dtype)
     return DTensor.from_local(
         local,
         template.device_mesh,

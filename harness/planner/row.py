@@ -52,7 +52,7 @@ PLAN_COLUMNS = {
     "at_peak_loss_bytes": "The logits and the loss at the peak; runs count them as temporary.",
     "at_peak_workspace_bytes": "The workspaces of matrix products at the peak; runs count them as temporary.",
     "peak_phase": "The phase in which the fullest rank peaks: forward, backward or optimizer.",
-    "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, pp, dp_replicate or dp_shard.",
+    "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, ep, dp_shard, dp_replicate or pp.",
     "communication_AXIS_OPERATION_bytes": "The part of communication_bytes along an axis and by an operation.",
     "cost_per_billion_tokens": "The price of a billion tokens, by cluster.hardware.price_per_device_hour.",
 }

@@ -10,10 +10,12 @@ from pathlib import Path
 from harness.config.model_files import names_model
 from harness.config.strategy import AXES
 from harness.cost_model.fits import UNMEASURED_RANGE
+from harness.cost_model.float8 import RECIPES
 from harness.cost_model.optimizer_state import state_width
 from harness.cost_model.parts import PEAK_PARTS
 from harness.cost_model.prediction import SECONDS_PER_HOUR, Prediction
 from harness.cost_model.timing.interval import TIE
+from harness.cost_model.timing.kernels import device_peak_flops
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import STATE_KINDS
 from harness.planner.row import run_settings
@@ -113,6 +115,13 @@ def misfit_sentence(prediction: Prediction) -> str:
     return say("misfit", entry=prediction, offers=list(itertools.islice(offers(prediction), MOST_OFFERS)))
 
 
+def scaled_rate(prediction: Prediction) -> float:
+    """Return how many times as fast as in 16 bits the device multiplies scaled matrices, by its datasheet."""
+    hardware, precision = prediction.cluster.hardware, prediction.config.precision
+    peaks = (device_peak_flops(hardware, dtype) or 1.0 for dtype in (RECIPES[precision.recipe][0], precision.compute))
+    return next(peaks) / next(peaks)
+
+
 def basis_sentences(prediction: Prediction) -> Iterator[str]:
     """Yield what the figures of a prediction rest on, and what a training needs beside them."""
     hardware = prediction.cluster.hardware
@@ -123,6 +132,7 @@ def basis_sentences(prediction: Prediction) -> Iterator[str]:
     facts = {
         "datasheet_only": hardware.datasheet_only,
         "of_library": prediction.is_of_library,
+        "scaled": [{"rate": scaled_rate(prediction)}] if prediction.config.precision.has_recipe else [],
         "free_copies": copies and hardware.host_bandwidth is None,
         "host_memory": copies,
         "left_out": [{"whole_bytes": whole_bytes, "processes": processes}],
@@ -135,7 +145,10 @@ def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
     is_own = not first.is_of_library
     facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own)}
-    facts["exported"] = is_own and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
+    is_scaled = first.config.precision.has_recipe
+    facts["exported"] = (
+        is_own and not is_scaled and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
+    )
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 

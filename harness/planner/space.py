@@ -171,7 +171,7 @@ def expert_degrees(model: ModelConfig, way: Mapping[str, Any]) -> list[int]:
 
 
 def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:
-    """Return the schedules of a pipeline; only this project's engines have a zero-bubble one."""
+    """Return the schedules of a pipeline; only torch's engine has a zero-bubble one."""
     names = ("1f1b", "gpipe", "zero_bubble") if kind == "harness" else ("1f1b", "gpipe")
     virtual = (size for size in VIRTUAL_STAGES if pp * size <= layers)
     interleaved = [{"schedule": "interleaved_1f1b", "virtual_stages": size} for size in virtual]

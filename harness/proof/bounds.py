@@ -19,9 +19,9 @@ LARGEST_BOUND = 0.1  # where honest trainings may deviate by more, a comparison 
 # then the one that shows a scaled matrix.
 LARGEST_ROUTED_BOUND = 0.3
 
-# A matrix whose gradient or update is scaled by 1.01 in fp32, or by 1.1 in 16 bits, must be an error at any size. Its
-# norm then deviates by this much, and the bound is half of it.
-SENSITIVITY = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1}
+# A matrix whose gradient or update is scaled by 1.01 in fp32, by 1.1 in 16 bits, or by 1.2 in float8, must be an error
+# at any size. Its norm then deviates by this much, and the bound is half of it.
+SENSITIVITY = {"float32": 0.01, "bfloat16": 0.1, "float16": 0.1, "float8": 0.2}
 
 LOSS, GLOBAL_NORM = Aspect("loss", "step"), Aspect("global norm", "step")
 
@@ -34,7 +34,7 @@ FEW_FLOORS = 3
 UPDATE_DIRECTION_BOUND = 0.5
 
 # The floors of losses and of gradients where no second training measured them, as in older records.
-ASSUMED_FLOORS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-3, 1e-2), "float16": (1e-3, 1e-2)}
+ASSUMED_FLOORS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-3, 1e-2), "float16": (1e-3, 1e-2), "float8": (1e-3, 3e-2)}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from harness.config.schema import RunConfig
 from harness.cost_model.communication import LAYOUT
 from harness.cost_model.expert_communication import RoutedRows
-from harness.cost_model.flops import executed_flops_with, recomputed_layers
+from harness.cost_model.flops import executed_flops_with, recomputed_layers, scaled_flops
 from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches, split_passes
 from harness.layout.layout import Layout
@@ -25,6 +25,9 @@ OFFLOAD_TOLERANCE = 0.03  # the accuracy to which the cost model's activations a
 DATA_KINDS = {"all_gather": "gather", "broadcast": "gather"} | dict.fromkeys(
     ("all_reduce", "reduce_scatter", "reduce"), "reduce"
 )
+
+# The least share of float8's range that a scaled matrix fills: scales of rows are rounded down to a power of two.
+SCALED_RANGES = {"tensorwise": 1.0, "rowwise": 0.5}
 
 ROUNDING_BYTES = 0.5  # of sums of shares such as two thirds of the bytes of a call, which is a whole number
 
@@ -68,6 +71,28 @@ def kernel_problems(config: RunConfig, ranks: Sequence[RankReport]) -> Iterator[
                 f"rank {rank.rank} ran the optimizer as {executed or 'an unknown kernel'}, and train.fused_optimizer="
                 f"{str(config.train.fused_optimizer).lower()}"
             )
+
+
+def recipe_problems(config: RunConfig, layout: Layout, rank: RankReport) -> Iterator[str]:
+    """Yield a problem unless all projections of a rank multiplied by the recipe, and all scales fitted their matrices.
+
+    A scale brings the largest magnitude of a matrix, or of each of its rows, to the end of the dtype's range, or to the
+    next power of two below it.
+    """
+    recipe, scaled = config.precision.recipe, dict(rank.profiled.scaled_flops)
+    flops = scaled_flops(config, layout, rank.rank) if config.precision.has_recipe else 0
+    if scaled != ({recipe: flops} if flops else {}):
+        by_recipe = " and ".join(f"{count} {name}" for name, count in scaled.items()) or "none"
+        yield (
+            f"precision: rank {rank.rank} multiplied scaled matrices in {by_recipe} operations of a step, and {flops}"
+            f" by precision.recipe={recipe} are expected"
+        )
+    least = 0.0 if layout.tp_enabled else SCALED_RANGES.get(recipe, 0.0)  # one scale for the parts of several ranks
+    if rank.profiled.least_scaled_range is not None and rank.profiled.least_scaled_range < least:
+        yield (
+            f"precision: rank {rank.rank} scaled a matrix to {rank.profiled.least_scaled_range:.3f} of the range of"
+            f" float8, and precision.recipe={recipe} fills at least {least}"
+        )
 
 
 def compile_problems(config: RunConfig, rank: RankReport) -> Iterator[str]:

@@ -35,6 +35,7 @@ from harness.proof.step import (
     flops_problems,
     kernel_problems,
     offload_problems,
+    recipe_problems,
     routed_rows,
     schedule_problems,
     volume_problems,
@@ -112,7 +113,7 @@ def verify_run(
         problems += [*dropout_rng_problems(layout, ranks), *dropout_mask_problems(config, layout, ranks)]
     proof, columns = proof_entry(run, layout_problems, reference_note), Cells()
     if reference is not None:
-        comparison = compare_training(reference, ranks, config.precision.compute, bounds.floor_multiple)
+        comparison = compare_training(reference, ranks, config.precision.least_dtype, bounds.floor_multiple)
         problems += [*overflow_problems(reference, ranks), *deviation_problems(comparison)]
         columns = deviation_columns(comparison)
         proof |= check_entries(comparison)
@@ -155,6 +156,7 @@ def prove_steps(run: FinishedRun, whole_world: Sequence[RankReport]) -> Iterator
     for rank, expected, padded in zip(run.ranks, run.expected_bytes, run.padded_bytes, strict=True):
         yield from checkpointing_problems(run.config, run.layout, rank)
         yield from compile_problems(run.config, rank)
+        yield from recipe_problems(run.config, run.layout, rank)
         yield from offload_problems(run.config, run.layout, rank)
         yield from schedule_problems(run.config, run.layout, rank)
         if run.config.strategy.literature:

@@ -200,6 +200,9 @@ class ProfiledStep(FromJson):
     max_in_flight_micro_batches: int = 0  # whose backward was not finished
     split_backwards: int = 0  # backwards whose first half, for inputs, left the gradients of weights alone
     flops: int = 0  # of matrix products and attention, second forwards included
+    scaled_flops: Mapping[str, int] = field(default_factory=dict)  # of these, those of scaled matrices, by recipe
+    # The smallest of the shares of its dtype's range that scaled matrices fill; None where none has values.
+    least_scaled_range: float | None = None
     peak_allocated_bytes: int | None = None
     at_peak: AtPeak | None = field(default=None, metadata={"read": AtPeak.from_json})  # None: not counted
     peak_without_backend_bytes: int | None = None  # of the timed steps, without the copies that gloo makes

@@ -36,7 +36,7 @@ _DEFINING_COLUMNS = (
         "offload",
         "offload_activations",
     ),
-    *("attention", "dropout", "saved_products", "adapter", "adapter_rank"),
+    *("attention", "dropout", "saved_products", "adapter", "adapter_rank", "recipe", "float8_all_gather"),
 )
 
 _NULL = "null"

@@ -34,7 +34,7 @@ VARYING = (
         "attention",
         "dropout",
     ),
-    *("adapter", "adapter_rank", "routing", "save", OTHER_OPTIONS),
+    *("adapter", "adapter_rank", "routing", "save", "recipe", "float8_all_gather", OTHER_OPTIONS),
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
@@ -54,6 +54,8 @@ DEFAULTS = {
     "adapter_rank": None,
     "routing": "learned",
     "save": None,
+    "recipe": None,
+    "float8_all_gather": None,
 }
 
 # Columns whose values need no title in front of them.

@@ -42,6 +42,8 @@ def config_columns(config: RunConfig, layout: Layout | None) -> Cells:
         "repeat": config.repeat,
         "launch": config.launch,
     }
+    if config.precision.has_recipe:
+        row |= {"recipe": config.precision.recipe, "float8_all_gather": config.precision.float8_all_gather or None}
     if config.train.save != "none":
         row["save"] = config.train.save
     if config.model.adapter.is_enabled:

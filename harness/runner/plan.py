@@ -163,6 +163,9 @@ def make_plan(
     return RunPlan(config, command, machine, layout, widths, corpus, run_id, folder)
 
 
+FLOAT8_CAPABILITY = (8, 9)  # of CUDA, from which on devices have units for float8
+
+
 def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
     """Yield every reason why this configuration cannot run with this layout on this machine, a line each."""
     yield from incompatibilities(config, layout)
@@ -173,6 +176,13 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
         yield from refusals({"optimizer_library": True}, config, layout, library=library)
     is_missing = config.model.adapter.is_enabled and find_spec("peft") is None
     yield from refusals({"adapter_library": is_missing}, config, layout)
+    recipe, is_scaled = config.precision.recipe, config.precision.has_recipe
+    rules = {
+        "recipe_library": is_scaled and find_spec("torchao") is None,
+        "recipe_planned": is_scaled and recipe not in ("tensorwise", "rowwise"),
+        "recipe_compile": is_scaled and config.train.compile,
+    }
+    yield from refusals(rules, config, layout)
     if config.launch != "simulated":
         yield from machine_problems(config, layout, machine)
     yield from load_engine(layout.engine).unsupported(config, layout, machine)
@@ -196,7 +206,7 @@ def simulation_problems(config: RunConfig, layout: Layout) -> Iterator[str]:
         and release < PLAYED_RELEASE
         and (layout.pp > 1 or layout.cp > 1 or layout.sequence_parallel or layout.ep_enabled),
         "virtual_nodes": is_virtual and config.cluster.nodes > 1,
-        "virtual_devices": is_virtual and drives_several_devices(layout),
+        "played_devices": config.launch != "processes" and drives_several_devices(layout),
     }
     yield from refusals(rules, config, layout, last_rank=last_rank)
 
@@ -214,6 +224,7 @@ def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Ite
         "compiled_gpu": compiles and triton is not None,
         "compiled_halves": compiles and layout.splits_backward,
         "compiled_parts": compiles and splits,
+        "recipe_device": capability is not None and capability < FLOAT8_CAPABILITY and config.precision.has_recipe,
         "emulated_precision": is_slow and config.precision.compute == "bfloat16",
         "interleaved_release": is_batched and layout.schedule in ("interleaved_1f1b", *V_SCHEDULES) and layout.pp > 2,
         "budget_compiler": budget is not None and compiler is not None,

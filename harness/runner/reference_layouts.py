@@ -43,6 +43,7 @@ def single_process(config: RunConfig, checkpointing: Checkpointing = "none", los
         config,
         strategy=StrategyConfig(name="single"),
         checkpointing=CheckpointingConfig(checkpointing),
+        precision=replace(config.precision, float8_all_gather=False),
         train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False, save="none"),
         world_size=None,
         repeat=0,

@@ -43,7 +43,7 @@ def resolve_run_config(values: ConfigValues) -> RunConfig:
             f"{key} holds a secret, which the record would store: set it in the library's own configuration"
         )
     if (values.get("strategy") or {}).get("name") == "search":
-        raise UserError("strategy=search is searched by `harness plan`, which starts nothing: choose another strategy")
+        raise UserError("strategy=search is searched by `harness plan` alone: choose another strategy")
     if values.get("launch") == "script":
         raise UserError("launch=script is not known: choose hydra/launcher=slurm hydra.launcher.submit=false")
     model = values.get("model")

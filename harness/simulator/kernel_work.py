@@ -151,7 +151,8 @@ _SCATTERS = {"embedding_dense_backward", "nll_loss_backward", "scatter", "index_
 # The ends of the names of fused attention kernels.
 _ATTENTION = ("_attention", "_attention_backward", "_attention_forward")
 
-_PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}  # the places of the two factors
+# The places of the two factors.
+_PRODUCTS = {"mm": (0, 1), "_scaled_mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1), "baddbmm": (1, 2)}
 
 _CAUSAL_UPPER_LEFT, _CAUSAL_LOWER_RIGHT = 1, 2  # custom_mask_type of the memory-efficient kernel
 
@@ -265,7 +266,9 @@ def moved_bytes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], outpu
 
 
 def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    """Return the name of a tensor's dtype, by which a device's rate is known: one for all kinds of float8."""
+    name = str(tensor.dtype).removeprefix("torch.")
+    return "float8_e4m3fn" if name.startswith("float8") else name
 
 
 def _tensor_bytes(tensor: Tensor) -> int:

@@ -16,6 +16,7 @@ from harness.config.schema import RunConfig
 from harness.engines.base import Batch, Engine
 from harness.measure.gradient_fingerprint import Fingerprinter, GradientFingerprints
 from harness.measure.memory import DeviceMemory
+from harness.models.float8 import is_scaled
 from harness.probe import Probe
 from harness.records.rank_report import TrainingReport
 from harness.worker.train_loop import FirstUpdate, StepResults
@@ -37,7 +38,12 @@ class DividedSums(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one operator, divided if it sums over a dimension of plain tensors that a layout may divide."""
+        """Run one operator, divided if it sums over a dimension of plain tensors that a layout may divide.
+
+        A product of float8 matrices is that of the values that they stand for.
+        """
+        if func is aten.mm.default and all(map(is_scaled, args)):
+            return product_of_halves(*(each.to_original_precision().to(each.dtype) for each in args))
         if kwargs or not all(type(value) in PLAIN for value in args if isinstance(value, Tensor)):
             return func(*args, **(kwargs or {}))
         if func is aten.mm.default and args[0].shape[1] > 1:

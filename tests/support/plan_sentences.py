@@ -6,6 +6,7 @@ Every line that a plan prints must be one of these, with the figures that its ro
 import itertools
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,13 @@ def notes(row: Row) -> list[str]:
     """Return the sentences on what a plan rests on that its row says itself."""
     datasheet = "is datasheet-only: no published measurement stands behind its efficiencies."
     lines = [f"cluster={row['cluster']} {datasheet}"] if row["datasheet_only"] else []
+    if row.get("recipe"):
+        passes = "fused" if row["compile"] else "separate"
+        lines.append(
+            f"precision.recipe={row['recipe']}: the products of the layers' projections are planned at"
+            f" {scaled_rate(row):.3g} times the rate of bfloat16, as the datasheet has it, and their casts as {passes}"
+            " passes through memory. Attention, head and loss stay in 16 bits."
+        )
     if row["offload"] != "none" or row["offload_activations"]:
         cluster = cluster_of(row)
         memory = cluster["hardware"].get("host_memory")
@@ -249,6 +257,15 @@ def notes(row: Row) -> list[str]:
     reason = "as in a run" if batch != devices else "one sequence for each device; a run has 48 in all"
     chosen = f"train.global_batch=auto became {batch}, {reason}. Set train.global_batch for your own."
     return [*lines, left_out(row), chosen]
+
+
+def scaled_rate(row: Row) -> float:
+    """Return the ratio of the device's peaks in the recipe's format and in bfloat16."""
+    table = tomllib.loads((ROOT / "harness" / "config" / "devices.toml").read_text())["device"]
+    name = cluster_of(row)["hardware"]["device_name"]
+    flops = next(entry["names"][name].get("flops", entry.get("flops")) for entry in table if name in entry["names"])
+    formats = {"tensorwise": "float8_e4m3fn", "rowwise": "float8_e4m3fn"}
+    return float(flops[formats.get(row["recipe"], row["recipe"])] / flops["bfloat16"])
 
 
 def cluster_of(row: Row) -> dict[str, Any]:

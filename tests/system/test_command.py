@@ -73,7 +73,7 @@ from tests.support.processes import run_python
         ("cluster.device=cuda", "cluster.device=cuda needs a CUDA device"),
         (
             "precision=fp8",
-            "precision=fp8 is not known: there is no 8-bit or 4-bit training, so type precision=bf16_mixed",
+            "precision=fp8 is not known: did you mean precision=fp8_mixed?",
         ),
         ("tracking.mode=loud", "tracking.mode=loud is not known"),
     ],

@@ -46,6 +46,7 @@ LAYOUTS = (
     "model=7b strategy=fsdp_shard_grad_op stack=modalities cluster=8xa100_80 checkpointing=full",
     "model=tiny strategy=ddp cluster=cpu train.global_batch=8",
     "model=tiny strategy=pp_zero_bubble cluster=cpu train.global_batch=8",
+    "model=8b strategy=fsdp_full_shard cluster=8xb200 precision=fp8_mixed precision.recipe=nvfp4 train.compile=true",
 )
 
 EXPLAINED = ("predicted_peak_bytes", "predicted_step_seconds", "tokens_per_second", "mfu", "communication_bytes")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import COMMANDS, main
-from tests.support.commands import ROOT, compose_config, run_harness
+from tests.support.commands import ROOT, compose_config, long, run_harness
 from tests.support.processes import run_python
 
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
@@ -110,6 +110,9 @@ LISTS = [command for command, arguments in CALLS if arguments[0] == "ls"]
 
 PLANS = [command for command, arguments in CALLS if arguments[0] == "plan"]
 
+# Searches that simulate their fastest layouts, which takes minutes.
+SIMULATED = [each for each in PLANS if "strategy=" not in each.partition("--against")[0] and "simulate" not in each]
+
 
 def test_no_command_is_left_out() -> None:
     """A command that is new to the pages must be run by one of the tests below, or by one that is named above."""
@@ -120,7 +123,7 @@ def test_no_command_is_left_out() -> None:
     assert len(RUNS) > 10 and len(READERS) >= 4 and len(SUITES) >= 2 and len(INSTALL) >= 3
 
 
-@pytest.mark.parametrize("command", PLANS)
+@pytest.mark.parametrize("command", [long(each) if each in SIMULATED else each for each in PLANS])
 def test_a_plan_has_a_layout(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(harness_arguments(command)) == 0
     assert "tokens/s" in capsys.readouterr().out

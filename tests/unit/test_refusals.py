@@ -130,6 +130,7 @@ PLAYED = {
     f"{SIMULATED} simulate.rank=last": "simulate.rank=last is not a rank: choose peak, all, or a number…",
     f"{VIRTUAL} simulate.rank=4": "simulate.rank=4 is not one of the 4 ranks: choose 0 to 3",
     f"{VIRTUAL} cluster.nodes=2": "cluster.nodes=2 with launch=virtual, which runs one rank here: choose 1…",
+    f"{SIMULATED} strategy=dp": "launch=simulated plays single ranks, and strategy.engine=nn_data_parallel needs all…",
     "strategy=dp launch=virtual world_size=1": (  # every reason at once
         "… needs all devices: choose launch=processes; strategy=dp needs two CUDA devices…"
     ),

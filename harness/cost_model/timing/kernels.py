@@ -19,6 +19,7 @@ from functools import lru_cache
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 from harness.config.strategy import AXES
+from harness.cost_model.float8 import RECIPES, cast_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.hardware.machine import peak_flops
 from harness.layout.layout import Layout
@@ -60,7 +61,7 @@ class KernelRates:
     kernel_seconds: float
     cudnn_speedup: float = 1.0  # of cuDNN's attention, in both passes
 
-    def product_seconds(self, m: float, n: float, k: float, width: int, matrices: float = 1) -> float:
+    def product_seconds(self, m: float, n: float, k: float, width: float, matrices: float = 1) -> float:
         """Return the seconds of the product of an (m, k) with a (k, n) matrix of so many bytes per element.
 
         One kernel multiplies the rows of several groups with a matrix each.
@@ -168,10 +169,14 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     matrices = [
         (each, *each.cut(shape.tp), each.experts / shape.ep or 1) for each in model_profile(model).layer_matrices
     ]
+    dtype, width = RECIPES.get(shape.recipe, (shape.compute_dtype, shape.width))
+    of_matrices = kernel_rates(hardware, dtype)
     products = [
-        rates.product_seconds(tokens * each.uses, rows, columns, shape.width, number)
+        of_matrices.product_seconds(tokens * each.uses, rows, columns, width, number)
         for each, rows, columns, number in matrices
     ]
+    casts = [cast_bytes(shape, rows, columns) for _, rows, columns, _ in matrices if shape.recipe in RECIPES]
+    forward_casts, backward_casts = (sum(sizes) / rates.memory_bytes for sizes in zip((0, 0), *casts, strict=True))
     adapters = [pair for each, *_ in matrices for pair in [*each.products(shape.tp).values()][1:]]
     of_adapters = [rates.product_seconds(tokens, rows, columns, shape.width, 1) for rows, columns in adapters]
     weights, trained = sum(rows * columns * number for _, rows, columns, number in matrices), sum(products)
@@ -192,8 +197,8 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
     return LayerSeconds(
-        forward=both_ways + forward_attention + elementwise,
-        backward=both_ways + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise,
+        forward=both_ways + forward_attention + elementwise + forward_casts,
+        backward=both_ways + weight_gradient + backward_attention + BACKWARD_TENSORS * elementwise + backward_casts,
         weight_gradient=weight_gradient,
         attention=forward_attention,
         last_projection=(products + of_adapters)[-1],

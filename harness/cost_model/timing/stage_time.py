@@ -115,7 +115,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
     parameters = shared + layers * of_experts * (layout.ep // layout.undivided_ep("optimizer"))
     if is_stage_3:
         units = (
-            _unit_seconds(step, of_layer, tensors - len(own_experts)),
+            _unit_seconds(step, of_layer, tensors - len(own_experts), is_layer=True),
             _unit_seconds(step, of_experts, len(own_experts), True),
         )
         gather, again, reduction, replica = (layers * sum(seconds) for seconds in zip(*units, strict=True))
@@ -186,7 +186,7 @@ def stage_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage]
 
 
 def _unit_seconds(
-    step: StepSetting, parameters: float, tensors: int, of_experts: bool = False
+    step: StepSetting, parameters: float, tensors: int, of_experts: bool = False, is_layer: bool = False
 ) -> tuple[float, float, float, float]:
     """Return the seconds of gathering parameters for forward and backward, of reducing them, and of summing replicas'.
 
@@ -206,7 +206,7 @@ def _unit_seconds(
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gathered = parameters * widths.gathered
+    gathered = parameters * (1 if step.config.precision.float8_all_gather and is_layer else widths.gathered)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
         few = step.secondary_group

@@ -33,7 +33,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
             )
         return prepared
 
-    model = build_meta_model(config, layout, probe)
+    model = build_meta_model(config, layout, device, probe)
     accumulation = layout.grad_accumulation_steps(config.train)
     parallel = ReplicatedParams([model], config, device, prepare, accumulation, accelerator.no_sync)
     engine = whole_model_engine(model, config, layout, mesh, probe, parallel, accelerator)

@@ -33,7 +33,7 @@ def build(config: RunConfig, layout: Layout, mesh: DeviceMesh, device: torch.dev
     Accelerate prepares no model without an optimizer, whose parameters it finds again by their addresses. On the meta
     device they have none, so that the optimizer that trains is made of the shards, and prepared by itself.
     """
-    model = build_meta_model(config, layout, probe)
+    model = build_meta_model(config, layout, device, probe)
     accelerator = create_accelerator(config, layout, model)
     if not accelerator.is_fsdp2:
         raise RuntimeError(f"Accelerate dropped its plugin for FSDP2: it would train as {accelerator.distributed_type}")

@@ -46,7 +46,7 @@ def build_engine(
     deepspeed = import_deepspeed(device)
     with suppress_stdout():
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
-    model = build_meta_model(config, layout, probe)
+    model = build_meta_model(config, layout, device, probe)
     dtype = getattr(torch, config.precision.compute)
     ds_config = deepspeed_config(config, layout, device)
     tp_slices = apply_tensor_parallel(model, config, layout, device, dtype) if layout.tp_enabled else {}

@@ -1,4 +1,4 @@
-"""The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, context and pipeline parallelism."""
+"""The engine of PyTorch's own parallelisms: DDP, FSDP2, tensor, expert, context and pipeline parallelism."""
 
 from typing import TYPE_CHECKING
 
@@ -33,7 +33,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:
     """Build the model under this layout.
 
-    The order is fixed: tensor parallelism, context parallelism, compile, checkpointing and offload, data parallelism,
+    The order is fixed: tensor, expert and context parallelism, compile, checkpointing and offload, data parallelism,
     pipeline.
     """
     import torch.distributed as dist
@@ -52,11 +52,11 @@ def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "to
     from harness.engines.torch.tensor_parallel import apply_hf_tensor_plan, apply_tensor_parallel
     from harness.engines.torch.ulysses import exchange_heads
     from harness.layout.partition import stages_of_rank
-    from harness.models.build import apply_model_transforms, build_model
+    from harness.models.build import apply_model_transforms, build_part
 
     rank = dist.get_rank()
     stages = stages_of_rank(config.model, layout, rank)
-    parts = [build_model(config.model, stage) for stage in stages]
+    parts = [build_part(config, device, stage) for stage in stages]
     for part in parts:
         part.sequence_chunks = layout.sequence_chunks(rank, config.train.seq_len)
         if layout.tp_enabled:

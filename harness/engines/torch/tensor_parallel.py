@@ -53,7 +53,8 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, sequence_parallel: b
         if style is not None and hasattr(module, "base_layer"):
             parallelize_module(module, mesh, AdaptedMatrix(style, outside))
         elif style is not None and not is_placed:
-            parallelize_module(module, mesh, styles[type(module), style])
+            kind = type(module) if isinstance(module, Head | nn.Embedding) else nn.Linear  # or torchao's class of it
+            parallelize_module(module, mesh, styles[kind, style])
         elif sequence_parallel and isinstance(module, (nn.RMSNorm, nn.LayerNorm)):
             parallelize_module(module, mesh, SequenceParallel(sequence_dim=SEQUENCE))
         elif sequence_parallel and path == "embed_positions":
