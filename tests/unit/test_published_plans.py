@@ -28,6 +28,10 @@ from tests.support.published_plans import PAGE, SEARCHES, pages, read_rows, rows
 
 GIB = 2**30
 
+GUIDE = PAGE.parent / "guides" / "strategies.md"
+
+CHAINS = read_table(PUBLISHED.parent / "references" / "chains.csv")
+
 QUICK = [search for search in SEARCHES if re.match(r"model=[71]b cluster=\S+ precision", search)][::3]
 
 
@@ -169,7 +173,20 @@ def test_the_guide_has_the_planner_s_figures_of_7b_on_eight_gpus() -> None:
         f" {100 * (zero3.mfu or 0):.0f} % of the device's peak",
         f"needs {ddp.memory.peak_bytes / GIB:.0f} GiB a rank",
     )
-    assert missing(*sentences, page=PAGE.parent / "guides" / "strategies.md") == []
+    assert missing(*sentences, page=GUIDE) == []
+
+
+def test_the_guide_has_the_steps_of_its_commands_and_the_layers_of_their_reference() -> None:
+    commands = re.findall(r"^\| `harness (-m .+) repeats=4`", GUIDE.read_text(), re.MULTILINE)
+    sweeps = (plans([*command.split(), "cluster=8xh100"]) for command in commands)
+    layouts = [plan for sweep in sweeps for plan in sweep if isinstance(plan, LayoutPlan)]
+    *steps, tp = sorted(entry.step_seconds for plan in layouts for entry in plan.predictions)
+    chain = next(chain for chain in CHAINS if chain["machine"] == "8xH100" and chain["model"] == "7b")
+    sentences = (
+        f"are {steps[0]:.1f} to {steps[-1]:.1f} seconds, but {tp:.0f} of `tp`",
+        f"that is {re.findall('compared on (.+ layers)', chain['reference'])[0]}, and",
+    )
+    assert missing(*sentences, page=GUIDE) == []
 
 
 def test_every_report_has_its_files_and_its_command() -> None:
