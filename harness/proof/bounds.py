@@ -99,7 +99,8 @@ def deviation_bound(
     At the first step all trainings have the same weights, and gradients always have a bound. The norm of a matrix
     hardly changes by rounding, so that its bound shows a scaled matrix whatever the floor of others is. Where kernels
     that sum in 16 bits do change a norm, `floor_of_place` tells for which tensor, and a few of it are its bound: no
-    step is proven where that hides a scaled matrix (shows_scaled_matrix). Other
+    step is proven where that hides a scaled matrix (shows_scaled_matrix). The norm of a vector's first update does
+    change in 16 bits: an element whose gradient rounds to zero has no update, and any other has a whole one. Other
     deviations have a bound of `largest` where ten floors are more, as long as a few are not: honest ones were at
     most 2.4 floors. A few floors are that of a first direction beyond it. That of an update has a wide bound, because
     AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or none.
@@ -108,6 +109,8 @@ def deviation_bound(
         few = FEW_FLOORS * floor
         return max(UPDATE_DIRECTION_BOUND, few) if few <= 1 else None
     bound = max(multiple * floor, _least_bound(aspect, compute))
+    if aspect.moment == "first_updates" and aspect.of_vectors and compute != "float32":
+        bound = max(bound, SENSITIVITY[compute] / 2)
     is_first = aspect.moment in FIRST_MOMENTS
     if is_first and aspect.measure == "norm":
         least = LARGEST_BOUND if aspect.of_vectors else SENSITIVITY[compute] / 2
