@@ -24,6 +24,8 @@ class StackMemory:
     # The ZeRO stages that the implementation has, and whether it divides matrices, layers or sequences too.
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     has_model_parallelism: bool = True
+    # Whether a search also offers context parallelism by exchanging heads (Ulysses); all others gather keys.
+    exchanges_heads: bool = False
     # State. The width of weights, and of masters where they are kept apart, follows from the precision.
     # Whether a buffer of all parameters' gradients, as wide as they are accumulated, lives from step to step.
     keeps_main_gradients: bool = True

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
-from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes
+from harness.cost_model.expert_communication import RoutedRows, balanced_routing, ep_bytes, ring_fraction
 from harness.cost_model.float8 import amax_bytes
 from harness.cost_model.flops import recomputed_layers
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
@@ -182,11 +182,6 @@ def per_matrix_tp_bytes(config: RunConfig, layout: Layout, shape: MicroBatchShap
     return {"tp all_reduce": 2 * (sent * summed + ring * gradients * width), "tp all_gather": sent * gathered}
 
 
-def ring_fraction(ranks: int) -> float:
-    """Return the share that a rank sends of all bytes that are gathered or scattered among so many ranks."""
-    return (ranks - 1) / ranks
-
-
 def sent_elements(
     config: RunConfig,
     layout: Layout,
@@ -261,10 +256,9 @@ def dp_bytes(
     """Return the bytes that a rank sends along the data-parallel axes, by the names of axes and by gather or reduce.
 
     The volume is ZeRO's (arXiv 1910.02054, section 7), with hybrid sharding from its operators (arXiv 2304.11277).
-    Secondary shards serve every gathering but the first one of a micro-batch, or where they last until the update, of a
-    step (ZeRO++, arXiv 2306.10209, section 3.2). Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter
-    every micro-batch; replicas of shards synchronize once. A reduction goes through the ring so many times. Experts
-    that expert parallelism divides are gathered and reduced among the ranks that have the same ones.
+    Stages 0 and 1 synchronize once a step, stages 2 and 3 reduce-scatter every micro-batch; replicas of shards
+    synchronize once. A reduction goes through the ring so many times. Experts that expert parallelism divides are
+    gathered and reduced among the ranks that have the same ones.
     """
     gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
     updates = sum(gathered_updates(config, layout, stage, is_padded=rank is not None))
@@ -272,11 +266,7 @@ def dp_bytes(
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
     reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
-    among_few = 0.0
-    if layout.secondary_shards > 1:
-        among_few = gathered - reduced_once * (
-            1 if widths.keeps_secondary_shards else reductions_per_step(config, layout)
-        )
+    among_few = gathered_among_few(config, layout, widths, stage, rank) if layout.secondary_shards > 1 else 0.0
     among_all = ring_fraction(shards) * ((gathered - among_few) * widths.gathered + updates * BF16_BYTES)
     sent = {
         (along_shards, "gather"): among_all + ring_fraction(layout.secondary_shards) * among_few * widths.gathered,
@@ -284,6 +274,15 @@ def dp_bytes(
         (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced_once * reduce_bytes / shards,
     }
     return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
+
+
+def gathered_among_few(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int | None) -> float:
+    """Return the elements of secondary shards that a step gathers (ZeRO++, arXiv 2306.10209, section 3.2).
+
+    They serve all gatherings but the first one of a micro-batch, or where they last until the update, of a step.
+    """
+    gathered, reduced = sent_elements(config, layout, widths, stage, rank)
+    return gathered - reduced / (reductions_per_step(config, layout) if widths.keeps_secondary_shards else 1)
 
 
 def reductions_per_step(config: RunConfig, layout: Layout) -> int:

@@ -87,10 +87,13 @@ def v_passes(schedule: Schedule, p: int, micro_batches: int, pp_rank: int) -> It
 
 
 def split_passes(layout: Layout, micro_batches: int, pp_rank: int) -> tuple[int, ...]:
-    """Return how many backwards through each of a rank's own stages a step runs in two halves."""
-    if not layout.is_v_shaped:
+    """Return how many backwards through each of a rank's own stages a step runs in two halves.
+
+    DualPipeV halves as many of however many micro-batches.
+    """
+    if not layout.is_v_shaped or layout.schedule == "zbv":
         return (micro_batches * layout.splits_backward,) * layout.virtual_stages
-    order = list(v_passes(layout.schedule, layout.pp, micro_batches, pp_rank))
+    order = list(v_passes(layout.schedule, layout.pp, 2 * layout.pp, pp_rank))
     return tuple(order.count(("inputs", stage)) for stage in range(layout.virtual_stages))
 
 

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
-from harness.cost_model.communication import expected_bytes
+from harness.cost_model.communication import expected_bytes, gathered_among_few
+from harness.cost_model.expert_communication import ring_fraction
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
@@ -22,6 +23,7 @@ from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
+from harness.layout.partition import whole_model
 from harness.layout.state_widths import StateWidths
 from harness.util.text import parse_bytes
 
@@ -249,6 +251,12 @@ class Prediction:
         ranks = range(0, self.layout.world_size, self.layout.world_size // self.layout.pp)
         sent = (expected_bytes(self.config, self.layout, self.widths, rank, is_sent=True) for rank in ranks)
         return max(sent, key=lambda volumes: sum(volumes.values()))
+
+    @property
+    def secondary_bytes(self) -> float:
+        """The bytes of them by which a rank gathers secondary shards, whose ranks are neighbors."""
+        among_few = gathered_among_few(self.config, self.layout, self.widths, whole_model(self.config.model), None)
+        return ring_fraction(self.layout.secondary_shards) * among_few * self.widths.gathered
 
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""

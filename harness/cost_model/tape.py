@@ -18,7 +18,10 @@ class Moment(NamedTuple):
     @property
     def parts(self) -> Bytes:
         """The bytes by the parts that the names begin with."""
-        return {part: sum(size for name, size in self.live.items() if name.startswith(part)) for part in PARTS}
+        parts = dict.fromkeys(PARTS, 0)
+        for name, size in self.live.items():
+            parts[name.partition("_")[0]] += size
+        return parts
 
 
 @dataclass

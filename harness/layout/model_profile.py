@@ -146,6 +146,7 @@ def trained_parameter_count(model: ModelConfig) -> int:
     return numel({name: shape for name, shape in shapes.items() if model.adapter.trains(name)})
 
 
+@lru_cache(maxsize=64)
 def trained_share(model: ModelConfig) -> float:
     """Return the share of the parameters that are trained: 1 without adapters."""
     return trained_parameter_count(model) / parameter_count(model)

@@ -20,7 +20,8 @@ from harness.runner.launch_run import RunContext
 from harness.runner.plan import find_problems, make_plan
 from harness.runner.run import execute
 
-# Micro-batches of a rank: the second one finds the gradients of the first. A pipeline has at least as many as ranks.
+# Micro-batches of a rank: the second one finds the gradients of the first. A pipeline has at least as many as ranks, in
+# the shape of a V twice as many.
 PASSES = 2
 
 
@@ -71,7 +72,8 @@ def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
     simulated device has as many bytes less. Every expert has as many tokens, as the plan takes it.
     """
     config, layout = prediction.config, prediction.layout
-    batch = layout.dp * config.train.micro_batch * max(PASSES, layout.pp)
+    micro_batches = max(PASSES, layout.pp * (1 + layout.is_v_shaped))
+    batch = layout.dp * config.train.micro_batch * micro_batches
     train = dataclasses.replace(config.train, global_batch=min(config.train.global_batch, batch))
     model = dataclasses.replace(config.model, routing="balanced") if config.model.num_experts else config.model
     config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train, model=model)

@@ -54,6 +54,7 @@ PLAN_COLUMNS = {
     "peak_phase": "The phase in which the fullest rank peaks: forward, backward or optimizer.",
     "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, ep, dp_shard, dp_replicate or pp.",
     "communication_AXIS_OPERATION_bytes": "The part of communication_bytes along an axis and by an operation.",
+    "secondary_bytes": "The part of communication_bytes that goes among the neighboring ranks of secondary shards.",
     "cost_per_billion_tokens": "The price of a billion tokens, by cluster.hardware.price_per_device_hour.",
 }
 
@@ -161,6 +162,7 @@ def predicted_columns(prediction: Prediction) -> Cells:
         "host_bytes": memory.host_bytes,
         "communication_bytes": round(sum(sent.values())),
         **{f"communication_{name}_bytes": round(size) for name, size in sent.items()},
+        **({"secondary_bytes": round(prediction.secondary_bytes)} if layout.secondary_shards > 1 else {}),
     }
 
 

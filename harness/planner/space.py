@@ -7,7 +7,7 @@ Imports no torch.
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.config.stack import StackConfig
-from harness.config.strategy import MODEL_AXES, StrategyConfig
+from harness.config.strategy import MODEL_AXES, V_SCHEDULES, StrategyConfig
 from harness.cost_model.fits import Choices, Variant, remedies
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.stack_memory import stack_problems
@@ -114,10 +114,12 @@ def candidates(space: SearchedSpace) -> Iterator[tuple[RunConfig, Layout]]:
 def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
     """Yield the strategies of a world: all degrees, ZeRO stages, ways of sharding, offloads and schedules.
 
-    Replicas of shards are as large as whole nodes. Context-parallel ranks gather keys unless it is fixed otherwise.
+    Replicas of shards are as large as whole nodes. Context-parallel ranks gather keys or exchange heads, as far as
+    the stack does, unless it is fixed.
     """
     config, memory = space.config, space.stack.memory
-    exchange = space.fixed_values("strategy").get("context_parallel", "gather")
+    offered = ("gather", "ulysses") if memory.exchanges_heads else ("gather",)
+    exchanges = (space.config.strategy.context_parallel,) if "strategy.context_parallel" in space.fixed else offered
     layers = config.model.num_hidden_layers
     for degrees in model_degrees(space):
         dp, rest = divmod(space.world_size, math.prod(degrees.values()))
@@ -125,11 +127,13 @@ def strategies(space: SearchedSpace) -> Iterator[StrategyConfig]:
         if rest or not is_possible or config.train.global_batch % dp:
             continue
         is_parallel = (False, True) if degrees["tp"] > 1 else (False,)
-        ways, schedules = shardings(space, dp, **degrees), _schedules(degrees["pp"], layers, memory.kind)
-        for way, schedule, sequence_parallel in itertools.product(ways, schedules, is_parallel):
-            settings = way | schedule | degrees | ({"context_parallel": exchange} if degrees["cp"] > 1 else {})
-            for ep in expert_degrees(config.model, way):
-                yield StrategyConfig("search", sequence_parallel=sequence_parallel, ep=ep, **settings)
+        ways, of_cp = shardings(space, dp, **degrees), exchanges if degrees["cp"] > 1 else ("gather",)
+        for way, exchange, sequence_parallel in itertools.product(ways, of_cp, is_parallel):
+            for schedule, ep in itertools.product(
+                _schedules(degrees["pp"], layers, memory.kind, way), expert_degrees(config.model, way)
+            ):
+                settings = way | schedule | degrees | {"context_parallel": exchange, "ep": ep}
+                yield StrategyConfig("search", sequence_parallel=sequence_parallel, **settings)
 
 
 def model_degrees(space: SearchedSpace) -> Iterator[dict[str, int]]:
@@ -170,20 +174,28 @@ def expert_degrees(model: ModelConfig, way: Mapping[str, Any]) -> list[int]:
     return [ep for ep in divisors(ranks) if model.num_experts % ep == 0]
 
 
-def _schedules(pp: int, layers: int, kind: str) -> list[dict[str, Any]]:
-    """Return the schedules of a pipeline; only torch's engine has a zero-bubble one."""
-    names = ("1f1b", "gpipe", "zero_bubble") if kind == "harness" else ("1f1b", "gpipe")
-    virtual = (size for size in VIRTUAL_STAGES if pp * size <= layers)
-    interleaved = [{"schedule": "interleaved_1f1b", "virtual_stages": size} for size in virtual]
-    return [{"schedule": name} for name in names] + interleaved if pp > 1 else [{}]
+def _schedules(pp: int, layers: int, kind: str, way: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the schedules of a pipeline for a way of sharing state, with the stages of a rank.
+
+    Those that halve backward are of this project's engines alone. They need parameters that stay whole until its second
+    half, and gradients that no wrapper reduces before.
+    """
+    if pp == 1:
+        return [{}]
+    interleaved = [size for size in VIRTUAL_STAGES if pp * size <= layers]
+    stages_of: dict[str, Sequence[int]] = {"1f1b": (1,), "gpipe": (1,), "interleaved_1f1b": interleaved}
+    if kind == "harness" and way.get("zero_stage") != 3 and way.get("data_parallel") != "ddp":
+        stages_of |= {"zero_bubble": (1, *interleaved), **dict.fromkeys(V_SCHEDULES, interleaved[:1])}
+    return [{"schedule": name, "virtual_stages": size} for name, sizes in stages_of.items() for size in sizes]
 
 
 def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[dict[str, Any]]:
     """Return the ways to share model state among data-parallel ranks, as values of a strategy.
 
     They are replicas, ZeRO's stages and fully_shard's modes, over all data-parallel ranks or over those of a node with
-    replicas, with what each can keep on the host. Other stacks have a part of them: flat units are sharded by one
-    wrapper in all modes, the others replicate weights beside sharded optimizer state.
+    replicas, with what each can keep on the host. Shards of several nodes may have secondary ones within each. Other
+    stacks have a part of them: flat units are sharded by one wrapper in all modes, the others replicate weights beside
+    sharded optimizer state.
     """
     if dp * cp == 1:
         return [{}]
@@ -207,7 +219,12 @@ def shardings(space: SearchedSpace, dp: int, tp: int, cp: int, pp: int) -> list[
         (True, shards),
         (is_own and space.offloads, [way | {"offload": "parameters"} for way in shards if way["zero_stage"] == 3]),
     ]
-    return [way for is_possible, of_kind in ways if is_possible for way in of_kind]
+    possible = [way for is_possible, of_kind in ways if is_possible for way in of_kind]
+    parts = space.fixed_values("strategy").get("secondary_shards", space.cluster.gpus_per_node)
+    takes_secondary = is_own and cp == pp == tp == 1 < parts and not space.config.model.num_experts
+    whole = [way for way in possible if way.get("zero_stage") == 3 and way.get("offload", "none") == "none"]
+    divided = [way for way in whole if way["dp_shard"] > parts and way["dp_shard"] % parts == 0]
+    return possible + [way | {"secondary_shards": parts} for way in divided if takes_secondary]
 
 
 def deepspeed_ways(dp: int, offloads: bool) -> Iterator[dict[str, Any]]:

@@ -29,7 +29,7 @@ def deepspeed_process(device: Device, device_bytes: int | None) -> Iterator[None
     flatten parameters on the host if they are too few; None is no limit. At the end, what DeepSpeed keeps of a world
     and its engine is cleared: its backend, its groups, and its lists of modules.
     """
-    with mock.patch.dict("os.environ", {"DS_ACCELERATOR": device, "LOCAL_RANK": "0"}):
+    with mock.patch.dict("os.environ", {"DS_ACCELERATOR": device}):
         with redirect_stdout(sys.stderr):  # which DeepSpeed's logger would keep, and a simulator's answer is on it
             accelerators = importlib.import_module("deepspeed.accelerator")
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # which compiles a function

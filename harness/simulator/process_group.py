@@ -55,23 +55,19 @@ def decide_inference_mode(schedule: Any, stages: Sequence[Any], has_backward: bo
 
 
 @contextmanager
-def accelerate_process(rank: int, world_size: int) -> Iterator[None]:
-    """Return a context in which Accelerate finds one rank of the world, as the environment of a launched rank says.
+def launched_process(rank: int, world_size: int) -> Iterator[None]:
+    """Return a context whose environment is that of a launched rank, alone on its node, for libraries that read it.
 
-    Accelerate keeps its state for the life of a process, in classes and in variables of the environment.
+    Accelerate keeps what it reads for the life of a process: at the end it forgets the rank.
     """
-    from accelerate.state import AcceleratorState, GradientState
-
     ranks = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    with (
-        mock.patch.dict("os.environ", ranks),
-        mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda group, parameters: None),
-    ):
+    with mock.patch.dict("os.environ", ranks):
         try:
             yield
         finally:
-            AcceleratorState._reset_state(reset_partial_state=True)
-            GradientState._reset_state()
+            if state := sys.modules.get("accelerate.state"):
+                state.AcceleratorState._reset_state(reset_partial_state=True)
+                state.GradientState._reset_state()
 
 
 @contextmanager
@@ -79,9 +75,11 @@ def ddp_reducer() -> Iterator[None]:
     """Return a context in which DistributedDataParallel, whose reducer is C++, wraps models of fake tensors.
 
     The reducer's rebuilding of buckets in the order in which gradients arrive reads values. Instead they have from the
-    start the sizes that it would give them, in the reverse order of the parameters.
+    start the sizes that it would give them, in the reverse order of the parameters. Its comparison of the shapes of all
+    ranks, in C++ too, is left out.
     """
     with (
+        mock.patch.object(distributed, "_verify_param_shape_across_processes", lambda group, parameters: None),
         communication_hook(all_reduce_bucket),
         around(DistributedDataParallel, "_ddp_init_helper", init_with_rebuilt_buckets),
         mock.patch.object(reducer.Reducer, "_rebuild_buckets", lambda self: False),

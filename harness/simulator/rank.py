@@ -39,10 +39,10 @@ from harness.simulator.fake_tensors import fake_tensors
 from harness.simulator.operator_stream import StreamRecorder
 from harness.simulator.process import StepRequest
 from harness.simulator.process_group import (
-    accelerate_process,
     ddp_reducer,
     even_exchange,
     fake_process_group,
+    launched_process,
     pipeline_stages,
 )
 from harness.simulator.stage_times import with_stage_waits
@@ -142,7 +142,7 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
     layout, rank = request.layout, request.rank
     capability = hardware.compute_capability if hardware else 9
     with (
-        accelerate_process(rank, layout.world_size) if layout.engine == "accelerate" else nullcontext(),
+        launched_process(rank, layout.world_size),
         deepspeed_process(request.device, request.device_bytes) if layout.uses_deepspeed_zero else nullcontext(),
         cuda_api(capability) if is_cuda else nullcontext(),
         cuda_kernels() if is_cuda else nullcontext(),

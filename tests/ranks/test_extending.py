@@ -1,5 +1,7 @@
 """Every block that docs/development/extending.md shows is enough: once in place, what it adds is run and proven."""
 
+import ast
+import importlib
 import json
 import re
 import shutil
@@ -82,6 +84,15 @@ def test_all_but_an_engine_are_added_by_their_blocks(clone: Path) -> None:
     command = [sys.executable, "-m", "harness", "sync", "results/blocks", "--tracker", "lines", "--again"]
     subprocess.run(command, cwd=clone, check=True, timeout=300, capture_output=True)
     assert json.loads(tracked.read_text()) == json.loads(line)
+
+
+def test_what_the_blocks_import_exists() -> None:
+    """The fault was an engine that imported a function by its former name, which the long tests alone showed."""
+    blocks = [ast.parse(block) for block in BLOCKS if block.startswith('"""')]
+    imports = [node for block in blocks for node in ast.walk(block) if isinstance(node, ast.ImportFrom)]
+    names = [(node.module or "", alias.name) for node in imports for alias in node.names]
+    assert len(names) > 10
+    assert [entry for entry in names if not hasattr(importlib.import_module(entry[0]), entry[1])] == []
 
 
 @pytest.mark.long

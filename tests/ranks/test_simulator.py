@@ -228,6 +228,12 @@ LONG_CASES = (
             for checkpointing in ("none", "full", "selective", "attention")
         ),
         f"pp_1f1b x 2 model=8b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=4 {EVERY_SECOND}",
+        *(
+            f"{name} x 2 model=7b precision=bf16_mixed {FOUR_LAYERS} train.global_batch=8 checkpointing=full"
+            for name in ("pp_zbv", "pp_dualpipev")
+        ),
+        "fsdp_full_shard x 8 strategy.secondary_shards=4 model=7b precision=bf16_mixed train.global_batch=16"
+        f" {TWO_LAYERS}",
         f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {EVERY_SECOND}",
         "3d x 8 model=7b precision=bf16_mixed train.global_batch=4",
         "fsdp_hybrid_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",

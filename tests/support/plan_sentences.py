@@ -209,6 +209,8 @@ def sent_is_right(line: str, row: Row) -> bool:
     """Return whether what is sent has the bytes of the row's columns of communication, and all of them."""
     columns = {name: row[name] for name in row if re.fullmatch("communication_.+_bytes", name) and row[name]}
     text = line.removeprefix("sent by one rank in a step: ").removesuffix(".")
+    if parts := row.get("secondary_shards"):
+        text = text.removesuffix(f", of it {size_text(row['secondary_bytes'])} among {parts} neighboring ranks")
     entries = [] if text == "nothing" else [entry.rsplit(" ", 2) for entry in text.split(", ")]
     shown = {f"communication_{re.sub('[+ ]', '_', name)}_bytes": f"{size} {unit}" for name, size, unit in entries}
     return shown == {name: size_text(size) for name, size in columns.items()}

@@ -15,6 +15,8 @@ RARE_FROM = 10_000  # draws from this number on are of what the others seldom ha
 
 MIXTURES_FROM = 20_000  # draws from this number on are of mixtures of experts: see draw_mixture()
 
+NEWEST_FROM = 30_000  # draws from this number on have one of the newest choices: see draw_newest()
+
 RARE_STRATEGIES = ("3d", "fsdp_hybrid_shard", "fsdp_tp", "pp_interleaved", "tp_sp", "zero1_tp")
 
 LARGE_WORLD_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")
@@ -149,11 +151,13 @@ def offload(r: random.Random, engine: str, data_parallel: str, stage: int) -> st
 def draw_real_size(seed: int, most_ranks: int) -> Overrides:
     """Return the overrides of one random run at a real size: half of them of a preset strategy, half as draw() has."""
     r, is_rare = random.Random(f"real size {seed}"), seed >= RARE_FROM
-    if seed >= MIXTURES_FROM:
+    if MIXTURES_FROM <= seed < NEWEST_FROM:
         return draw_mixture(r, most_ranks)
-    if is_rare and r.random() < 0.25:
+    if is_rare and seed < NEWEST_FROM and r.random() < 0.25:
         return draw_library_model(r)
-    if is_rare:
+    if seed >= NEWEST_FROM:
+        overrides = draw_newest(r, most_ranks)
+    elif is_rare:
         overrides = draw_preset(r, most_ranks, *rare_preset(r))
     else:
         overrides = draw_preset(r, most_ranks) if r.random() < 0.5 else draw(seed, most_ranks)
@@ -188,8 +192,38 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
         "precision": precision,
         "train.seq_len": r.choice(lengths),
         "train.warmup_steps": r.choice((1, 2)),
-        "train.compile": r.random() < (0.2 if is_rare else 0.08),
+        "train.compile": r.random() < (0.2 if is_rare else 0.08) and seed < NEWEST_FROM,
     }
+
+
+# Strategies of the newest choices, the ranks that they can have, and how many stages each rank has in a V.
+NEWEST = (
+    ("cp_ulysses", (2, 3, 4), 1),
+    ("cp_ulysses strategy.tp=2 strategy.data_parallel=fsdp strategy.zero_stage=3", (4, 8), 1),
+    ("zero3_hpz", (4, 6, 8), 1),
+    ("fsdp_full_shard strategy.secondary_shards=2", (4, 6, 8), 1),
+    ("fsdp_full_shard strategy.secondary_shards=4", (8,), 1),
+    *((strategy, (2, 3, 4), 1) for strategy in ("pp_zbv", "pp_dualpipev", "pp_interleaved_zero_bubble")),
+    *((f"fsdp_pp strategy.schedule={name} strategy.virtual_stages=2", (4, 8), 2) for name in ("zbv", "dualpipev")),
+)
+
+SAVED = ("ddp", "fsdp_full_shard", "fsdp_hybrid_shard", "fsdp_pp", "tp_sp", "zero1", "zero2", "zero3")
+
+
+def draw_newest(r: random.Random, most_ranks: int) -> Overrides:
+    """Return the overrides of a run that exchanges heads, has secondary shards or a V of stages, or saves its state."""
+    words, worlds, stages = r.choice(NEWEST) if r.random() < 0.8 else (r.choice(SAVED), (), 1)
+    strategy, *settings = words.split()
+    overrides = draw_preset(r, most_ranks, strategy, worlds) | dict(setting.split("=") for setting in settings)
+    halves = "pp_" in strategy or stages > 1
+    if halves:  # what their backward in halves refuses is left out, and a V's two ends of a rank
+        kinds = ("none", "full", "every_n", "attention")
+        fixed = {"model.tie_word_embeddings": False, "train.loss_chunks": 1, "checkpointing": r.choice(kinds)}
+        overrides |= fixed | {"train.global_batch": stages * overrides["train.global_batch"]}
+        overrides["model.num_hidden_layers"] = stages * overrides["model.num_hidden_layers"]
+    is_torch = strategy not in ("zero1", "zero2", "zero3") and "strategy.engine" not in overrides
+    saves = r.choice(("sync", "async" if is_torch else "sync"))
+    return overrides | ({"train.save": saves} if strategy in SAVED or r.random() < 0.3 else {})
 
 
 def rare_preset(r: random.Random) -> tuple[str, Sequence[int]]:

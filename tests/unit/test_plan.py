@@ -120,6 +120,17 @@ def test_parts_add_up(words: str, capsys: Capture) -> None:
     assert row["peak_phase"] in ("forward", "backward", "optimizer") and row["peak_rank"] in (0, 4)
 
 
+@pytest.mark.parametrize(("engine", "among_all"), [("zero3", 1), ("fsdp_full_shard", 8)])
+def test_secondary_shards_leave_gathers_between_nodes_to_forward(engine: str, among_all: int, capsys: Capture) -> None:
+    """ZeRO++ (arXiv 2306.10209, section 3.2): backward gathers within a node; DeepSpeed's shards last for the step."""
+    nodes = ("cluster.nodes=2", "train.global_batch=128", "train.micro_batch=1", "checkpointing=none")
+    (row,) = planned(capsys, *MIXED_7B, *nodes, f"strategy={engine}", "strategy.secondary_shards=8")
+    gathered = 2 * row["parameters"]  # bytes, in 16 bits
+    within, sent = row["secondary_bytes"], row["communication_dp_shard_gather_bytes"]
+    assert sent - within == pytest.approx(among_all * gathered * 15 / 16, rel=2e-3)
+    assert within == pytest.approx((2 * 8 - among_all) * gathered * 7 / 8, rel=2e-3)
+
+
 def test_every_column_is_of_runs_or_described(capsys: Capture) -> None:
     """Names with AXIS and OPERATION stand for several; all others are columns of runs.csv or of the guide's table."""
     words = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary")

@@ -14,6 +14,8 @@ from harness.config.strategy import StrategyConfig
 from harness.cost_model.memory import WORKSPACE_BYTES
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.cost_model.prediction import Prediction
+from harness.cost_model.timing.kernels import layer_seconds
+from harness.cost_model.timing.stage_time import StepSetting, recomputed_share
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.planner.plan import search_layouts
@@ -66,6 +68,16 @@ def test_pruning_skips_nothing_that_wins(memory: str, stack: str) -> None:
 # What is searched, and what shows in a layout that its axis was.
 AXES_OF_SEARCH: dict[str, tuple[str, dict[str, Any], Callable[[Prediction], bool]]] = {
     "cp": ("none", {"tp": 1, "pp": 1}, lambda prediction: prediction.layout.cp == 2),
+    "ulysses": (
+        "none",
+        {"tp": 1, "pp": 1, "context_parallel": "ulysses"},
+        lambda prediction: prediction.layout.exchanges_heads,
+    ),
+    "two stages in a V": (
+        "full",
+        {"tp": 2, "cp": 1, "pp": 4, "schedule": "zbv"},
+        lambda prediction: prediction.layout.is_v_shaped,
+    ),
     "offload of state": ("full", {"tp": 1, "cp": 1}, lambda prediction: prediction.layout.offload != "none"),
     "kinds of checkpointing": (
         "",
@@ -96,7 +108,8 @@ def test_the_space_has_every_axis() -> None:
         whole = dataclasses.replace(space(config, "train.micro_batch", stack=stack), wants_host=offloads)
         for candidate, layout in candidates(whole):
             checkpointing = candidate.checkpointing
-            names |= {f"cp {layout.cp}", f"{layout.offload} {layout.engine}", layout.schedule}
+            names |= {f"cp {layout.cp}", f"{layout.offload} {layout.engine}", layout.context_parallel}
+            names.add(f"{layout.schedule} {layout.virtual_stages}")
             names.add((layout.data_parallel, layout.zero_stage, layout.pp > 1))
             names.add(f"{checkpointing.name} {checkpointing.every} {checkpointing.offload_activations}")
         return names
@@ -104,11 +117,50 @@ def test_the_space_has_every_axis() -> None:
     own = choices("harness", FP32)
     assert {"cp 1", "cp 2", "cp 4", "optimizer deepspeed", "parameters torch", "parameters deepspeed"} <= own
     assert {"every_n 2 False", "none 1 True", "full 1 True", ("ddp", 1, True)} <= own and "cp 8" not in own
+    assert {"ulysses", "zbv 2", "dualpipev 2", "zero_bubble 1", "zero_bubble 2", "interleaved_1f1b 4"} <= own
     assert ("ddp", 1, True) not in choices("harness", BF16)
     assert not {"optimizer deepspeed", "none 1 True"} & choices("harness", BF16, offloads=False)
     megatron = choices("megatron", BF16)
-    assert {("ddp", 1, True), ("ddp", 0, True)} <= megatron and "zero_bubble" not in megatron
+    assert {("ddp", 1, True), ("ddp", 0, True)} <= megatron and "interleaved_1f1b 2" in megatron
+    assert not {"zero_bubble 1", "zbv 2", "dualpipev 2", "ulysses"} & megatron
     assert not any(entry[0] == "fsdp" for entry in megatron if isinstance(entry, tuple))
+
+
+def test_secondary_shards_are_searched_within_the_nodes_of_shards_of_several() -> None:
+    """All that a run would take, and no others."""
+
+    def secondary(nodes: int, **strategy: Any) -> set[tuple[str, int, int]]:
+        config = run(LONG, checkpointing="full", global_batch=32)
+        of_nodes = space(config, "train.micro_batch", "checkpointing", **strategy)
+        wide = dataclasses.replace(of_nodes, cluster=cluster_of_eight(nodes), world_size=8 * nodes)
+        chosen = [(config, layout) for config, layout in candidates(wide) if layout.secondary_shards > 1]
+        assert not [problem for pair in chosen for problem in plan_problems(predict(*pair, wide.cluster, wide.stack))]
+        return {(layout.engine, layout.dp_shard, layout.secondary_shards) for _, layout in chosen}
+
+    assert secondary(1) == set()
+    assert secondary(4) == {("torch", 32, 8), ("deepspeed", 32, 8)}
+    assert secondary(2, secondary_shards=4) == {("torch", 16, 4), ("torch", 8, 4), ("deepspeed", 16, 4)}
+
+
+def test_no_schedule_halves_a_backward_that_ddp_or_stage_3_reads() -> None:
+    """They would be half of a search's candidates, and a run refuses each."""
+    result = search(space(run(MODEL, checkpointing="none", global_batch=16), "checkpointing", cp=1))
+    assert result.valid and not [line for line in result.problems if "still needs" in line or "before strategy" in line]
+
+
+def test_a_backward_in_halves_runs_a_second_forward_for_each() -> None:
+    """The fault was one second forward, as of whole backwards, so that zero bubble won under full checkpointing."""
+
+    def recomputed(schedule: str) -> float:
+        strategy = StrategyConfig("pipeline", pp=4, schedule=schedule, virtual_stages=2)  # type: ignore[arg-type]
+        config = dataclasses.replace(run(MODEL, checkpointing="full", global_batch=16), strategy=strategy)
+        plan = predict(config, resolve_layout(strategy, 4), cluster_of_eight(), load_stack("harness"))
+        step = StepSetting(config, plan.layout, plan.cluster.hardware, plan.stack.timing, plan.widths, 8)
+        return recomputed_share(step, layer_seconds(step.shape, step.hardware, step.timing))
+
+    whole = recomputed("interleaved_1f1b")
+    assert recomputed("zbv") == recomputed("zero_bubble") == pytest.approx(2 * whole)
+    assert recomputed("dualpipev") == pytest.approx((1 + 6 / 32) * whole)  # rank 1 of 4 halves 6 of 2 x 16 passes
 
 
 def test_what_the_command_line_sets_stays() -> None:
@@ -136,7 +188,9 @@ def test_the_bounds_are_below_every_peak(stack: str) -> None:
     assert [prediction.label() for prediction in too_high] == []
 
 
-@pytest.mark.parametrize(("schedule", "virtual"), [("interleaved_1f1b", 3), ("zero_bubble", 2), ("1f1b", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "virtual"), [("interleaved_1f1b", 3), ("zero_bubble", 2), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
+)
 @pytest.mark.parametrize("pp", (2, 4))
 def test_starts_of_many_micro_batches_are_those_of_few(schedule: str, virtual: int, pp: int) -> None:
     for pp_rank, rounds in itertools.product(range(pp), (REPEATING_ROUNDS + 1, REPEATING_ROUNDS + 4)):
@@ -159,20 +213,25 @@ def simulated_starts(schedule: str, pp: int, virtual: int, micro_batches: int, r
         {"pp": 4, "schedule": "gpipe"},
         {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2},
         {"pp": 4, "schedule": "zero_bubble"},
+        {"pp": 2, "schedule": "zero_bubble", "virtual_stages": 2},
+        {"pp": 4, "schedule": "zbv", "virtual_stages": 2},
+        {"pp": 4, "schedule": "dualpipev", "virtual_stages": 2},
     ],
     ids=str,
 )
 def test_shortcuts_change_no_byte(checkpointing: str, pipeline: dict[str, object]) -> None:
     """The estimate is that of the highest rank, of which every start is played with its own stages."""
-    if checkpointing == "selective" and pipeline.get("schedule") == "zero_bubble":
-        pytest.skip("zero bubble has no selective checkpointing")
+    if checkpointing == "selective" and pipeline.get("schedule") in ("zero_bubble", "zbv", "dualpipev"):
+        pytest.skip("backwards in halves have no selective checkpointing")
     strategy = StrategyConfig(name="pipeline", **pipeline)  # type: ignore[arg-type]
     config = dataclasses.replace(run(MODEL, checkpointing=checkpointing, global_batch=24), strategy=strategy)
     layout = resolve_layout(strategy, strategy.pp)
     prediction = predict(config, layout, cluster_of_eight(), load_stack("harness"))
     stages = split_into_stages(config.model, prediction.layout)
     ranks = [
-        estimate_rank_memory(config, prediction.layout, prediction.widths, "cuda", rank, stages[rank :: strategy.pp])
+        estimate_rank_memory(
+            config, layout, prediction.widths, "cuda", rank, [stages[index] for index in layout.stage_indices(rank)]
+        )
         for rank in range(strategy.pp)
     ]
     highest = max(ranks, key=lambda rank: rank.peak_bytes)

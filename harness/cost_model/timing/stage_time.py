@@ -10,6 +10,7 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.pipeline import split_passes
 from harness.cost_model.timing.kernels import (
     LayerSeconds,
     RankGroup,
@@ -277,7 +278,8 @@ def _launches(step: StepSetting, recomputed: float) -> float:
 def recomputed_share(step: StepSetting, passes: LayerSeconds) -> float:
     """Return the share of a layer's forward that backward runs again, on average over the layers.
 
-    torch stops a second forward before the last product, unless dropout follows it or the layer is compiled.
+    torch stops a second forward before the last product, unless dropout follows it or the layer is compiled. A backward
+    in two halves runs one for each of them, in all stages but the first: counted are those of the second rank.
     """
     model, checkpointing, is_compiled = step.config.model, step.config.checkpointing, step.config.train.compile
     forward, attention = passes.forward, passes.attention / passes.forward
@@ -291,8 +293,10 @@ def recomputed_share(step: StepSetting, passes: LayerSeconds) -> float:
         saved_share = 1.0 - again / sum(products.values())
         product_share = min(1.0, passes.weight_gradient / forward) * 0.95  # of forward, as many as half of backward's
         return 1.0 - attention - saved_share * product_share
-    stops_early = not is_compiled and model.dropout == 0
-    return (1.0 - (passes.last_projection / forward if stops_early else 0.0)) / checkpointing.every
+    stops_early, layout = not is_compiled and model.dropout == 0, step.layout
+    micro_batches = layout.grad_accumulation_steps(step.config.train)
+    halved = sum(split_passes(layout, micro_batches, 1)) / (layout.virtual_stages * micro_batches)
+    return (1.0 + halved) * (1.0 - (passes.last_projection / forward if stops_early else 0.0)) / checkpointing.every
 
 
 def _tp_seconds(step: StepSetting, passes: LayerSeconds, recomputed: float) -> tuple[float, float]:
