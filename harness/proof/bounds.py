@@ -30,8 +30,9 @@ FIRST_MOMENTS = ("first_gradients", "first_moments", "first_updates")  # while a
 # The largest of some hundred differences is seldom twice that of as many others of the same kind.
 FEW_FLOORS = 3
 
-# An update in another direction deviates by 1 or more.
-UPDATE_DIRECTION_BOUND = 0.5
+# An update in another direction deviates by 1 or more. In 16 bits some signs of a vector's elements are those of
+# rounding: of 96 elements, six that differ deviate by 0.5.
+UPDATE_DIRECTION_BOUND, NARROW_VECTORS_BOUND = 0.5, 0.75
 
 # The floors of losses and of gradients where no second training measured them, as in older records.
 ASSUMED_FLOORS = {"float32": (1e-5, 1e-5), "bfloat16": (1e-3, 1e-2), "float16": (1e-3, 1e-2), "float8": (1e-3, 3e-2)}
@@ -105,11 +106,12 @@ def deviation_bound(
     most 2.4 floors. A few floors are that of a first direction beyond it. That of an update has a wide bound, because
     AdamW's first update is little more than the signs of gradients, of which a rounding flips a few or none.
     """
+    is_narrow_vector = aspect.moment == "first_updates" and aspect.of_vectors and compute != "float32"
     if aspect.moment == "first_updates" and aspect.measure == "direction":
         few = FEW_FLOORS * floor
-        return max(UPDATE_DIRECTION_BOUND, few) if few <= 1 else None
+        return max(NARROW_VECTORS_BOUND if is_narrow_vector else UPDATE_DIRECTION_BOUND, few) if few <= 1 else None
     bound = max(multiple * floor, _least_bound(aspect, compute))
-    if aspect.moment == "first_updates" and aspect.of_vectors and compute != "float32":
+    if is_narrow_vector:
         bound = max(bound, SENSITIVITY[compute] / 2)
     is_first = aspect.moment in FIRST_MOMENTS
     if is_first and aspect.measure == "norm":
