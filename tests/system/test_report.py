@@ -266,7 +266,8 @@ def test_every_varying_column_distinguishes_rows_by_itself() -> None:
         assert column_title(name, short=True) in [column.title for column in comparison_columns(lines, short=True)]
     words = ("model=moe_tiny", "checkpointing=every_n", "checkpointing.every=2", "adapter=lora")
     columns: set[str] = set()
-    for overrides in (("tp_pp", *words), ("cp_ulysses", "train.save=sync"), ("zero3_hpz",)):
+    float8 = ("fsdp_full_shard", "precision=fp8_mixed", "precision.float8_all_gather=true")
+    for overrides in (("tp_pp", *words), ("cp_ulysses", "train.save=sync"), ("zero3_hpz",), float8):
         config = compose_config("strategy=" + overrides[0], *overrides[1:])
         columns |= config_columns(config, resolve_layout(config.strategy, 4)).keys()
     others = {"name", "strategy", "checkpointing", "grad_accumulation", "active_parameters"}
