@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from harness.config.from_dict import divisors_text
+from harness.config.from_dict import Positive, divisors_text
 from harness.config.schema import TrainConfig
 from harness.config.strategy import (
     AXES,
@@ -30,19 +30,19 @@ class Layout:
     engine: str
     data_parallel: DataParallel
     zero_stage: int
-    dp_replicate: int
-    dp_shard: int
-    tp: int
+    dp_replicate: Positive
+    dp_shard: Positive
+    tp: Positive
     sequence_parallel: bool
-    cp: int
-    pp: int
+    cp: Positive
+    pp: Positive
     schedule: Schedule
-    virtual_stages: int
+    virtual_stages: Positive
     layers_per_stage: tuple[int, ...] | None
     offload: Offload
     vocabulary_parallel: bool = True
-    ep: int = 1
-    secondary_shards: int = 1
+    ep: Positive = 1
+    secondary_shards: Positive = 1
     context_parallel: str = "gather"
 
     @property

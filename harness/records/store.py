@@ -52,6 +52,7 @@ _PARTS = {
 } | {
     "config": group_check(  # within a group, any key may be the one that is impossible
         dict.fromkeys(("model", "strategy", "checkpointing", "precision", "data", "cluster", "train"), dict[str, Any])
+        | {"command_line": str}
     ),
     "environment": group_check(
         dict.fromkeys(("devices", "nodes", "cores", "threads"), int) | {"variables": dict[str, str]}
