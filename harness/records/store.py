@@ -60,7 +60,7 @@ _PARTS = {
     "ranks": type_check(list[RankReport]),
     "derivations": type_check(dict[str, Derivation]),
     "predicted_step": group_check(_STEP, _STEP),
-    "communication": list_check(group_check(_SENT | {"sizes": dict[int, int]}, _SENT)),
+    "communication": list_check(group_check(_SENT | {"sizes": dict[int, int], "dtype": str}, _SENT)),
     "traffic": list_check(group_check(_TRAFFIC, _TRAFFIC)),
     "pipeline": list_check(group_check(_STAGES, _STAGES)),
 }
