@@ -13,6 +13,7 @@ from harness.config.command import read_run_config
 from harness.cost_model.communication import LAYOUT
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
+from harness.proof.reference import merge_reports
 from harness.proof.verify import verify_run
 from harness.records.rank_report import RankReport, StateShard, TensorFingerprint, Traffic
 from harness.records.run_folder import RunFolder
@@ -36,8 +37,9 @@ def problems_of(results: Path, combination: Combination, fault: Fault) -> list[s
     ranks = run_folder(results, record).read_rank_reports(layout.world_size)
     note, reference = record.proof["reference"], None
     if note.startswith("compared with "):
-        folder = RunFolder(results / COMPARISON / "references" / note.removeprefix("compared with "))
-        (reference,) = folder.read_rank_reports(1)
+        name = note.removeprefix("compared with ").partition(";")[0]
+        folder = RunFolder(results / COMPARISON / "references" / name)
+        reference = merge_reports(folder.read_rank_reports(layout.world_size))
     bounds = compose()[1].proof
     assert verify_run(config, bounds, layout, widths, ranks, reference, note).columns["status"] == "ok"
     verdict = verify_run(config, bounds, layout, widths, fault(ranks), reference, note)
