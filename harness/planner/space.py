@@ -177,8 +177,8 @@ def expert_degrees(model: ModelConfig, way: Mapping[str, Any]) -> list[int]:
 def _schedules(pp: int, layers: int, kind: str, way: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the schedules of a pipeline for a way of sharing state, with the stages of a rank.
 
-    Those that halve backward are of this project's engines alone. They need parameters that stay whole until its second
-    half, and gradients that no wrapper reduces before.
+    Those that halve backward are of stacks with this project's memory (`kind: harness`). They need parameters that stay
+    whole until its second half, and gradients that no wrapper reduces before.
     """
     if pp == 1:
         return [{}]
