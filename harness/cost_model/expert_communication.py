@@ -47,8 +47,3 @@ def ep_bytes(
         backward = (sent * hidden + received * (hidden + 1)) * shape.width
         total += forward * (1 + config.checkpointing.recomputes_layer(index)) + backward
     return {"ep all_to_all": total}
-
-
-def ring_fraction(ranks: int) -> float:
-    """Return the share that a rank sends of all bytes that are gathered or scattered among so many ranks."""
-    return (ranks - 1) / ranks

@@ -9,13 +9,14 @@ from typing import NamedTuple
 from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
-from harness.cost_model.communication import expected_bytes, gathered_among_few
-from harness.cost_model.expert_communication import ring_fraction
+from harness.cost_model.communication import expected_bytes
+from harness.cost_model.dp_communication import gathered_among_few
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.pipeline import bubble_ratio
+from harness.cost_model.ring import ring_fraction
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware

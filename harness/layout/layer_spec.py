@@ -113,12 +113,6 @@ def last_product(model: ModelConfig) -> str:
     return next(reversed(layer_matrices(model)[-1].products()))
 
 
-def undivided_numel(model: ModelConfig) -> int:
-    """Return the elements of a layer's adapters that each tensor-parallel rank has whole: one matrix of each."""
-    matrices = layer_matrices(model)
-    return sum(each.rank * (each.inputs if each.style == "column" else each.outputs) for each in matrices)
-
-
 def norm_shapes(name: str, model: ModelConfig) -> Shapes:
     """Return the shapes of the parameters of a norm with this name."""
     weight: Shapes = {f"{name}.weight": (model.hidden_size,)}

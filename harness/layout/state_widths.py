@@ -5,7 +5,7 @@ from typing import Literal
 
 StateKind = Literal["parameters", "gradients", "optimizer"]
 
-# What is a multiple of the number of shards, see harness.cost_model.communication.sent_elements.
+# What is a multiple of the number of shards, see harness.cost_model.dp_communication.sent_elements.
 Padding = Literal["none", "rows", "elements", "partition"]
 
 STATE_KINDS: tuple[StateKind, ...] = ("parameters", "gradients", "optimizer")

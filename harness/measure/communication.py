@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.cost_model.communication import LAYOUT, LAYOUT_CALLERS, SCALARS
+from harness.cost_model.ring import LAYOUT, LAYOUT_CALLERS, SCALARS
 from harness.measure.collective_rules import (
     RULES,
     SENDS_NOTHING,

@@ -7,9 +7,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from harness.config.schema import PROFILED_STEPS, TRACED_STEPS, RunConfig
-from harness.cost_model.communication import LAYOUT
 from harness.cost_model.flops import model_flops
 from harness.cost_model.parts import STEP_PARTS
+from harness.cost_model.ring import LAYOUT
 from harness.cost_model.timing.kernels import device_peak_flops
 from harness.cost_model.timing.step_time import StepTime
 from harness.hardware.machine import peak_flops

@@ -22,7 +22,7 @@ from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.model import ModelConfig
 from harness.config.schema import RECOMPUTING_MODES, RunConfig
-from harness.cost_model import communication, flops
+from harness.cost_model import communication, dp_communication, flops
 from harness.cost_model.memory import estimate_memory
 from harness.cost_model.optimizer_state import optimizer_parameter_count, state_width
 from harness.cost_model.parts import PEAK_TITLES
@@ -162,7 +162,7 @@ def bytes_formula(config: RunConfig, layout: Layout, widths: StateWidths, rank: 
     Those along the data-parallel axes are written as a share of elements times their width.
     """
     moved = [
-        communication.sent_elements(config, layout, widths, stage, rank)
+        dp_communication.sent_elements(config, layout, widths, stage, rank)
         for stage in stages_of_rank(config.model, layout, rank)
     ]
     group, shards = layout.group_name(*layout.sharding_axes), layout.axes_size(layout.sharding_axes)

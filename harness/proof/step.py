@@ -5,11 +5,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from harness.config.schema import RunConfig
-from harness.cost_model.communication import LAYOUT
 from harness.cost_model.expert_communication import RoutedRows
 from harness.cost_model.flops import executed_flops_with, recomputed_layers, scaled_flops
 from harness.cost_model.memory import saved_bytes
 from harness.cost_model.pipeline import max_in_flight_micro_batches, split_passes
+from harness.cost_model.ring import LAYOUT
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.command import read_run_config
-from harness.cost_model.communication import LAYOUT
+from harness.cost_model.ring import LAYOUT
 from harness.engines.base import load_engine
 from harness.layout.layout import resolve_layout
 from harness.proof.reference import merge_reports
