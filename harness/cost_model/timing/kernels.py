@@ -231,10 +231,7 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 
 @lru_cache(maxsize=8192)
 def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
-    """Return the seconds of final norm, head and loss in forward and in backward.
-
-    Each part of a divided loss runs again in backward, and adds a gradient of the whole head.
-    """
+    """Return the seconds of final norm, head and loss in forward, and in backward, where a divided loss runs again."""
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
     vocabulary = shape.model.vocab_size / shape.vocabulary_tp
     loss = shape.tokens * vocabulary * timing.logit_bytes / rates.memory_bytes
