@@ -232,14 +232,15 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 
 @lru_cache(maxsize=8192)
 def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
-    """Return the seconds of final norm, head and loss in forward and in backward."""
+    """Return the seconds of final norm, head and loss in forward, and in backward, where a divided loss runs again."""
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
     vocabulary = shape.model.vocab_size / shape.vocabulary_tp
     loss = shape.tokens * vocabulary * timing.logit_bytes / rates.memory_bytes
     product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
     is_trained = not shape.model.adapter.is_enabled
-    weight_gradient = product + _accumulation_seconds(shape, rates, vocabulary * width)
-    return product + loss / 2, product + is_trained * weight_gradient + loss / 2
+    weight_gradient = product + shape.loss_chunks * _accumulation_seconds(shape, rates, vocabulary * width)
+    forward = product + loss / 2
+    return forward, product + is_trained * weight_gradient + loss / 2 + (shape.loss_chunks > 1) * forward
 
 
 @lru_cache(maxsize=8192)
