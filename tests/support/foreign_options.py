@@ -9,11 +9,14 @@ PROGRAMS = ("deepspeed", "accelerate", "torchtitan", "megatron")  # with a secti
 
 MOST_SETTINGS = 4  # of a value, that are written out
 
+NOTHING = "nothing to set"
+
 
 def coming_from(note: str) -> str:
-    """Return the page."""
+    """Return the page, on which an option that changes nothing has no row."""
     lines = {name: [line(*rule) for rule in table(name)["rules"].items()] for name in PROGRAMS}
-    return render_page("coming_from", note=note, **lines)
+    rows = {name: [row for row in lines[name] if not row.endswith(f"| {NOTHING} |  |")] for name in PROGRAMS}
+    return render_page("coming_from", note=note, **rows)
 
 
 def line(option: str, rule: str | dict[str, str]) -> str:
@@ -31,7 +34,7 @@ def line(option: str, rule: str | dict[str, str]) -> str:
         alike += [f"`{value}`"] * (not settings and not difference)
     if "*" in by_value and alike:
         differs.insert(0, f"{', '.join(alike)}: nothing")
-    return f"| `{option}` | {'; '.join(merged(here)) or 'nothing to set'} | {'; '.join(differs)} |"
+    return f"| `{option}` | {'; '.join(merged(here)) or NOTHING} | {'; '.join(differs)} |"
 
 
 def merged(entries: list[str]) -> Iterator[str]:
