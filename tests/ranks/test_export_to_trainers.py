@@ -331,6 +331,11 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("trainer", "strategy=ddp checkpointing.offload_activations=true", "checkpointing=full"),
         ("trainer", "strategy=ddp train.compile=true", "train.compile=false"),
         ("trainer", "strategy=cp", "strategy.data_parallel=fsdp strategy.zero_stage=3"),
+        (
+            "trainer",
+            "strategy=fsdp_full_shard strategy.cp=2 strategy.dp_replicate=-1 strategy.dp_shard=1",
+            "strategy.dp_replicate=1 strategy.dp_shard=-1",
+        ),
         ("trainer", "strategy=fsdp_full_shard strategy.offload=parameters", "strategy.offload=none"),
         ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("trainer", "strategy=zero1_torch", "strategy=zero1"),
@@ -365,7 +370,10 @@ def test_what_a_format_cannot_say_is_refused_with_the_nearest_change(kind: str, 
     while reasons := refusals(small(settings), kind):
         assert reasons[0] != reason
         settings = f"{settings} {' '.join(nearest_change(reasons[0]))}"
-    file_text(small(settings), next(name for name, of in FILES.items() if of == kind))
+    run = small(settings)
+    file_text(run, next(name for name, of in FILES.items() if of == kind))
+    if kind == "trainer":
+        arguments_of(run)
 
 
 # The user's part of a training by the Trainer: the run's initial values and batches, on CPUs.
