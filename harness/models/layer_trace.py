@@ -53,7 +53,8 @@ def trace_layer(model: nn.Module, index: int, seq_len: int, checkpointing: Check
     if checkpointing != "none":
         checkpoint_block(layer, layer_contexts(CheckpointingConfig(checkpointing), Probe()))
     tokens = torch.zeros((TRACED_SEQUENCES, seq_len), dtype=torch.int64)
-    with LayerTrace(layer) as trace:
+    trace = LayerTrace(layer)
+    with trace:
         loss_function(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
     return trace.traced_layer()
 
