@@ -69,7 +69,7 @@ class Prediction:
     def has_traced_layers(self) -> bool:
         """Whether its activations are those of a trace; of a library's model others are those of the nearest family."""
         shape = micro_batch_shape(self.config, self.layout, self.cluster.device)
-        return shape.traced_layer("none") is not None
+        return shape.tp == 1 and shape.traced_layer("none") is not None
 
     @property
     def planned_alone(self) -> str:

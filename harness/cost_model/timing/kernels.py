@@ -190,10 +190,10 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
     is_library, residual_parts = model.hf_info is not None, shape.tp if shape.sequence_parallel else 1
     head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
-    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
+    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.heads_tp
     uses = max(1, model.num_experts_per_tok)
     inner_size = uses * model.intermediate_size + model.shared_expert_intermediate_size
-    inner = inner_size * inner_tensors / shape.tp
+    inner = inner_size * inner_tensors / shape.inner_tp
     elements += ADAPTER_TENSORS * sum(each.outputs for each, *_ in matrices if each.rank)
     moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
@@ -216,7 +216,7 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 
     Plain operators write and read all scores in device memory, and compute those that the mask hides.
     """
-    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
+    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.heads_tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.key_ranks > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_size, computed_share)
