@@ -72,9 +72,14 @@ class Prediction:
         return shape.traced_layer("none") is not None
 
     @property
-    def is_runnable(self) -> bool:
-        """Whether this project's engines train it; other stacks are planned alone."""
+    def is_own_stack(self) -> bool:
+        """Whether it is of this project's engines; other stacks are planned alone."""
         return self.stack.name == "harness"
+
+    @property
+    def is_runnable(self) -> bool:
+        """Whether this project's engines train it; some recipes of scaled products are planned alone."""
+        return self.is_own_stack and not self.config.precision.is_planned_only
 
     @property
     def has_own_memory(self) -> bool:

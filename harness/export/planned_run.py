@@ -24,7 +24,7 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
     if not plan.predictions:
         raise UserError("no layout of the search fits: choose more devices, or name a strategy")
     best = plan.predictions[0]
-    if not best.is_runnable:
+    if not best.is_own_stack:
         raise UserError(f"stack={best.stack.name} is planned alone: leave it out to export what this project trains")
     preset = run_overrides(best.config)[0].partition("=")[2] if plan.result else best.config.strategy.name
     config = dataclasses.replace(best.config, strategy=dataclasses.replace(best.config.strategy, name=preset))
