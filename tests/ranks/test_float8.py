@@ -256,8 +256,7 @@ def test_a_device_without_the_format_has_no_plan(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("precision", "checkpointing"),
     [
-        (GATHERED, "none"),
-        *(long(precision, "none") for precision in (FLOAT8, ROWWISE)),
+        *(long(precision, "none") for precision in (FLOAT8, ROWWISE, GATHERED)),
         *(long(precision, "full") for precision in (FLOAT8, ROWWISE, GATHERED)),
     ],
 )
