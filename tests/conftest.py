@@ -9,8 +9,8 @@ import torch
 
 from tests.support.commands import Done, Harness, run_harness
 
-# The threads of two test processes and of their ranks would wait for each other's cores: a test process has one, and those
-# of a rank sleep when they wait.
+# The threads of two test processes and of their ranks would wait for each other's cores. A test process has one, and
+# those of a rank sleep while they wait.
 torch.set_num_threads(1)
 os.environ["GOMP_SPINCOUNT"] = "0"
 
