@@ -55,6 +55,7 @@ PLAN_COLUMNS = {
     "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, ep, dp_shard, dp_replicate or pp.",
     "communication_AXIS_OPERATION_bytes": "The part of communication_bytes along an axis and by an operation.",
     "secondary_bytes": "The part of communication_bytes that goes among the neighboring ranks of secondary shards.",
+    "between_nodes_bytes": "The part of communication_bytes that leaves the node, as the mean of its devices.",
     "cost_per_billion_tokens": "The price of a billion tokens, by cluster.hardware.price_per_device_hour.",
 }
 
@@ -163,6 +164,7 @@ def predicted_columns(prediction: Prediction) -> Cells:
         "communication_bytes": round(sum(sent.values())),
         **{f"communication_{name}_bytes": round(size) for name, size in sent.items()},
         **({"secondary_bytes": round(prediction.secondary_bytes)} if layout.secondary_shards > 1 else {}),
+        "between_nodes_bytes": round(prediction.between_nodes_bytes),
     }
 
 

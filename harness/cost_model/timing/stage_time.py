@@ -10,15 +10,14 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.node_groups import RankGroup, group_of, secondary_group
 from harness.cost_model.pipeline import split_passes
 from harness.cost_model.timing.kernels import (
     LayerSeconds,
-    RankGroup,
     all_reduce_seconds,
     all_to_all_seconds,
     embedding_seconds,
     gather_seconds,
-    group_of,
     head_seconds,
     layer_seconds,
     ring,
@@ -57,12 +56,6 @@ class StepSetting:
     def group(self, *axes: str) -> RankGroup:
         """Return the ranks along these axes."""
         return group_of(self.layout, axes, self.gpus_per_node)
-
-    @cached_property
-    def secondary_group(self) -> RankGroup:
-        """The neighboring ranks that share out the parameters which backward gathers."""
-        parts = self.layout.secondary_shards
-        return RankGroup(parts, -(-parts // self.gpus_per_node))
 
 
 @dataclass(frozen=True)
@@ -210,7 +203,7 @@ def _unit_seconds(
     gathered = parameters * (1 if step.config.precision.float8_all_gather and is_layer else widths.gathered)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
-        few = step.secondary_group
+        few = secondary_group(step.layout, step.gpus_per_node)
         again = gather_seconds(gathered, few, hardware) + (gathers - 1) * ring(few, hardware)[0]
         micro_batches = step.layout.grad_accumulation_steps(step.config.train) if widths.keeps_secondary_shards else 1
         gather = again + (gather - again) / micro_batches
