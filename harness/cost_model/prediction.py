@@ -10,13 +10,14 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import expected_bytes
-from harness.cost_model.dp_communication import gathered_among_few
+from harness.cost_model.dp_communication import gathered_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.node_groups import group_of, leaving_share, secondary_group
 from harness.cost_model.pipeline import bubble_ratio
+from harness.cost_model.quantization import exchanged_bytes
 from harness.cost_model.ring import ring_fraction
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
@@ -257,8 +258,8 @@ class Prediction:
     @property
     def secondary_bytes(self) -> float:
         """The bytes of them by which a rank gathers secondary shards, whose ranks are neighbors."""
-        among_few = gathered_among_few(self.config, self.layout, self.widths, whole_model(self.config.model), None)
-        return ring_fraction(self.layout.secondary_shards) * among_few * self.widths.gathered
+        _, among_few = gathered_bytes(self.config, self.layout, self.widths, whole_model(self.config.model))
+        return ring_fraction(self.layout.secondary_shards) * among_few
 
     @cached_property
     def between_nodes_bytes(self) -> float:
@@ -266,7 +267,11 @@ class Prediction:
         layout, devices, leaving = self.layout, self.cluster.gpus_per_node, 0.0
         for name, size in self.sent_bytes.items():
             axes, operation = name.split()
-            leaving += size * leaving_share(operation, group_of(layout, tuple(axes.split("+")), devices))
+            share = leaving_share(operation, group_of(layout, tuple(axes.split("+")), devices))
+            if self.widths.exchange_devices and operation == "all_to_all":
+                hops = exchanged_bytes([(1, 1)], layout.dp_shard, devices)
+                share = hops[1] / sum(hops)
+            leaving += share * size
         if layout.secondary_shards > 1:
             groups = secondary_group(layout, devices), group_of(layout, layout.sharding_axes, devices)
             few, all_ranks = (leaving_share("gather", group) for group in groups)

@@ -29,6 +29,8 @@ OPTIONS = ("launch=simulated", "cluster=8xh100", "tracking=none", *TWO_LAYERS)
 FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "train.global_batch=4", "world_size=4")
 
 
+QUANTIZED = "zero3_plus_plus strategy.secondary_shards=2 cluster.gpus_per_node=2"
+
 V_SHAPED = "{} model.num_hidden_layers=8 train.global_batch=8 model.tie_word_embeddings=false"
 
 
@@ -104,6 +106,9 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
         long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
+        ("unquantized_gathers", QUANTIZED, "along dp_shard gather"),
+        long("unexchanged_gradients", QUANTIZED, "along dp_shard reduce"),
+        ("", QUANTIZED, ""),
         ("", "zero2 precision=fp16_mixed", ""),
         ("", "fsdp_full_shard strategy.secondary_shards=2", ""),
         *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3", "zero1 precision=fp16_mixed")),

@@ -50,6 +50,8 @@ def label(row: Row) -> str:
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
     words[-1] += " by Ulysses" if row.get("context_parallel") == "ulysses" else ""
     words += [f"secondary shards of {parts} ranks"] if (parts := row.get("secondary_shards")) else []
+    quantized = ["parameters gathered in 8 bits", "gradients exchanged in 4 bits"]
+    words += quantized if row["strategy"] == "zero3_plus_plus" else []
     if row["pp"] > 1:
         virtual = row["virtual_stages"]
         words.append(row["schedule"] + (f" of {virtual} stages a rank" if virtual > 1 else ""))

@@ -14,6 +14,8 @@ from tests.support.simulated_steps import main
 
 TORCH, FSDP2 = "harness.engines.torch", "torch.distributed.fsdp._fully_shard"
 
+STAGE_3 = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
 
 def tensor_on_the_host(batches: Any, self: Any, step: int) -> Any:
     """Leave the targets of every micro-batch in the host's memory."""
@@ -43,6 +45,15 @@ def gather_never_freed(free: Any, parameter: Any) -> None:
     """Keep what DeepSpeed's stage 3 gathers when it frees a parameter."""
     alive.append(parameter.data)
     free(parameter)
+
+
+def unquantized_gathers(build: Any, *arguments: Any, **keywords: Any) -> None:
+    """Gather parameters in the width of compute, without telling the configuration."""
+    build(*arguments, **keywords | {"zero_quantized_weights": False})
+
+
+def unexchanged_gradients(groups: Any) -> None:
+    """Reduce gradients as they are, as DeepSpeed does without groups for their exchange."""
 
 
 def forgotten_wait(copy_out: Any, result: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -86,6 +97,8 @@ FAULTS = {
     "forgotten_free": (forgotten_free, f"{TORCH}.fsdp.apply_fully_shard"),
     "kept_reference": (kept_reference, "harness.models.decoder.Block.forward"),
     "gather_never_freed": (gather_never_freed, "deepspeed.runtime.zero.partition_parameters.free_param"),
+    "unquantized_gathers": (unquantized_gathers, f"{STAGE_3}.PartitionedParameterCoordinator.__init__"),
+    "unexchanged_gradients": (unexchanged_gradients, "deepspeed.utils.groups._get_local_all_to_all_group"),
     "forgotten_wait": (forgotten_wait, f"{FSDP2}._fsdp_param_group.foreach_all_gather_copy_out"),
     "wrong_group": (wrong_group, f"{FSDP2}._fsdp_collectives.DefaultAllGather.__call__"),
 }

@@ -22,6 +22,7 @@ from harness.cost_model.timing.kernels import (
     layer_seconds,
     ring,
 )
+from harness.cost_model.timing.quantized_time import MESSAGES, dequantize_seconds, exchange_seconds
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile, trained_share
@@ -199,20 +200,22 @@ def _unit_seconds(
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
+    gathers *= MESSAGES if widths.quantizes_gathers else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gathered = parameters * (1 if step.config.precision.float8_all_gather and is_layer else widths.gathered)
+    is_byte = (step.config.precision.float8_all_gather and is_layer) or widths.quantizes_gathers
+    gathered = parameters * (1 if is_byte else widths.gathered)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
         few = secondary_group(step.layout, step.gpus_per_node)
         again = gather_seconds(gathered, few, hardware) + (gathers - 1) * ring(few, hardware)[0]
         micro_batches = step.layout.grad_accumulation_steps(step.config.train) if widths.keeps_secondary_shards else 1
         gather = again + (gather - again) / micro_batches
-    return (
-        gather,
-        again,
-        reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency,
-        all_reduce_seconds(reduced / shards.ranks, replicas, hardware),
-    )
+    reduction = reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency
+    if widths.exchange_devices:
+        reduction = exchange_seconds(trained, tensors, shards, widths.exchange_devices, hardware)
+    dequantization = widths.quantizes_gathers * dequantize_seconds(parameters, step.config.precision, hardware)
+    among_replicas = all_reduce_seconds(reduced / shards.ranks, replicas, hardware)
+    return gather + dequantization, again + dequantization, reduction, among_replicas
 
 
 def layer_time(step: StepSetting) -> MicroBatchTime:
