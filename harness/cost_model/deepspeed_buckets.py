@@ -257,7 +257,7 @@ class ZeroStage3(BucketedZero):
     def enter_backward(self, each: Pass) -> None:
         """Gather the head again."""
         self.gather(each, "backward", "head", "gather")
-        self.dequantize(each, each.trained.head.largest)
+        self.dequantize(each, max(each.trained.head.largest, each.trained.root.largest))
         self.gather(each, "backward", "head", "enter")
 
     def head_gradient(self, each: Pass) -> None:
@@ -283,6 +283,12 @@ class ZeroStage3(BucketedZero):
         """Gather the embedding, unless it is frozen."""
         if not self.config.model.adapter.is_enabled:
             self.gather(each, "backward", "embedding", "enter")
+            largest = max(each.trained.embedding.largest, each.trained.root.largest)
+            # The gradient of a tied matrix that the head computed waits for the other one.
+            each.live["buffers_gradient"] = (
+                largest * self.precision.compute_bytes * self.config.model.tie_word_embeddings
+            )
+            self.dequantize(each, largest)
         super().end(each)
 
     def step(self, tape: Tape) -> None:
