@@ -87,6 +87,7 @@ def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: 
     rules = {
         "ep_experts": model.num_experts % layout.ep != 0,
         "ep_dense": layout.ep_enabled and not model.num_experts,
+        "expert_tp": layout.tp_enabled and layout.engine == "deepspeed" and model.num_experts > 0,
         "learned_positions": model.architecture.learned_positions and seq_len > model.context_length,
         "num_attention_heads": model.num_attention_heads % tp != 0,
         "num_key_value_heads": model.num_key_value_heads % tp != 0,

@@ -39,7 +39,6 @@ MORE = {
             "cp",
             "pp_gpipe",
             "tp_sp",
-            "zero1_tp",
         ),
         *(f"{strategy} {SHARED}" for strategy in ("zero3", "tp", "pp_1f1b", "cp", "fsdp_full_shard")),
         *(f"{each} {BALANCED}" for each in ("zero1", "zero3", "tp", "pp_1f1b", "fsdp_full_shard", "ddp")),

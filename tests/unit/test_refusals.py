@@ -91,6 +91,7 @@ INCOMPATIBLE = {
     "strategy=tp_pp strategy.data_parallel=ddp": "… cannot wrap a model that strategy.tp=2 shards…",
     "strategy=cp model=moe_tiny model.routing=balanced": "… choose strategy.cp=1, or model.routing=learned",
     "strategy=ep model=moe_tiny model.intermediate_size=66 precision=bf16": "… in multiples of 8: choose such sizes",
+    "strategy=zero1_tp model=moe_tiny": "… cuts single matrices, and model=moe_tiny has experts in stacks…",
     "strategy=ep strategy.cp=2 model=moe_tiny model.router_aux_loss_coef=0.1": "… divides the sequences whose experts…",
     "strategy=ep model=moe_tiny model.router_aux_loss_coef=0.1 precision=fp16_mixed": "… does not scale…",
     "strategy=cp train.seq_len=33": "strategy.cp=4 cuts train.seq_len=33 into 8 chunks: choose a multiple of 8…",
