@@ -241,7 +241,8 @@ class ZeroStage3(BucketedZero):
     def dequantize(self, each: Pass, elements: int) -> None:
         """Turn a module's integers into fp16, and these into the dtype of compute (AllGatherHandle.wait)."""
         width = WEIGHT_BYTES + FP16_BYTES * (self.precision.compute != "float16")
-        each.touch(buffers_dequantized=elements * width * self.widths.quantizes_gathers)
+        if self.widths.quantizes_gathers:
+            each.touch(buffers_dequantized=elements * width)
 
     def forward(self, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
@@ -257,6 +258,7 @@ class ZeroStage3(BucketedZero):
     def enter_backward(self, each: Pass) -> None:
         """Gather the head again."""
         self.gather(each, "backward", "head", "gather")
+        each.put()
         self.dequantize(each, max(each.trained.head.largest, each.trained.root.largest))
         self.gather(each, "backward", "head", "enter")
 
@@ -283,12 +285,12 @@ class ZeroStage3(BucketedZero):
         """Gather the embedding, unless it is frozen."""
         if not self.config.model.adapter.is_enabled:
             self.gather(each, "backward", "embedding", "enter")
-            largest = max(each.trained.embedding.largest, each.trained.root.largest)
-            # The gradient of a tied matrix that the head computed waits for the other one.
-            each.live["buffers_gradient"] = (
-                largest * self.precision.compute_bytes * self.config.model.tie_word_embeddings
-            )
-            self.dequantize(each, largest)
+            group = each.trained.embedding if each.trained.embedding.elements else each.trained.root
+            # The gradients of positions, and of a tied matrix that the head computed, wait for the embedding's.
+            waiting = group.elements - group.largest * (not self.config.model.tie_word_embeddings)
+            each.live["buffers_gradient"] = waiting * self.precision.compute_bytes
+            self.dequantize(each, group.largest)
+            each.live["buffers_gradient"] = 0
         super().end(each)
 
     def step(self, tape: Tape) -> None:
