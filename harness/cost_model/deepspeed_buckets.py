@@ -10,10 +10,10 @@ from functools import cached_property
 from harness.cost_model.deepspeed_zero import FP64_BYTES, DeepSpeedZero
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES
-from harness.cost_model.quantization import FP16_BYTES, WEIGHT_BYTES, exchange_buffer_width
 from harness.cost_model.sharding import Pass
 from harness.cost_model.tape import Tape
 from harness.cost_model.whole_parameters import OPTIONS, WholeParameters, whole_parameters
+from harness.cost_model.zero_plus_plus import FP16_BYTES, WEIGHT_BYTES, exchange_buffer_width
 from harness.layout.model_profile import model_profile
 
 

@@ -17,12 +17,12 @@ from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_me
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.node_groups import group_of, leaving_share, secondary_group
 from harness.cost_model.pipeline import bubble_ratio
-from harness.cost_model.quantization import exchanged_bytes
 from harness.cost_model.ring import ring_fraction
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
+from harness.cost_model.zero_plus_plus import exchanged_bytes
 from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -74,9 +74,17 @@ class Prediction:
         return shape.traced_layer("none") is not None
 
     @property
+    def planned_alone(self) -> str:
+        """The choice that this project's engines do not train; empty where they train all of it."""
+        if self.stack.name != "harness":
+            return f"stack={self.stack.name}"
+        adapter = self.config.model.adapter
+        return f"adapter={adapter.name}" if adapter.is_quantized else ""
+
+    @property
     def is_runnable(self) -> bool:
-        """Whether this project's engines train it; other stacks are planned alone."""
-        return self.stack.name == "harness"
+        """Whether this project's engines train it."""
+        return not self.planned_alone
 
     @property
     def has_own_memory(self) -> bool:
@@ -116,9 +124,9 @@ class Prediction:
 
     @property
     def judged_stack(self) -> StackMemory:
-        """The stack with the errors on file for this model: none for a library's."""
-        memory = self.stack.memory
-        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_library else memory
+        """The stack with the errors on file for this model: none for a library's, and none with 4-bit weights."""
+        memory, is_unmeasured = self.stack.memory, self.is_of_library or self.config.model.adapter.is_quantized
+        return dataclasses.replace(memory, measured_over_predicted=None) if is_unmeasured else memory
 
     @cached_property
     def time(self) -> StepTime:

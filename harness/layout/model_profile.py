@@ -85,10 +85,9 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     for branch in model.architecture.branches:
         of_layer |= norm_shapes(branch.norm, model)
     for matrix in matrices:
-        path = f"{matrix.path}.base_layer" if matrix.rank else matrix.path  # as peft wraps it
-        of_layer[f"{path}.weight"] = matrix.shape
+        of_layer[f"{matrix.base_path}.weight"] = matrix.shape
         if model.architecture.biases:
-            of_layer[f"{path}.bias"] = (matrix.outputs,)
+            of_layer[f"{matrix.base_path}.bias"] = (matrix.outputs,)
         of_layer |= {f"{matrix.path}.{name}": shape for name, shape in matrix.adapter_shapes.items()}
     shapes: Shapes = {"embed_tokens.weight": table}
     if model.architecture.learned_positions:

@@ -21,6 +21,7 @@ from harness.config.stack import StackTiming
 from harness.cost_model.float8 import RECIPES, cast_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
 from harness.cost_model.node_groups import RankGroup
+from harness.cost_model.quantized import dequantization_traffic
 from harness.hardware.machine import peak_flops
 from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
@@ -182,7 +183,7 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     if model.adapter.is_enabled:
         weights, trained = sum(map(math.prod, adapters)), sum(of_adapters)
     weight_gradient = trained + _accumulation_seconds(shape, rates, weights)
-    both_ways = sum(products) + sum(of_adapters)
+    both_ways = sum(products) + sum(of_adapters) + dequantization_traffic(shape) / rates.memory_bytes
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
     # What norms, rotations, sums and activation functions move in forward.
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)

@@ -22,7 +22,8 @@ from harness.cost_model.timing.kernels import (
     layer_seconds,
     ring,
 )
-from harness.cost_model.timing.quantized_time import MESSAGES, dequantize_seconds, exchange_seconds
+from harness.cost_model.timing.zero_plus_plus_time import MESSAGES, dequantize_seconds, exchange_seconds
+from harness.cost_model.zero_plus_plus import WEIGHT_BYTES
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile, trained_share
@@ -202,8 +203,8 @@ def _unit_seconds(
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
     gathers *= MESSAGES if widths.quantizes_gathers else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    is_byte = (step.config.precision.float8_all_gather and is_layer) or widths.quantizes_gathers
-    gathered = parameters * (1 if is_byte else widths.gathered)
+    width = WEIGHT_BYTES if widths.quantizes_gathers else widths.gathered
+    gathered = parameters * (step.config.gathered_matrix_bytes(width) if is_layer else width)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
         few = secondary_group(step.layout, step.gpus_per_node)

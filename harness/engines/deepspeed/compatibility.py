@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from harness.config.strategy import MODEL_AXES
 from harness.cost_model.micro_batch_shape import replaces_linear_function
-from harness.cost_model.quantization import UNIT, undivided
+from harness.cost_model.zero_plus_plus import UNIT, undivided
 from harness.engines.base import option_problems
 from harness.engines.deepspeed.widths import exchange_devices
 from harness.layout.model_profile import model_profile
