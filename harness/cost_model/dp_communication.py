@@ -27,7 +27,8 @@ def sent_elements(
     They are the papers', in which every rank has an even share, or a rank's, which moves its own part of every
     parameter, and the padding of the shards. They are those of experts, of all other parameters, or of both.
     """
-    narrow = 1 / config.precision.compute_bytes if config.precision.float8_all_gather else 1.0
+    width = config.precision.compute_bytes
+    narrow = config.gathered_matrix_bytes(width) / width
     key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
     gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
@@ -66,7 +67,7 @@ def _sent_elements_once(
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
     trained = [size for name, size in sizes.items() if model.adapter.trains(name)]
-    matrices = {f"{each.path}.weight" for each in model_profile(model).layer_matrices}
+    matrices = {f"{each.base_path}.weight" for each in model_profile(model).layer_matrices}
     shares = {name: narrow if name.split(".", 2)[-1] in matrices else 1.0 for name in sizes}
     gathered = sum(gathers(model, checkpointing, layout, widths, name) * shares[name] * sizes[name] for name in sizes)
     if padding == "partition":

@@ -69,12 +69,20 @@ class Prediction:
     def has_traced_layers(self) -> bool:
         """Whether its activations are those of a trace; of a library's model others are those of the nearest family."""
         shape = micro_batch_shape(self.config, self.layout, self.cluster.device)
-        return shape.traced_layer("none") is not None
+        return shape.tp == 1 and shape.traced_layer("none") is not None
+
+    @property
+    def planned_alone(self) -> str:
+        """The choice that this project's engines do not train; empty where they train all of it."""
+        if self.stack.name != "harness":
+            return f"stack={self.stack.name}"
+        adapter = self.config.model.adapter
+        return f"adapter={adapter.name}" if adapter.is_quantized else ""
 
     @property
     def is_runnable(self) -> bool:
-        """Whether this project's engines train it; other stacks are planned alone."""
-        return self.stack.name == "harness"
+        """Whether this project's engines train it."""
+        return not self.planned_alone
 
     @property
     def has_own_memory(self) -> bool:
@@ -114,9 +122,9 @@ class Prediction:
 
     @property
     def judged_stack(self) -> StackMemory:
-        """The stack with the errors on file for this model: none for a library's."""
-        memory = self.stack.memory
-        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_library else memory
+        """The stack with the errors on file for this model: none for a library's, and none with 4-bit weights."""
+        memory, is_unmeasured = self.stack.memory, self.is_of_library or self.config.model.adapter.is_quantized
+        return dataclasses.replace(memory, measured_over_predicted=None) if is_unmeasured else memory
 
     @cached_property
     def time(self) -> StepTime:

@@ -158,6 +158,9 @@ def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
         "adapter_optimizer": config.optimizer.name not in ("adamw", "sgd"),
         "adapter_launch": config.launch != "processes",
         "adapter_targets": len(unknown) > 0,
+        "quantized_engine": model.adapter.is_quantized and layout.engine != "torch",
+        "quantized_tp": model.adapter.is_quantized and layout.tp_enabled,
+        "quantized_shards": model.adapter.is_quantized and config.precision.is_mixed and layout.data_parallel == "fsdp",
     }
     values = {"unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)

@@ -251,7 +251,7 @@ def plan_problems(prediction: Prediction) -> Iterator[str]:
     yield from described_machine(cluster).world_size_problems(layout.world_size)
     if prediction.has_own_memory:
         yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
-    if not prediction.is_runnable:
+    if stack.name != "harness":
         yield from stack_problems(config, layout, stack)
 
 

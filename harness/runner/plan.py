@@ -174,10 +174,11 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     libraries = {rule.library for rule in config.optimizer.spec.rules}
     for library in sorted(name for name in libraries if find_spec(name) is None):
         yield from refusals({"optimizer_library": True}, config, layout, library=library)
-    is_missing = config.model.adapter.is_enabled and find_spec("peft") is None
-    yield from refusals({"adapter_library": is_missing}, config, layout)
+    adapter = config.model.adapter
     recipe, is_scaled = config.precision.recipe, config.precision.has_recipe
     rules = {
+        "adapter_library": adapter.is_enabled and not adapter.is_quantized and find_spec("peft") is None,
+        "adapter_planned": adapter.is_quantized,
         "recipe_library": is_scaled and find_spec("torchao") is None,
         "recipe_planned": is_scaled and recipe not in ("tensorwise", "rowwise"),
         "recipe_compile": is_scaled and config.train.compile,

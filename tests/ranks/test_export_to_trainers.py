@@ -19,6 +19,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
+from harness.cli.export import FILES
 from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.export.planned_run import plan_run
 from harness.export.recorded_run import RecordedRun
@@ -90,7 +91,7 @@ def test_so_many_recommended_layouts_are_said_by_each_format() -> None:
                     break
                 settings, changes = [*settings, *nearest_change(reasons[0])], changes + 1
                 assert changes < 8, reasons
-    assert said == {"torchtitan": 8, "trainer": 2, "axolotl": 2}
+    assert said == {"torchtitan": 7, "trainer": 2, "axolotl": 2}
     assert said_after == {"torchtitan": 37, "trainer": 35, "axolotl": 35}
     guide = (ROOT / "docs" / "guides" / "export.md").read_text()
     for kind, name in FORMATS.items():
@@ -330,6 +331,11 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("trainer", "strategy=ddp checkpointing.offload_activations=true", "checkpointing=full"),
         ("trainer", "strategy=ddp train.compile=true", "train.compile=false"),
         ("trainer", "strategy=cp", "strategy.data_parallel=fsdp strategy.zero_stage=3"),
+        (
+            "trainer",
+            "strategy=fsdp_full_shard strategy.cp=2 strategy.dp_replicate=-1 strategy.dp_shard=1",
+            "strategy.dp_replicate=1 strategy.dp_shard=-1",
+        ),
         ("trainer", "strategy=fsdp_full_shard strategy.offload=parameters", "strategy.offload=none"),
         ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("trainer", "strategy=zero1_torch", "strategy=zero1"),
@@ -338,6 +344,16 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("axolotl", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("axolotl", "strategy=fsdp_full_shard precision=bf16_mixed", "precision=bf16"),
         ("axolotl", "strategy=fsdp_full_shard strategy.cp=2", "strategy.cp=1"),
+        (
+            "accelerate",
+            f"strategy=fsdp_full_shard strategy.cp=2 {ULYSSES}",
+            "strategy.tp=1 strategy.cp=1 strategy.context_parallel=gather",
+        ),
+        (
+            "axolotl",
+            "strategy=fsdp_full_shard strategy.cp=2 strategy.dp_replicate=-1 strategy.dp_shard=1",
+            "strategy.cp=1 strategy.dp_replicate=1 strategy.dp_shard=-1",
+        ),
         (
             "axolotl",
             "strategy=ddp checkpointing=selective checkpointing.saved_products=every_second",
@@ -354,7 +370,10 @@ def test_what_a_format_cannot_say_is_refused_with_the_nearest_change(kind: str, 
     while reasons := refusals(small(settings), kind):
         assert reasons[0] != reason
         settings = f"{settings} {' '.join(nearest_change(reasons[0]))}"
-    file_text(small(settings), FORMATS[kind])
+    run = small(settings)
+    file_text(run, next(name for name, of in FILES.items() if of == kind))
+    if kind == "trainer":
+        arguments_of(run)
 
 
 # The user's part of a training by the Trainer: the run's initial values and batches, on CPUs.

@@ -123,6 +123,15 @@ def test_a_foreign_file_is_planned_with_settings_in_the_place_of_its_own(
     assert (cells["model"], cells["micro_batch"], cells["stack"]) == ("8b", "2", "torchtitan")
 
 
+@pytest.mark.parametrize(("size", "head_dim"), [(64, 64), (128, None)])
+def test_heads_of_another_size_are_the_models(size: int, head_dim: int | None) -> None:
+    """The fault was a sentence that the size of a head follows from others. The usual size needs no setting."""
+    sizes = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 64 --vocab-size 512"
+    line = f"torchrun --nproc_per_node 2 pretrain_gpt.py {sizes} --micro-batch-size 1 --kv-channels {size}"
+    (plan,) = plans([*import_configuration(None, shlex.split(line)).words, "plan.simulate=false"])
+    assert plan.predictions[0].config.model.head_dim == head_dim
+
+
 # What the Trainer makes of values that are auto, in a process of its own: it takes over the state of torch.distributed.
 FINALIZE = """
 import argparse, json, sys, transformers

@@ -213,6 +213,14 @@ def test_offload_costs_the_copies_over_the_link_to_the_host(tmp_path: Path, caps
     assert offloaded["predicted_peak_bytes"] < plain["predicted_peak_bytes"]
 
 
+def test_a_divided_loss_runs_its_head_twice(capsys: Capture) -> None:
+    """Two simulated layers of 8b took 1.22 and 1.61 times as long with 4 and 16 parts, which also add up gradients."""
+    layers = ("model=8b", "model.num_hidden_layers=2", "cluster=8xh100", "train.seq_len=4096", "train.global_batch=8")
+    parts = ("strategy=fsdp_full_shard", "-m", "train.loss_chunks=1,4,16")
+    whole, *divided = (row["predicted_step_seconds"] for row in planned(capsys, *layers, *parts))
+    assert [seconds / whole for seconds in divided] == pytest.approx([1.22, 1.61], rel=0.12)
+
+
 def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> None:
     """Eight devices share the host; a search finds no layout that needs more of it than its eighth.
 

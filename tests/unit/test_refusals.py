@@ -115,6 +115,13 @@ SECONDARY = {
     "strategy=zero3_hpz strategy.engine=accelerate": "strategy.secondary_shards=2 is not supported by…",
 }
 
+QUANTIZED = {
+    "strategy=ddp adapter=qlora": "adapter=qlora is planned and never run, as no engine here loads 4-bit weights…",
+    "strategy=zero3 adapter=qlora": "adapter=qlora is planned with strategy.engine=torch alone: choose that, or…",
+    "strategy=fsdp_tp strategy.tp=2 adapter=qlora precision=bf16": "strategy.tp=2 does not cut the 4-bit…",
+    "strategy=fsdp_full_shard adapter=qlora precision=bf16_mixed": "precision=bf16_mixed casts what fully_shard…",
+}
+
 SIMULATED = "strategy=ddp launch=simulated cluster=8xh100 train.global_batch=16"
 
 VIRTUAL = "strategy=ddp launch=virtual world_size=4"
@@ -143,7 +150,10 @@ PLAYED = {
     [
         *(WRONG_VALUES | PLAYED).items(),
         *((f"world_size=2 {overrides} strategy.engine=accelerate", said) for overrides, said in BY_ACCELERATE.items()),
-        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY).items()),
+        *(
+            (f"world_size=4 {overrides}", said)
+            for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY | QUANTIZED).items()
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(overrides: str, sentence: str) -> None:

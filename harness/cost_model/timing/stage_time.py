@@ -207,7 +207,7 @@ def _unit_seconds(
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gathered = parameters * (1 if step.config.precision.float8_all_gather and is_layer else widths.gathered)
+    gathered = parameters * (step.config.gathered_matrix_bytes(widths.gathered) if is_layer else widths.gathered)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
         few = step.secondary_group
