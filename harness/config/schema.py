@@ -123,6 +123,11 @@ class PrecisionConfig:
         return self.recipe != "none"
 
     @property
+    def is_planned_only(self) -> bool:
+        """Whether no engine here multiplies by the recipe."""
+        return self.recipe in ("mxfp8", "nvfp4")
+
+    @property
     def least_dtype(self) -> str:
         """The dtype by whose rounding two honest trainings differ most: float8 with a recipe, else `compute`."""
         return "float8" if self.has_recipe else self.compute

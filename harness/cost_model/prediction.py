@@ -74,10 +74,13 @@ class Prediction:
     @property
     def planned_alone(self) -> str:
         """The choice that this project's engines do not train; empty where they train all of it."""
-        if self.stack.name != "harness":
-            return f"stack={self.stack.name}"
-        adapter = self.config.model.adapter
-        return f"adapter={adapter.name}" if adapter.is_quantized else ""
+        adapter, precision = self.config.model.adapter, self.config.precision
+        choices = {
+            f"stack={self.stack.name}": self.stack.name != "harness",
+            f"adapter={adapter.name}": adapter.is_quantized,
+            f"precision.recipe={precision.recipe}": precision.is_planned_only,
+        }
+        return next((choice for choice, is_planned in choices.items() if is_planned), "")
 
     @property
     def is_runnable(self) -> bool:

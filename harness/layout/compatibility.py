@@ -76,6 +76,16 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield from secondary_incompatibilities(config, layout)
 
 
+def compiler_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield what this project does not run with compiled layers on any machine, and other stacks may train."""
+    compiles = config.train.compile
+    rules = {
+        "compiled_halves": compiles and layout.splits_backward,
+        "compiled_parts": compiles and config.checkpointing.name in ("selective", "attention"),
+    }
+    return refusals(rules, config, layout)
+
+
 def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
     """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide.
 

@@ -145,10 +145,7 @@ def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
     is_own = not first.is_of_library
     facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own)}
-    is_scaled = first.config.precision.has_recipe
-    facts["exported"] = (
-        is_own and not is_scaled and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
-    )
+    facts["exported"] = is_own and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 

@@ -5,6 +5,7 @@ import collections
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,6 +40,12 @@ def planned(*settings: str) -> RecordedRun:
     return plan_run(settings, Path("nowhere"), lambda line: None)
 
 
+SEQUENCE = "strategy=fsdp_tp strategy.sequence_parallel=true"
+
+FLOAT8 = "precision=fp8_mixed"
+
+FOUR_HEADS = "model.num_key_value_heads=4"  # whose parts of two ranks are multiples of 16
+
 ULYSSES = "strategy.context_parallel=ulysses"
 
 
@@ -59,11 +66,20 @@ def parsed(run: RecordedRun, kind: str) -> dict[str, Any]:
     return tomllib.loads(text) if kind == "torchtitan" else yaml.safe_load(text)
 
 
+def sections(settings: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted name of every section of a file of torchtitan, with its keys that are no sections."""
+    plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+    if plain:
+        yield path.removesuffix("."), plain
+    for key in settings.keys() - plain.keys():
+        yield from sections(settings[key], f"{path}{key}.")
+
+
 def unknown_keys(kind: str, settings: dict[str, Any]) -> list[str]:
     """Return the keys that the target does not know."""
     known = KEYS[kind]
     if kind == "torchtitan":
-        return [f"{name}.{key}" for name, section in settings.items() for key in section if key not in known[name]]
+        return [f"{name}.{key}" for name, keys in sections(settings) for key in keys if key not in known[name]]
     inner = [key for key in settings.get("fsdp_config", {}) if key not in known["fsdp_config"]]
     return [key for key in settings if key not in known["settings"]] + inner
 
@@ -157,13 +173,22 @@ def test_a_misspelt_key_is_noticed() -> None:
             "strategy=fsdp_full_shard strategy.offload=parameters precision=bf16_mixed",
             {"enable_cpu_offload": True, "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},
         ),
+        (
+            f"strategy=fsdp_full_shard {FLOAT8} precision.float8_all_gather=true",
+            {
+                "converters": ["quantize.linear.float8"],
+                "enable_fsdp_float8_all_gather": True,
+                "filter_fqns": ["output"],
+            },
+        ),
+        (f"strategy=fsdp_full_shard {FLOAT8} precision.recipe=rowwise", {"recipe_name": "rowwise"}),
     ],
 )
 def test_torchtitan_is_given_the_layout(overrides: str, expected: dict[str, Any]) -> None:
     run = small(overrides)
     assert refusals(run, "torchtitan") == []
     check_file(run, "torchtitan")
-    settings = {key: value for section in parsed(run, "torchtitan").values() for key, value in section.items()}
+    settings = {key: value for _, keys in sections(parsed(run, "torchtitan")) for key, value in keys.items()}
     assert expected.items() <= settings.items()
 
 
@@ -325,6 +350,13 @@ def test_axolotl_saves_what_the_run_saves() -> None:
             (kind, f"strategy=fsdp_full_shard strategy.cp=2 {ULYSSES}", "strategy.context_parallel=gather")
             for kind in ("torchtitan", "trainer", "axolotl")
         ),
+        (
+            "torchtitan",
+            f"{SEQUENCE} {FLOAT8} {FOUR_HEADS}",
+            "precision.recipe=rowwise",
+        ),
+        ("trainer", f"strategy=zero2 {FLOAT8}", "precision=bf16_mixed precision.recipe=none"),
+        ("axolotl", f"strategy=zero2 {FLOAT8}", "precision=bf16_mixed precision.recipe=none"),
         ("trainer", "strategy=ddp precision=bf16_mixed", "precision=fp32"),
         ("trainer", "strategy=ddp checkpointing=every_n", "checkpointing=full"),
         ("trainer", "strategy=zero3 checkpointing=selective", "checkpointing=full"),
