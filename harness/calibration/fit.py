@@ -14,9 +14,9 @@ import numpy as np
 
 from harness.calibration.points import Measurements, Point
 from harness.config.hardware import HardwareConfig
+from harness.cost_model.node_groups import RankGroup
 from harness.cost_model.timing.kernels import (
     KernelRates,
-    RankGroup,
     all_reduce_seconds,
     gather_seconds,
     kernel_rates,

@@ -10,17 +10,19 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import expected_bytes
-from harness.cost_model.dp_communication import gathered_among_few
+from harness.cost_model.dp_communication import gathered_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.node_groups import group_of, leaving_share, secondary_group
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.ring import ring_fraction
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
+from harness.cost_model.zero_plus_plus import exchanged_bytes
 from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -267,8 +269,30 @@ class Prediction:
     @property
     def secondary_bytes(self) -> float:
         """The bytes of them by which a rank gathers secondary shards, whose ranks are neighbors."""
-        among_few = gathered_among_few(self.config, self.layout, self.widths, whole_model(self.config.model), None)
-        return ring_fraction(self.layout.secondary_shards) * among_few * self.widths.gathered
+        _, among_few = gathered_bytes(self.config, self.layout, self.widths, whole_model(self.config.model))
+        return ring_fraction(self.layout.secondary_shards) * among_few
+
+    @cached_property
+    def between_nodes_bytes(self) -> float:
+        """The bytes of them that leave the node, as the mean of its devices."""
+        layout, devices, leaving = self.layout, self.cluster.gpus_per_node, 0.0
+        for name, size in self.sent_bytes.items():
+            axes, operation = name.split()
+            share = leaving_share(operation, group_of(layout, tuple(axes.split("+")), devices))
+            if self.widths.exchange_devices and operation == "all_to_all":
+                hops = exchanged_bytes([(1, 1)], layout.dp_shard, devices)
+                share = hops[1] / sum(hops)
+            leaving += share * size
+        if layout.secondary_shards > 1:
+            groups = secondary_group(layout, devices), group_of(layout, layout.sharding_axes, devices)
+            few, all_ranks = (leaving_share("gather", group) for group in groups)
+            leaving += (few - all_ranks) * self.secondary_bytes
+        return leaving
+
+    @property
+    def within_nodes_bytes(self) -> float:
+        """The bytes of them that stay within the node."""
+        return sum(self.sent_bytes.values()) - self.between_nodes_bytes
 
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from harness.config.hardware import HardwareConfig
+from harness.cost_model.node_groups import RankGroup
 from harness.cost_model.timing.kernels import (
     PAYLOAD,
-    RankGroup,
     all_reduce_seconds,
     fused_attention_flops,
     gather_seconds,

@@ -33,6 +33,8 @@ MOVED = "checkpointing.offload_activations=true"
 
 OFFLOADED = f"ddp {MOVED}"
 
+QUANTIZED = "zero3_plus_plus strategy.secondary_shards=2 cluster.gpus_per_node=2"
+
 V_SHAPED = "{} model.num_hidden_layers=8 train.global_batch=8 model.tie_word_embeddings=false"
 
 
@@ -111,6 +113,9 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
         long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
         long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
+        ("unquantized_gathers", QUANTIZED, "along dp_shard gather"),
+        long("unexchanged_gradients", QUANTIZED, "along dp_shard reduce"),
+        ("", QUANTIZED, ""),
         ("", "zero2 precision=fp16_mixed", ""),
         ("", "fsdp_full_shard strategy.secondary_shards=2", ""),
         ("", OFFLOADED, ""),

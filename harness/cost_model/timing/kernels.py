@@ -18,12 +18,11 @@ from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
-from harness.config.strategy import AXES
 from harness.cost_model.float8 import RECIPES, cast_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.node_groups import RankGroup
 from harness.cost_model.quantized import dequantization_traffic
 from harness.hardware.machine import peak_flops
-from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
 
@@ -250,26 +249,6 @@ def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple
     rows = EMBEDDING_TENSORS * shape.tokens * width * shape.width / rates.memory_bytes
     table = shape.model.vocab_size / shape.vocabulary_tp * width
     return rows, (rows + _accumulation_seconds(shape, rates, table)) * (not shape.model.adapter.is_enabled)
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """The devices that one collective connects: their number, and over how many nodes they are spread."""
-
-    ranks: int
-    nodes: int
-
-
-@lru_cache(maxsize=4096)
-def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
-    """Return the group of a rank along axes of a layout, whose ranks fill one node after another, innermost first.
-
-    Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
-    """
-    wide = [AXES.index(axis) for axis in axes if layout.axis_sizes[axis] > 1]
-    ranks, stride = layout.axes_size(axes), layout.axes_size(AXES[max(wide, default=0) + 1 :])
-    in_node = max(1, min(ranks, gpus_per_node // stride))
-    return RankGroup(ranks, -(-ranks // in_node))
 
 
 @lru_cache(maxsize=4096)

@@ -10,19 +10,20 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.node_groups import RankGroup, group_of, secondary_group
 from harness.cost_model.pipeline import split_passes
 from harness.cost_model.timing.kernels import (
     LayerSeconds,
-    RankGroup,
     all_reduce_seconds,
     all_to_all_seconds,
     embedding_seconds,
     gather_seconds,
-    group_of,
     head_seconds,
     layer_seconds,
     ring,
 )
+from harness.cost_model.timing.zero_plus_plus_time import MESSAGES, dequantize_seconds, exchange_seconds
+from harness.cost_model.zero_plus_plus import WEIGHT_BYTES
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile, trained_share
@@ -57,12 +58,6 @@ class StepSetting:
     def group(self, *axes: str) -> RankGroup:
         """Return the ranks along these axes."""
         return group_of(self.layout, axes, self.gpus_per_node)
-
-    @cached_property
-    def secondary_group(self) -> RankGroup:
-        """The neighboring ranks that share out the parameters which backward gathers."""
-        parts = self.layout.secondary_shards
-        return RankGroup(parts, -(-parts // self.gpus_per_node))
 
 
 @dataclass(frozen=True)
@@ -206,20 +201,22 @@ def _unit_seconds(
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
+    gathers *= MESSAGES if widths.quantizes_gathers else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gathered = parameters * (step.config.gathered_matrix_bytes(widths.gathered) if is_layer else widths.gathered)
+    width = WEIGHT_BYTES if widths.quantizes_gathers else widths.gathered
+    gathered = parameters * (step.config.gathered_matrix_bytes(width) if is_layer else width)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
-        few = step.secondary_group
+        few = secondary_group(step.layout, step.gpus_per_node)
         again = gather_seconds(gathered, few, hardware) + (gathers - 1) * ring(few, hardware)[0]
         micro_batches = step.layout.grad_accumulation_steps(step.config.train) if widths.keeps_secondary_shards else 1
         gather = again + (gather - again) / micro_batches
-    return (
-        gather,
-        again,
-        reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency,
-        all_reduce_seconds(reduced / shards.ranks, replicas, hardware),
-    )
+    reduction = reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency
+    if widths.exchange_devices:
+        reduction = exchange_seconds(trained, tensors, shards, widths.exchange_devices, hardware)
+    dequantization = widths.quantizes_gathers * dequantize_seconds(parameters, step.config.precision, hardware)
+    among_replicas = all_reduce_seconds(reduced / shards.ranks, replicas, hardware)
+    return gather + dequantization, again + dequantization, reduction, among_replicas
 
 
 def layer_time(step: StepSetting) -> MicroBatchTime:
