@@ -160,7 +160,7 @@ class ModelConfig:
     intermediate_size: Positive  # The inner size of the MLP, or of each of its experts.
     vocab_size: Positive  # The number of tokens that the model knows.
     tie_word_embeddings: bool  # Whether the output head uses the weight of the token embedding.
-    context_length: Positive  # The most tokens that a sequence may have.
+    context_length: Positive  # The tokens of a sequence by default; families gpt and hf take no more.
     # The number of parameters that the model has in the sizes of its file; it only documents the file.
     parameters: int
     source: str  # The publication or configuration that the sizes are from.

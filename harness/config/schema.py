@@ -260,7 +260,7 @@ class RunConfig:
     data: DataConfig
     cluster: ClusterConfig
     train: TrainConfig
-    world_size: AtLeastOne | None = None  # The number of ranks; null means as many as the cluster has.
+    world_size: AtLeastOne | None = None  # The number of ranks; null means one for each GPU, or two on a CPU.
     repeat: int = 0  # The number of this repeat, which tells repeated measurements of one configuration apart.
     # How ranks are run. processes runs every rank as a process; virtual runs one rank of the world on this machine,
     # without the others and without collectives; simulated runs the code of one rank on the devices that `cluster`

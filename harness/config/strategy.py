@@ -49,7 +49,7 @@ class StrategyConfig:
     # in the place of the shards of all ranks: a part of a node, for example. 1 is no copy. FSDP2 calls it an integer
     # reshard_after_forward, and ZeRO++ the secondary partition (hpZ, arXiv 2306.10209).
     secondary_shards: Positive = 1
-    tp: Degree = 1  # The tensor-parallel degree: the number of ranks that divide every matrix.
+    tp: Degree = 1  # The tensor-parallel degree: the number of ranks that divide the matrices of each layer.
     # Whether tensor-parallel ranks also divide norms and the residual stream, along the sequence.
     sequence_parallel: bool = False
     # Whether tensor-parallel ranks also divide embedding and output head; otherwise each rank has both as a whole.
