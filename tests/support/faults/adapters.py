@@ -69,7 +69,12 @@ def adapters_unreduced(ordinary: Any, wrapper: Any, module: Any, **settings: Any
     ordinary(wrapper, module, **settings)
 
 
-@replaces("harness.models.init_weights.initial_value", "harness.engines.deepspeed.initialize.initial_value", of_rank=1)
+@replaces(
+    "harness.models.init_weights.initial_value",
+    "harness.engines.torch.ddp.initial_value",
+    "harness.engines.deepspeed.initialize.initial_value",
+    of_rank=1,
+)
 def adapters_start_elsewhere(ordinary: Any, name: str, *arguments: Any) -> Any:
     """Draw the second matrices of rank 1's adapters with other values."""
     value = ordinary(name, *arguments)
