@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from harness import __version__
 from harness.cli.main import main
 from tests.support import reference_pages
 from tests.support.processes import ROOT, run_python
@@ -119,6 +120,12 @@ def test_every_message_of_the_troubleshooting_is_printed() -> None:
     parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 4}
     assert len(parts) > 30
     assert sorted(part for part in parts if part not in sources) == []
+
+
+def test_the_newest_release_is_the_version() -> None:
+    releases = re.findall(r"^## (\d\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert releases[0] == cited == __version__
 
 
 def test_every_page_is_in_the_navigation() -> None:
