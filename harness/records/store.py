@@ -42,8 +42,6 @@ _STAGES = dict.fromkeys(
 ) | dict.fromkeys(("stages", "layers"), list[int])
 _STEP = dict.fromkeys(("step_seconds", "low_seconds", "high_seconds"), float) | {"exposed_seconds": dict[str, float]}
 
-_PLAIN = ("layout", "versions", "commit", "proof", "notes", "corpus")  # parts with the types of Record's fields
-
 # The checks of a record's parts by their keys; a row is checked by its columns.
 _PARTS = {
     key: type_check(hint)
