@@ -11,18 +11,15 @@ from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
 from harness.cost_model.pipeline import split_passes
-from harness.cost_model.timing.kernels import (
-    LayerSeconds,
+from harness.cost_model.timing.collectives import (
     RankGroup,
     all_reduce_seconds,
     all_to_all_seconds,
-    embedding_seconds,
     gather_seconds,
     group_of,
-    head_seconds,
-    layer_seconds,
     ring,
 )
+from harness.cost_model.timing.kernels import LayerSeconds, embedding_seconds, head_seconds, layer_seconds
 from harness.layout.layer_spec import layer_branches, numel, projection_flops
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile, trained_share
