@@ -9,7 +9,10 @@ import torch
 
 from tests.support.commands import Done, Harness, run_harness
 
-torch.set_num_threads(1)  # for this test process: the threads of two processes would wait for each other's cores
+# The threads of two test processes and of their ranks would wait for each other's cores. A test process has one, and
+# those of a rank sleep while they wait.
+torch.set_num_threads(1)
+os.environ["GOMP_SPINCOUNT"] = "0"
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it starts in the background
 

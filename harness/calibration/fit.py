@@ -14,7 +14,8 @@ import numpy as np
 
 from harness.calibration.points import Measurements, Point
 from harness.config.hardware import HardwareConfig
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, send_seconds
+from harness.cost_model.node_groups import RankGroup
+from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, send_seconds
 from harness.cost_model.timing.kernels import KernelRates, kernel_rates, rank_hardware
 from harness.util.text import UserError, format_bytes
 

@@ -35,7 +35,7 @@ _NEW_DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "router_aux_loss_coef": 0.0,
         "routing": "learned",
-        "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None},
+        "adapter": {"name": "none", "r": 16, "lora_alpha": 32, "target_modules": None, "double_quant": True},
     },
     "strategy": {"ep": 1, "secondary_shards": 1, "context_parallel": "gather"},
     "checkpointing": {"saved_products": "all"},

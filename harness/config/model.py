@@ -96,7 +96,8 @@ Routing = Annotated[str, one_of("learned", "balanced")]
 class TracedLayer:
     """The memory of a decoder layer of a library's model in a pass of TRACED_SEQUENCES of train.seq_len tokens.
 
-    It is that of a CPU without other ranks. Parameters and their gradients are left out.
+    It is that of a CPU without other ranks. Parameters and their gradients are left out. Where layers differ, what is
+    kept is the mean of all, and the moments are the fullest one's.
     """
 
     saved_bytes: int  # that forward keeps for backward, with its input if that is kept and without its output
@@ -142,7 +143,7 @@ class HFModelInfo:
     repeated_flops: tuple[int, ...] = (0, 0, 0)
     # The paths of all modules with parameters of their own, in the order in which forward runs them.
     modules_in_order: tuple[str, ...] = ()
-    # The memory of the last layer, by the bytes of an element and the checkpointing: `4 none`.
+    # The memory of a layer, by the bytes of an element and the checkpointing: `4 none`.
     traced_layers: dict[str, TracedLayer] = field(default_factory=dict, hash=False)
 
 
@@ -243,7 +244,9 @@ class ModelConfig:
             shared = SHARED_EXPERTS if self.shared_expert_intermediate_size else ()
             return replace(family, mlp=(*shared, *family.mlp))
         shapes = (shape for name, shape in info.shapes.items() if name.startswith(f"{info.layers[0]}."))
-        has_gate = sum(self.intermediate_size in shape for shape in shapes if len(shape) > 1) >= GATED_MATRICES
+        inner = self.intermediate_size  # of each matrix, or of gate and up in one
+        of_mlp = sum(max(inner in shape, 2 * (2 * inner in shape)) for shape in shapes if len(shape) > 1)
+        has_gate = of_mlp >= GATED_MATRICES
         return ARCHITECTURES["moe" if self.num_experts else "llama" if has_gate else "gpt"]
 
     @property

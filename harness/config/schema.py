@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from harness.config.adapter import NF4_BYTES
 from harness.config.from_dict import (
     AtLeastOne,
     ConfigValues,
@@ -120,6 +121,11 @@ class PrecisionConfig:
     def has_recipe(self) -> bool:
         """Whether the layers' projections multiply fewer than 16 bits."""
         return self.recipe != "none"
+
+    @property
+    def is_planned_only(self) -> bool:
+        """Whether no engine here multiplies by the recipe."""
+        return self.recipe in ("mxfp8", "nvfp4")
 
     @property
     def least_dtype(self) -> str:
@@ -266,6 +272,12 @@ class RunConfig:
     def optimizer_setting(self, key: str) -> Any:
         """Return the value of an optimizer's setting, which is a key of `optimizer` or of `train`."""
         return getattr(self.optimizer if hasattr(self.optimizer, key) else self.train, key)
+
+    def gathered_matrix_bytes(self, width: int) -> float:
+        """Return the bytes of an element of a layer's own matrices that are gathered, where others have `width`."""
+        if self.precision.float8_all_gather:
+            return 1
+        return NF4_BYTES if self.model.adapter.is_quantized else width
 
     def to_dict(self) -> ConfigValues:
         """Return the configuration in plain values."""

@@ -301,4 +301,4 @@ def visible_scores(shape: MicroBatchShape) -> int:
 
 def score_rows(shape: MicroBatchShape) -> int:
     """Return the rows of a rank's scores, one of each query's head."""
-    return shape.tokens * shape.model.num_attention_heads // shape.tp
+    return shape.tokens * shape.model.num_attention_heads // shape.heads_tp

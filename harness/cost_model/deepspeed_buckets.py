@@ -13,6 +13,7 @@ from harness.cost_model.micro_batch_shape import FP32_BYTES
 from harness.cost_model.sharding import Pass
 from harness.cost_model.tape import Tape
 from harness.cost_model.whole_parameters import OPTIONS, WholeParameters, whole_parameters
+from harness.cost_model.zero_plus_plus import FP16_BYTES, WEIGHT_BYTES, exchange_buffer_width
 from harness.layout.model_profile import model_profile
 
 
@@ -42,12 +43,13 @@ class BucketedZero(DeepSpeedZero):
 
         What is in the bucket has the width of the reduction already. A large gradient is cast to it. Gradients are then
         copied into a flat tensor unless it is a single one of equal parts (coalesced_collectives.py), and gloo copies
-        that once more.
+        that once more. Those that are exchanged are quantized one after another.
         """
-        is_large, wire = self.is_large(self.content), self.precision.reduce_bytes
+        is_large, wire, devices = self.is_large(self.content), self.precision.reduce_bytes, self.widths.exchange_devices
         copies = is_large * (wire != self.precision.compute_bytes) + self.is_cpu
-        copies += not (is_large and self.content % self.degree == 0)
-        each.touch(buffers_copies=self.content * wire * copies)
+        copies += not devices and not (is_large and self.content % self.degree == 0)
+        exchanged = min(self.content, max(self.sizes)) * exchange_buffer_width(self.degree, devices)
+        each.touch(buffers_copies=self.content * wire * copies + round(exchanged))
 
     def arrive(self, each: Pass, elements: int) -> None:
         """Take a gradient, if there is one, after what is in the bucket if both do not fit."""
@@ -236,6 +238,12 @@ class ZeroStage3(BucketedZero):
         """Change the elements of whole parameters to those of a moment."""
         tape.live["buffers_whole"] = self.whole_parameters[moment] * self.widths.gathered
 
+    def dequantize(self, each: Pass, elements: int) -> None:
+        """Turn a module's integers into fp16, and these into the dtype of compute (AllGatherHandle.wait)."""
+        width = WEIGHT_BYTES + FP16_BYTES * (self.precision.compute != "float16")
+        if self.widths.quantizes_gathers:
+            each.touch(buffers_dequantized=elements * width)
+
     def forward(self, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
         layer = each.groups.layers - 1 - following
@@ -251,6 +259,7 @@ class ZeroStage3(BucketedZero):
         """Gather the head again."""
         self.gather(each, "backward", "head", "gather")
         each.put()
+        self.dequantize(each, max(each.trained.head.largest, each.trained.root.largest))
         self.gather(each, "backward", "head", "enter")
 
     def head_gradient(self, each: Pass) -> None:
@@ -268,12 +277,20 @@ class ZeroStage3(BucketedZero):
         layer = each.groups.layers - 1 - following
         self.gather(each, "backward", layer, kind if moment.computed else "between", self.matrices_behind)
         self.matrices_behind += moment.is_accumulation
+        is_entered = moment.computed and not moment.is_accumulation and not each.live.get("buffers_gradient")
+        self.dequantize(each, moment.computed if is_entered else 0)
         super().in_layer(each, following, moment)
 
     def end(self, each: Pass) -> None:
         """Gather the embedding, unless it is frozen."""
         if not self.config.model.adapter.is_enabled:
             self.gather(each, "backward", "embedding", "enter")
+            group = each.trained.embedding if each.trained.embedding.elements else each.trained.root
+            # The gradients of positions, and of a tied matrix that the head computed, wait for the embedding's.
+            waiting = group.elements - group.largest * (not self.config.model.tie_word_embeddings)
+            each.live["buffers_gradient"] = waiting * self.precision.compute_bytes
+            self.dequantize(each, group.largest)
+            each.live["buffers_gradient"] = 0
         super().end(each)
 
     def step(self, tape: Tape) -> None:

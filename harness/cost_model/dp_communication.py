@@ -1,11 +1,13 @@
 """The bytes that a rank sends along the axes of data: parameters gathered and gradients reduced. No torch."""
 
+import math
 from functools import lru_cache
 
 from harness.config.model import ModelConfig
 from harness.config.schema import CheckpointingConfig, RunConfig
 from harness.cost_model.optimizer_state import BF16_BYTES, gathered_updates
 from harness.cost_model.ring import ring_fraction
+from harness.cost_model.zero_plus_plus import exchanged_bytes, parameter_bytes
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, fsdp_rows, is_expert_weight, local_numel, local_shapes
@@ -27,7 +29,8 @@ def sent_elements(
     They are the papers', in which every rank has an even share, or a rank's, which moves its own part of every
     parameter, and the padding of the shards. They are those of experts, of all other parameters, or of both.
     """
-    narrow = 1 / config.precision.compute_bytes if config.precision.float8_all_gather else 1.0
+    width = config.precision.compute_bytes
+    narrow = config.gathered_matrix_bytes(width) / width
     key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
     gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
@@ -66,7 +69,7 @@ def _sent_elements_once(
     if padding == "elements":
         sizes = {name: _round_up(size, shards) for name, size in sizes.items()}
     trained = [size for name, size in sizes.items() if model.adapter.trains(name)]
-    matrices = {f"{each.path}.weight" for each in model_profile(model).layer_matrices}
+    matrices = {f"{each.base_path}.weight" for each in model_profile(model).layer_matrices}
     shares = {name: narrow if name.split(".", 2)[-1] in matrices else 1.0 for name in sizes}
     gathered = sum(gathers(model, checkpointing, layout, widths, name) * shares[name] * sizes[name] for name in sizes)
     if padding == "partition":
@@ -92,29 +95,62 @@ def dp_bytes(
     synchronize once. A reduction goes through the ring so many times. Experts that expert parallelism divides are
     gathered and reduced among the ranks that have the same ones.
     """
-    gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
-    updates = sum(gathered_updates(config, layout, stage, is_padded=rank is not None))
+    _, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
+    among_all, among_few = gathered_bytes(config, layout, widths, stage, rank, of_experts)
+    among_all += sum(gathered_updates(config, layout, stage, is_padded=rank is not None)) * BF16_BYTES
     own = layout.of_experts if of_experts else layout
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
-    reduce_bytes, reduced_once = config.precision.reduce_bytes, reduced / reductions_per_step(config, layout)
-    among_few = gathered_among_few(config, layout, widths, stage, rank) if layout.secondary_shards > 1 else 0.0
-    among_all = ring_fraction(shards) * ((gathered - among_few) * widths.gathered + updates * BF16_BYTES)
+    reduce_bytes, reductions = config.precision.reduce_bytes, reductions_per_step(config, layout)
+    exchanged = 0.0
+    if widths.exchange_devices:
+        shapes = local_shapes(config.model, layout, stage, rank or 0).values()
+        exchanged = reductions * sum(exchanged_bytes(shapes, shards, widths.exchange_devices))
+        reduced = reductions * sum(math.prod(shape) for shape in shapes if len(shape) == 1)
     sent = {
-        (along_shards, "gather"): among_all + ring_fraction(layout.secondary_shards) * among_few * widths.gathered,
+        (along_shards, "gather"): (
+            ring_fraction(shards) * among_all + ring_fraction(layout.secondary_shards) * among_few
+        ),
         (along_shards, "reduce"): passes * ring_fraction(shards) * reduced * reduce_bytes * (layout.zero_stage > 0),
-        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced_once * reduce_bytes / shards,
+        (along_shards, "all_to_all"): exchanged,
+        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced / reductions * reduce_bytes / shards,
     }
     return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
 
 
-def gathered_among_few(config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage, rank: int | None) -> float:
-    """Return the elements of secondary shards that a step gathers (ZeRO++, arXiv 2306.10209, section 3.2).
+def gathered_bytes(
+    config: RunConfig,
+    layout: Layout,
+    widths: StateWidths,
+    stage: Stage,
+    rank: int | None = None,
+    of_experts: bool | None = None,
+) -> tuple[float, float]:
+    """Return the bytes of whole parameters that a step gathers among all ranks of shards, and among secondary ones.
 
-    They serve all gatherings but the first one of a micro-batch, or where they last until the update, of a step.
+    Secondary shards serve all gatherings but the first one of a micro-batch, or where they last until the update, of a
+    step (ZeRO++, arXiv 2306.10209, section 3.2).
     """
-    gathered, reduced = sent_elements(config, layout, widths, stage, rank)
-    return gathered - reduced / (reductions_per_step(config, layout) if widths.keeps_secondary_shards else 1)
+    if widths.quantizes_gathers:
+        return _quantized_gathered_bytes(config, layout, widths, stage)
+    gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
+    once = reduced / (reductions_per_step(config, layout) if widths.keeps_secondary_shards else 1)
+    among_few = gathered - once if layout.secondary_shards > 1 else 0.0
+    return (gathered - among_few) * widths.gathered, among_few * widths.gathered
+
+
+def _quantized_gathered_bytes(
+    config: RunConfig, layout: Layout, widths: StateWidths, stage: Stage
+) -> tuple[float, float]:
+    among_all = among_few = 0.0
+    micro_batches, parts = layout.grad_accumulation_steps(config.train), layout.secondary_shards
+    of_few = parameter_bytes(config, layout, stage, parts)
+    for module, size in parameter_bytes(config, layout, stage, layout.dp_shard).items():
+        times = gathers(config.model, config.checkpointing, layout, widths, f"{module}.weight") * micro_batches
+        once = 1 if parts > 1 else times  # DeepSpeed's secondary shards last until the update
+        among_all += once * size
+        among_few += (times - once) * of_few[module]
+    return among_all, among_few
 
 
 def reductions_per_step(config: RunConfig, layout: Layout) -> int:

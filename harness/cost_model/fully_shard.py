@@ -1,5 +1,6 @@
 """The memory that torch's fully_shard takes for whole parameters and gradients. Imports no torch."""
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -47,9 +48,10 @@ class FullyShard(Sharding):
         return whole + self.reduced(self.trained[index].last_reduced) * has_gradients
 
     def whole(self, group: ShardGroup) -> int:
-        """Return the bytes of the gathered parameters, of which projections may have one byte an element."""
-        narrower = (self.widths.gathered - 1) * self.precision.float8_all_gather
-        return group.padded * self.widths.gathered - group.projections * narrower
+        """Return the bytes of the gathered parameters, of which projections may be narrower."""
+        width = self.widths.gathered
+        narrower = width - self.config.gathered_matrix_bytes(width)
+        return group.padded * width - math.floor(group.projections * narrower)
 
     def whole_groups(self, groups: ShardGroups, layers: int, has_head: bool = True) -> int:
         """Return the bytes of a stage's gathered groups with so many layers."""

@@ -19,6 +19,7 @@ from harness.cost_model.activations import (
 )
 from harness.cost_model.float8 import backward_temporaries
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
+from harness.cost_model.quantized import whole_matrix_bytes
 from harness.layout.layer_spec import Matrix, last_product, layer_matrices
 
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
@@ -253,20 +254,27 @@ def run_matrix(
         backward.run({"rank.grad": shape.tokens * matrix.rank * shape.width}, ("scaled.grad", saved), weight=outer)
         backward.run({}, weight=outer, is_accumulation=True)
         run_product(backward, name, ("rank.grad", *frees), inner)
-    run_product(backward, name, (output_grad, *frees), 0)
+    run_product(backward, name, (output_grad, *frees), 0, whole_bytes=whole_matrix_bytes(shape, matrix.elements))
 
 
 def run_product(
-    backward: LayerBackward, name: str, frees: tuple[str, ...], weight: int, is_followed_by_matrix: bool = True
+    backward: LayerBackward,
+    name: str,
+    frees: tuple[str, ...],
+    weight: int,
+    is_followed_by_matrix: bool = True,
+    whole_bytes: int = 0,
 ) -> None:
     """Run a product's backward, and sum its input's gradient and those of the products before it.
 
-    It computes the gradient of so many elements of a weight, if that is trained.
+    It computes the gradient of so many elements of a weight, if that is trained. A quantized weight is whole, in so
+    many bytes, until it is multiplied; forward has less beside it.
     """
     whole = backward.shape.whole_hidden_bytes if name == "input" else backward.shape.tensor_bytes(name)
     gradient = f"{name}.grad"
     is_first = gradient not in backward.temporaries
-    backward.run({gradient if is_first else "summand.grad": whole}, frees, weight=weight)
+    results = {gradient if is_first else "summand.grad": whole, "whole_weight": whole_bytes}
+    backward.run(results, (*frees, "whole_weight"), weight=weight)
     if not is_first:
         backward.run({"sum.grad": whole}, ("summand.grad", "sum.grad"), weight=weight)  # in the input's place
     if weight:

@@ -1,13 +1,14 @@
 """The shape of one micro-batch on one rank, the bytes of its tensors, and how torch computes its operators."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from harness.config.model import ModelConfig, TracedLayer
 from harness.config.optimizer import DTYPE_BYTES
 from harness.config.schema import Device, RunConfig
 from harness.layout.layout import Layout
+from harness.layout.model_profile import model_profile
 
 FP32_BYTES, INT64_BYTES = 4, 8
 
@@ -50,6 +51,21 @@ class MicroBatchShape:
         return self.tp if self.vocabulary_parallel else 1
 
     @cached_property
+    def heads_tp(self) -> int:
+        """The number of parts into which attention's heads are divided; 1 where every rank has all of them."""
+        return self.tp if "heads" in model_profile(self.model).cut_tensors else 1
+
+    @cached_property
+    def inner_tp(self) -> int:
+        """The number of parts into which the MLP's inner size is divided."""
+        return self.tp if "inner" in model_profile(self.model).cut_tensors else 1
+
+    @cached_property
+    def logits_tp(self) -> int:
+        """The number of parts into which the logits that a loss takes are divided; 1 where they are gathered."""
+        return self.vocabulary_tp if "logits" in model_profile(self.model).cut_tensors else 1
+
+    @cached_property
     def width(self) -> int:
         """Bytes per element."""
         return DTYPE_BYTES[self.compute_dtype]
@@ -77,7 +93,7 @@ class MicroBatchShape:
     @cached_property
     def query_bytes(self) -> int:
         """Bytes of the queries' heads."""
-        return self.tokens * self.model.attention_width * self.width // self.tp
+        return self.tokens * self.model.attention_width * self.width // self.heads_tp
 
     @cached_property
     def key_bytes(self) -> int:
@@ -87,18 +103,18 @@ class MicroBatchShape:
     @cached_property
     def core_key_bytes(self) -> int:
         """Bytes of the keys' heads that attention takes: of all ranks, or of so many heads that ranks divide them."""
-        heads = self.model.num_key_value_heads // self.tp
+        heads = self.model.num_key_value_heads // self.heads_tp
         return self.key_bytes * math.lcm(heads, self.cp) // heads if self.exchanges_heads else self.key_bytes * self.cp
 
     @cached_property
     def inner_bytes(self) -> int:
         """Bytes of one tensor of the MLP's inner size, of all of its experts if it has some."""
-        return (self.routed_rows or self.tokens) * self.model.intermediate_size * self.width // self.tp
+        return (self.routed_rows or self.tokens) * self.model.intermediate_size * self.width // self.inner_tp
 
     @cached_property
     def shared_inner_bytes(self) -> int:
         """Bytes of one tensor of the inner size of the MLP that computes every token beside its experts."""
-        return self.tokens * self.model.shared_expert_intermediate_size * self.width // self.tp
+        return self.tokens * self.model.shared_expert_intermediate_size * self.width // self.inner_tp
 
     @cached_property
     def routed_rows(self) -> int:
@@ -135,7 +151,7 @@ class MicroBatchShape:
     @cached_property
     def logits_bytes(self) -> int:
         """Bytes of this rank's part of the fp32 logits of those tokens that go through the loss at once."""
-        vocabulary = math.ceil(self.model.vocab_size / self.vocabulary_tp)
+        vocabulary = math.ceil(self.model.vocab_size / self.logits_tp)
         return self.tokens // self.loss_chunks * vocabulary * FP32_BYTES
 
     @cached_property
@@ -186,12 +202,16 @@ class MicroBatchShape:
     def traced_layer(self, checkpointing: str) -> TracedLayer | None:
         """Return a layer's memory by the trace of a library's model; None where it has none of such a layer.
 
-        It is a whole layer's of a CPU, which has no fused kernel with dropout.
+        It is a whole layer's, without other ranks, of a CPU, which has no fused kernel with dropout.
         """
-        is_alike = self.tp == 1 and (self.device == "cpu" or self.model.dropout == 0)
-        if self.model.hf_info is None or not is_alike:
+        if self.model.hf_info is None or (self.device != "cpu" and self.model.dropout > 0):
             return None
         return self.model.hf_info.traced_layers.get(f"{self.width} {checkpointing}")
+
+    @cached_property
+    def without_tp(self) -> "MicroBatchShape":
+        """The same micro-batch on a rank that has all of every tensor."""
+        return replace(self, tp=1)
 
     def mask_width(self, width: int) -> int:
         """Return the bytes per element of a dropout's mask: a CPU multiplies by it in the width of what it drops."""

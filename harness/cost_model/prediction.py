@@ -10,17 +10,19 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackConfig, StackMemory
 from harness.config.strategy import AXES, DEGREES
 from harness.cost_model.communication import expected_bytes
-from harness.cost_model.dp_communication import gathered_among_few
+from harness.cost_model.dp_communication import gathered_bytes
 from harness.cost_model.fits import FitVerdict, Room, fit_verdict, say
 from harness.cost_model.flops import model_flops
 from harness.cost_model.memory import PROCESS_BYTES, MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import micro_batch_shape
+from harness.cost_model.node_groups import group_of, leaving_share, secondary_group
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.ring import ring_fraction
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
+from harness.cost_model.zero_plus_plus import exchanged_bytes
 from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
@@ -69,12 +71,23 @@ class Prediction:
     def has_traced_layers(self) -> bool:
         """Whether its activations are those of a trace; of a library's model others are those of the nearest family."""
         shape = micro_batch_shape(self.config, self.layout, self.cluster.device)
-        return shape.traced_layer("none") is not None
+        return shape.tp == 1 and shape.traced_layer("none") is not None
+
+    @property
+    def planned_alone(self) -> str:
+        """The choice that this project's engines do not train; empty where they train all of it."""
+        adapter, precision = self.config.model.adapter, self.config.precision
+        choices = {
+            f"stack={self.stack.name}": self.stack.name != "harness",
+            f"adapter={adapter.name}": adapter.is_quantized,
+            f"precision.recipe={precision.recipe}": precision.is_planned_only,
+        }
+        return next((choice for choice, is_planned in choices.items() if is_planned), "")
 
     @property
     def is_runnable(self) -> bool:
-        """Whether this project's engines train it; other stacks are planned alone."""
-        return self.stack.name == "harness"
+        """Whether this project's engines train it."""
+        return not self.planned_alone
 
     @property
     def has_own_memory(self) -> bool:
@@ -114,9 +127,9 @@ class Prediction:
 
     @property
     def judged_stack(self) -> StackMemory:
-        """The stack with the errors on file for this model: none for a library's."""
-        memory = self.stack.memory
-        return dataclasses.replace(memory, measured_over_predicted=None) if self.is_of_library else memory
+        """The stack with the errors on file for this model: none for a library's, and none with 4-bit weights."""
+        memory, is_unmeasured = self.stack.memory, self.is_of_library or self.config.model.adapter.is_quantized
+        return dataclasses.replace(memory, measured_over_predicted=None) if is_unmeasured else memory
 
     @cached_property
     def time(self) -> StepTime:
@@ -256,8 +269,30 @@ class Prediction:
     @property
     def secondary_bytes(self) -> float:
         """The bytes of them by which a rank gathers secondary shards, whose ranks are neighbors."""
-        among_few = gathered_among_few(self.config, self.layout, self.widths, whole_model(self.config.model), None)
-        return ring_fraction(self.layout.secondary_shards) * among_few * self.widths.gathered
+        _, among_few = gathered_bytes(self.config, self.layout, self.widths, whole_model(self.config.model))
+        return ring_fraction(self.layout.secondary_shards) * among_few
+
+    @cached_property
+    def between_nodes_bytes(self) -> float:
+        """The bytes of them that leave the node, as the mean of its devices."""
+        layout, devices, leaving = self.layout, self.cluster.gpus_per_node, 0.0
+        for name, size in self.sent_bytes.items():
+            axes, operation = name.split()
+            share = leaving_share(operation, group_of(layout, tuple(axes.split("+")), devices))
+            if self.widths.exchange_devices and operation == "all_to_all":
+                hops = exchanged_bytes([(1, 1)], layout.dp_shard, devices)
+                share = hops[1] / sum(hops)
+            leaving += share * size
+        if layout.secondary_shards > 1:
+            groups = secondary_group(layout, devices), group_of(layout, layout.sharding_axes, devices)
+            few, all_ranks = (leaving_share("gather", group) for group in groups)
+            leaving += (few - all_ranks) * self.secondary_bytes
+        return leaving
+
+    @property
+    def within_nodes_bytes(self) -> float:
+        """The bytes of them that stay within the node."""
+        return sum(self.sent_bytes.values()) - self.between_nodes_bytes
 
     def label(self) -> str:
         """Return the layout in a few words: `fsdp zero 3, dp_shard 8 x tp 4, selective, micro-batch 2`."""

@@ -6,8 +6,9 @@ SCALARS = 8
 
 LAYOUT = "layout"  # the purpose of all other collectives, which move the tensors of the layout
 
-# Functions that move the layout's tensors however small: DeepSpeed's stages 1 and 2 cut gradients where partitions end.
-LAYOUT_CALLERS = frozenset({"DeepSpeedZeroOptimizer.allreduce_bucket"})
+# Functions that move the layout's tensors however small: DeepSpeed's stages 1 and 2 cut gradients where partitions end,
+# and stage 3 gathers the scales of a quantized vector.
+LAYOUT_CALLERS = frozenset({"DeepSpeedZeroOptimizer.allreduce_bucket", "_dist_allgather_fn"})
 
 
 def ring_fraction(ranks: int) -> float:

@@ -38,7 +38,7 @@ class ShardGroup:
     shards: int  # as which data parallelism divides it
     moved: int  # of parameters that are not divided along their first dimension, whose rows are moved in copies
     last_moved: int  # of the last of these
-    projections: int = 0  # with their padding, if it is a layer's group
+    projections: int = 0  # of a layer's own matrices, with their padding
 
 
 @dataclass(frozen=True)
@@ -94,36 +94,36 @@ def shard_groups(model: ModelConfig, layout: Layout, stage: Stage, trained: bool
 
 @lru_cache(maxsize=2048)
 def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int, ep: int, trained: bool) -> ShardGroups:
-    groups = defaultdict[str, list[tuple[tuple[int, ...], int]]](list)  # shapes, and by how much ep divides them
+    # Shapes, by how much ep divides them, and whether they are a layer's own matrices.
+    groups = defaultdict[str, list[tuple[tuple[int, ...], int, bool]]](list)
     for parameter in parameters_of_stage(model, stage, trained):
         if parameter.layer in (None, stage.first_layer):
             shape = parameter.local_shape(layout.tp, layout.vocabulary_tp, ep)
-            groups[parameter.group].append((shape, ep if parameter.is_expert else 1))
+            is_projection = parameter.is_layer_matrix and ".lora_" not in parameter.name
+            groups[parameter.group].append((shape, ep if parameter.is_expert else 1, is_projection))
     if not (groups["embedding"] and groups["head"]):
         groups["root"] = groups.pop("embedding", []) + groups.pop("head", [])
     of_layer = groups[str(stage.first_layer)]
     for name, is_divided in (("rest", False), ("experts", True)):
-        groups[name] = [(shape, own) for shape, own in of_layer if (own > 1) == is_divided]
+        groups[name] = [each for each in of_layer if (each[1] > 1) == is_divided]
     names = ("embedding", str(stage.first_layer), "head", "rest", "experts", "root")
-    embedding, layer, head, rest, experts, root = (
-        _shard_group(groups[name], shards, is_layer=name in (str(stage.first_layer), "rest")) for name in names
-    )
+    embedding, layer, head, rest, experts, root = (_shard_group(groups[name], shards) for name in names)
     waiting = root.largest * stage.holds_head
     return ShardGroups(embedding, layer, head, rest, experts, root, stage.layers, waiting)
 
 
-def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int]], shards: int, is_layer: bool) -> ShardGroup:
-    sizes, padded, moved, at_rest = [math.prod(shape) for shape, _ in shapes], list[int](), list[int](), 0
-    for shape, ep in shapes:
+def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int, bool]], shards: int) -> ShardGroup:
+    sizes, padded, moved, at_rest = [math.prod(shape) for shape, *_ in shapes], list[int](), list[int](), 0
+    for shape, ep, _ in shapes:
         own = max(1, shards // ep)
         rows, row = fsdp_rows(shape, own)
         padded.append(-(-rows // own) * own * row)
         moved += padded[-1:] * fsdp_dim(shape, own)
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
-    own = max(1, shards // max((ep for _, ep in shapes), default=1))
+    own = max(1, shards // max((ep for _, ep, _ in shapes), default=1))
     last, largest, last_moved = sum(sizes[-1:]), max(sizes, default=0), sum(moved[-1:])
-    projections = sum(size for size, (shape, _) in zip(padded, shapes, strict=True) if len(shape) > 1) * is_layer
+    projections = sum(size for size, (*_, is_projection) in zip(padded, shapes, strict=True) if is_projection)
     return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), last_moved, projections)
 
 

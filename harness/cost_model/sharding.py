@@ -9,12 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from harness.config.adapter import NF4_BYTES
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.communication import tied_bytes
 from harness.cost_model.layer_backward import LayerMoment
 from harness.cost_model.micro_batch_shape import FP32_BYTES, micro_batch_shape
 from harness.cost_model.optimizer_state import OptimizerTensor, optimizer_tensors, state_bytes, update_temporaries
 from harness.cost_model.pipeline import BackwardStart, PassKind
+from harness.cost_model.quantized import quantized_base
 from harness.cost_model.shard_groups import ShardGroups, local_parameter_count, shard_groups
 from harness.cost_model.stage_activations import StageActivations, stage_activations
 from harness.cost_model.tape import Tape
@@ -80,8 +82,10 @@ class Sharding:
 
     @cached_property
     def parameter_bytes(self) -> int:
-        """The bytes of the rank's parameters between steps."""
-        return -(-self.widths.parameters * sum(self.counts) // self.shard_counts["parameters"])
+        """The bytes of the rank's parameters between steps; every rank has all scales of quantized ones."""
+        width, (quantized, scales) = self.widths.parameters, quantized_base(self.config.model, self.stages)
+        size = width * sum(self.counts) - math.floor((width - NF4_BYTES) * quantized)
+        return -(-size // self.shard_counts["parameters"]) + scales
 
     @cached_property
     def optimizer_bytes(self) -> int:

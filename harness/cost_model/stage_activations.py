@@ -1,6 +1,6 @@
 """The bytes that a pass through a pipeline stage keeps for backward, and when. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from harness.config.model import TRACED_SEQUENCES, TracedLayer
@@ -30,6 +30,21 @@ class LayerActivations:
     for_weights: int = 0  # kept or recomputed for its weights' gradients, and freed after them
     left: int = 0  # of what it keeps and recomputes when its weights have their gradients
     sums: int = 0  # of the moment alone at which its forward sums its experts' outputs
+
+    @property
+    def most(self) -> int:
+        """The most bytes of its backward."""
+        return max(moment.saved + moment.temporaries for moment in self.moments)
+
+    def with_excess(self, traced: "LayerActivations", whole: "LayerActivations") -> "LayerActivations":
+        """Return it with what the trace of a whole layer has beyond the formulas, which every rank may have whole.
+
+        Such tensors are of further norms and projections, and copies of fused matrices' outputs.
+        """
+        excess = traced.most - whole.most
+        moments = (replace(moment, saved=max(0, moment.saved + excess)) for moment in self.moments)
+        saved = max(0, self.saved + traced.saved - whole.saved)
+        return replace(self, saved=saved, at_scores=self.at_scores + saved - self.saved, moments=tuple(moments))
 
 
 @lru_cache(maxsize=4096)
@@ -123,15 +138,19 @@ class StageActivations:
         That is the backward of the log-softmax: the log-probabilities and two gradients. torch's loss over logits that
         are cut along the vocabulary runs it by plain operations, with the probabilities beside them.
         """
-        return (3 + (self.shape.vocabulary_tp > 1)) * self.logits_bytes
+        return (3 + (self.shape.logits_tp > 1)) * self.logits_bytes
 
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
         kind = "none" if not is_recomputed else "selective" if self.checkpointing.name == "selective" else "full"
-        traced = self.shape.traced_layer(kind)
+        shape, traced = self.shape, self.shape.traced_layer(kind)
         if traced is None:
-            return one_layer_activations(self.shape, self.checkpointing, is_recomputed)
-        return traced_activations(traced, self.shape.sequences / TRACED_SEQUENCES)
+            return one_layer_activations(shape, self.checkpointing, is_recomputed)
+        of_trace = traced_activations(traced, shape.sequences / TRACED_SEQUENCES)
+        if shape.tp == 1:
+            return of_trace
+        whole = one_layer_activations(shape.without_tp, self.checkpointing, is_recomputed)
+        return one_layer_activations(shape, self.checkpointing, is_recomputed).with_excess(of_trace, whole)
 
     def outside(self, following: int) -> int:
         """Return the bytes on the device in the backward of this layer, without those of the layer itself."""

@@ -25,7 +25,7 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
         raise UserError("no layout of the search fits: choose more devices, or name a strategy")
     best = plan.predictions[0]
     if not best.is_runnable:
-        raise UserError(f"stack={best.stack.name} is planned alone: leave it out to export what this project trains")
+        raise UserError(f"{best.planned_alone} is planned alone: leave it out to export what this project trains")
     preset = run_overrides(best.config)[0].partition("=")[2] if plan.result else best.config.strategy.name
     config = dataclasses.replace(best.config, strategy=dataclasses.replace(best.config.strategy, name=preset))
     corpus = prepare_corpus(config.data, config.train.seq_len)

@@ -123,7 +123,7 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "own_stage": pp and (is_fsdp or has_own_masters or (layout.splits_backward and recomputes)),
         "skips_synchronization": is_ddp and needs_last and not has_own_masters,
         "needs_last": needs_last,
-        "needs_layers": transforms or shards or layout.tp_enabled,
+        "needs_layers": transforms or shards or layout.tp_enabled or precision.has_recipe,
         "needs_ends": shards,
         "needs_mesh": bool(mesh(layout)),
         "mesh_sizes": tuple(mesh(layout).values()),

@@ -26,11 +26,16 @@ PRELOADS: Mapping[Device, Sequence[str]] = {
     "cuda": ("harness.launcher.parent_death", "harness.launcher.preload"),
 }
 
+# What ranks import of libraries that only some runs need. A forkserver of CUDA ranks imports none: these may call the
+# driver, too.
+LIBRARIES = {name: f"harness.launcher.preload_{name}" for name in ("peft", "torchao", "transformers")}
 
-def start_forkserver(device: Device, preload: Sequence[str] | None = None) -> None:
+
+def start_forkserver(device: Device, preload: Sequence[str] | None = None, libraries: Sequence[str] = ()) -> None:
     """Start the forkserver unless it runs already, without waiting for its imports.
 
-    It lives no longer than the thread that calls this (harness.launcher.parent_death): call it from the main thread.
+    One without some of these libraries is replaced by one that also has those of earlier calls. It lives no longer than
+    the thread that calls this (harness.launcher.parent_death): call it from the main thread.
     Raises UserError if the folder for temporary files has too long a path for the forkserver's socket.
     """
     folder = tempfile.gettempdir()
@@ -38,7 +43,12 @@ def start_forkserver(device: Device, preload: Sequence[str] | None = None) -> No
         raise UserError(f"TMPDIR={folder} is too long a path for sockets: choose one of at most {MOST_OF_FOLDER} bytes")
     modules = list(PRELOADS[device] if preload is None else preload)
     server: Any = multiprocessing.forkserver._forkserver  # there is one per process, and no public way to stop it
-    if server._preload_modules != modules:
+    running = server._preload_modules
+    if running[: len(modules)] == modules:
+        modules = running
+    if device == "cpu":
+        modules = [*modules, *(LIBRARIES[name] for name in libraries if LIBRARIES[name] not in modules)]
+    if running != modules:
         server._stop()
         multiprocessing.set_forkserver_preload(modules)
     single_threaded = {"OPENBLAS_NUM_THREADS": "1"}  # otherwise numpy starts threads, which do not survive a fork

@@ -55,14 +55,16 @@ def launch(
     on_tick: Callable[[], None] | None = None,
     nodes: NodeInfo | None = None,
     preload: Sequence[str] | None = None,
+    libraries: Sequence[str] = (),
 ) -> LaunchOutcome:
     """Run `entry(str(run_dir))` in every rank of this node, with torchrun's environment, and return when all are dead.
 
-    `entry` is a module-level function. `on_tick` is called five times a second from another thread, and its exceptions
-    are raised here. Call this from the main thread: a first SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a
-    second raises KeyboardInterrupt. Logs go to `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher logs a
-    warning. If no rank's heartbeat changes for `hang_seconds`, all ranks are killed; these, and ranks at their time
-    limit, leave their stack traces in the same folder.
+    `entry` is a module-level function, and `libraries` are those of LIBRARIES that its ranks use. `on_tick` is called
+    five times a second from another thread, and its exceptions are raised here. Call this from the main thread: a first
+    SIGINT, SIGTERM or SIGHUP ends the run as 'interrupted', a second raises KeyboardInterrupt. Logs go to
+    `run_dir/logs`: rank_<r>.log, and launcher.log if the launcher logs a warning. If no rank's heartbeat changes for
+    `hang_seconds`, all ranks are killed; these, and ranks at their time limit, leave their stack traces in the same
+    folder.
     """
     if entry.__module__ == "__main__":
         raise ValueError(f"{entry.__qualname__} is in __main__, which a rank cannot import: move it to a module")
@@ -84,7 +86,7 @@ def launch(
         try:
             try:
                 monitor.arm()
-                start_forkserver(device, preload)
+                start_forkserver(device, preload, libraries)
                 store = _store() if nodes.count == 1 else None
                 port = store.port if store else nodes.master_port
                 config = _config(nodes, port, local_ranks, device, run_dir, timeout_seconds)

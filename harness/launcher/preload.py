@@ -7,6 +7,7 @@ its allocator, and a fork of a process that has initialized CUDA cannot use the 
 import contextlib
 import gc
 import importlib
+import logging
 import pkgutil
 from collections.abc import Iterable, Iterator
 from types import ModuleType
@@ -42,6 +43,13 @@ def load(modules: Iterable[str]) -> None:
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
+
+
+def load_library(modules: Iterable[str]) -> None:
+    """Import modules of a library without its warnings, which would stand between the lines of the command."""
+    logging.disable()
+    load(modules)
+    logging.disable(logging.NOTSET)
 
 
 def modules_of(package: ModuleType) -> Iterator[str]:

@@ -76,6 +76,16 @@ def incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         yield from secondary_incompatibilities(config, layout)
 
 
+def compiler_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
+    """Yield what this project does not run with compiled layers on any machine, and other stacks may train."""
+    compiles = config.train.compile
+    rules = {
+        "compiled_halves": compiles and layout.splits_backward,
+        "compiled_parts": compiles and config.checkpointing.name in ("selective", "attention"),
+    }
+    return refusals(rules, config, layout)
+
+
 def decoder_incompatibilities(config: RunConfig, layout: Layout, micro_batches: int) -> Iterator[str]:
     """Yield why sequences are too long for the positions, and what tensor-parallel ranks cannot divide.
 
@@ -158,6 +168,9 @@ def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
         "adapter_optimizer": config.optimizer.name not in ("adamw", "sgd"),
         "adapter_launch": config.launch != "processes",
         "adapter_targets": len(unknown) > 0,
+        "quantized_engine": model.adapter.is_quantized and layout.engine != "torch",
+        "quantized_tp": model.adapter.is_quantized and layout.tp_enabled,
+        "quantized_shards": model.adapter.is_quantized and config.precision.is_mixed and layout.data_parallel == "fsdp",
     }
     values = {"unknown": ", ".join(unknown), "names": ", ".join(names)}
     yield from refusals(rules, config, layout, **values)

@@ -50,6 +50,11 @@ class Matrix(NamedTuple):
         return math.prod(self.shape)
 
     @property
+    def base_path(self) -> str:
+        """The path of the module with its own weight, which peft wraps where it has an adapter."""
+        return f"{self.path}.base_layer" if self.rank else self.path
+
+    @property
     def adapter_shapes(self) -> Shapes:
         """The shapes of its adapter's two matrices by the names that peft gives them; none without an adapter."""
         shapes = {"lora_A": (self.rank, self.inputs), "lora_B": (self.outputs, self.rank)}
@@ -59,7 +64,7 @@ class Matrix(NamedTuple):
     def cut_modules(self) -> list[str]:
         """The paths of the modules that tensor parallelism cuts by its style: with an adapter also one part of that."""
         parts = {"column": "lora_B.default", "row": "lora_A.default"}
-        of_adapter = [f"{self.path}.base_layer", f"{self.path}.{parts.get(self.style or '')}"] if self.rank else []
+        of_adapter = [self.base_path, f"{self.path}.{parts.get(self.style or '')}"] if self.rank else []
         return [self.path, *of_adapter]
 
     def products(self, tp: int = 1) -> dict[str, tuple[float, float]]:

@@ -39,6 +39,26 @@ class ModelProfile:
         return {name.removeprefix(prefix): shape for name, shape in named if name.startswith(prefix)}
 
     @cached_property
+    def cut_tensors(self) -> frozenset[str]:
+        """Which tensors tensor-parallel ranks divide in every layer, and behind the layers: `heads`, `inner`, `logits`.
+
+        A row-parallel matrix takes a divided input. The MLP has a layer's last matrix.
+        """
+        if self.is_project_decoder:
+            return frozenset(("heads", "inner", "logits"))
+        is_cut = {"logits": self.tensor_plan.get(self.head[-1]) == "vocabulary"}
+        for name, of_mlp in (("heads", False), ("inner", True)):
+            is_cut[name] = all(self._has_row(layer, of_mlp) for layer in self.layers)
+        return frozenset(name for name, holds in is_cut.items() if holds)
+
+    def _has_row(self, layer: str, of_mlp: bool) -> bool:
+        """Return whether a matrix of a layer's MLP, or one of its others, is row-parallel."""
+        matrices = [name for name, shape in self.parameter_shapes.items() if len(shape) >= MATRIX_DIMS]
+        paths = [name.rpartition(".")[0] for name in matrices if name.startswith(f"{layer}.")]
+        mlp = paths[-1].rpartition(".")[0]
+        return any(self.tensor_plan.get(path) == "row" and (path.rpartition(".")[0] == mlp) == of_mlp for path in paths)
+
+    @cached_property
     def embedding_shapes(self) -> Shapes:
         """The shapes of all parameters that are neither in decoder layers nor in the head, as tables are."""
         named = self.parameter_shapes.items()
@@ -85,10 +105,9 @@ def decoder_profile(model: ModelConfig) -> ModelProfile:
     for branch in model.architecture.branches:
         of_layer |= norm_shapes(branch.norm, model)
     for matrix in matrices:
-        path = f"{matrix.path}.base_layer" if matrix.rank else matrix.path  # as peft wraps it
-        of_layer[f"{path}.weight"] = matrix.shape
+        of_layer[f"{matrix.base_path}.weight"] = matrix.shape
         if model.architecture.biases:
-            of_layer[f"{path}.bias"] = (matrix.outputs,)
+            of_layer[f"{matrix.base_path}.bias"] = (matrix.outputs,)
         of_layer |= {f"{matrix.path}.{name}": shape for name, shape in matrix.adapter_shapes.items()}
     shapes: Shapes = {"embed_tokens.weight": table}
     if model.architecture.learned_positions:

@@ -39,5 +39,9 @@ class StateWidths:
     overlaps_reduction: bool = True
     prefetches_parameters: bool = True
     all_reduces_gradients: bool = False  # in stages 1 and 2, which by the paper reduce a gradient to its owner
+    # ZeRO++ (arXiv 2306.10209): whether parameters are gathered as 8-bit integers (qwZ), and among how many devices of
+    # a node gradients are exchanged as 4-bit integers before nodes exchange their sums (qgZ), 0 where they are reduced.
+    quantizes_gathers: bool = False
+    exchange_devices: int = 0
     host_gradients: int = 0
     host_buffer_bytes: int = 0  # in total

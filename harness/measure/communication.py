@@ -31,6 +31,7 @@ _NOT_CALLERS = (
     "harness.measure.",
     "harness.probe",
     "contextlib",
+    "typing_extensions",
     "functools",
 )
 

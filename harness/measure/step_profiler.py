@@ -78,7 +78,7 @@ class StepListener(Listener):
         self.communication = CommunicationCounter(self.on_collective)
         self.operators: set[str] = set()  # the names of those that ran
         self.attention_kernels: set[str] = set()
-        self.flops, self.scaled = 0, ScaledProducts()
+        self.flops, self.scaled = 0, ScaledProducts(engine.model)
         self.is_updating = False  # the optimizer's own products are not the model's
         self.peak_gradient_bytes = 0
         self.gradient_bytes_by_device: dict[str, int] = {}
@@ -190,7 +190,7 @@ class StepListener(Listener):
             max_in_flight_micro_batches=self.max_in_flight,
             split_backwards=self.split_backwards,
             flops=self.flops,
-            scaled_flops=dict(self.scaled.flops),
+            scaled_flops=self.scaled.flops(),
             least_scaled_range=self.scaled.least_range(),
             peak_allocated_bytes=self.recorder.peak_allocated_bytes,
             at_peak=self.recorder.at_peak(timed_log),

@@ -62,18 +62,23 @@ def apply_model_transforms(model: Decoder, config: RunConfig, layout: Layout, pr
     if config.model.router_aux_loss_coef:
         model.balance_experts(balancing_weight(config, layout))
     if config.train.compile:
-        apply_compile(model)
+        apply_compile(model, config.precision.has_recipe)
     apply_checkpointing(model, config.checkpointing, probe)
     if config.checkpointing.offload_activations:
         offload_activations(model, probe)
     apply_loss_chunks(model, config.train.loss_chunks, probe)
 
 
-def apply_compile(model: Decoder) -> None:
-    """Compile the forward of every decoder layer in place; later wrappers, such as checkpointing, stay outside."""
+def apply_compile(model: Decoder, is_scaled: bool) -> None:
+    """Compile the forward of every decoder layer in place; later wrappers, such as checkpointing, stay outside.
+
+    Where products are scaled, the compiler rounds wherever single operators would, as torchtitan has it for scales of
+    rows (pytorch/pytorch#150859): scales and casts to float8 amplify what a rounding changes.
+    """
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1  # a pool of processes would outlive the compilation and disturb the timed steps
+    inductor.emulate_precision_casts = is_scaled
     for block in model.layers_by_index().values():
         block.forward = torch.compile(block.forward, dynamic=False)  # type: ignore[method-assign]
 

@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,18 +27,36 @@ Live = dict[int, tuple[int, bool]]  # the bytes of storages by their number, and
 
 
 def trace_layers(config: Any, attention: str, seq_len: int, path: object) -> dict[str, TracedLayer]:
-    """Return the memory of the last layer by the bytes of an element and the checkpointing, as HFModelInfo has it."""
+    """Return the memory of a layer by the bytes of an element and the checkpointing, as HFModelInfo has it.
+
+    One layer of each kind is traced, by the shapes of its parameters. The result keeps as much as the mean of all
+    layers, and has the worst moments of the fullest one.
+    """
+    _, layers = decoder_layers(instantiate(config, attention, path))
+    kinds = [tuple(tuple(weight.shape) for weight in layer.parameters()) for layer in layers]
+    indices = {kind: index for index, kind in enumerate(kinds)}  # the last layer of each
     traced: dict[str, TracedLayer] = {}
-    for dtype, kind in itertools.product((torch.float32, torch.bfloat16), TRACED):
-        model = instantiate(config, attention, path, dtype)
-        _, layers = decoder_layers(model)
-        if kind != "none":
-            checkpoint_block(layers[-1], layer_contexts(CheckpointingConfig(kind), Probe()))
-        tokens = torch.zeros((TRACED_SEQUENCES, seq_len), dtype=torch.int64)
-        with LayerTrace(layers[-1]) as trace:
-            loss_function(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
-        traced[f"{dtype.itemsize} {kind}"] = trace.traced_layer()
+    for dtype, checkpointing in itertools.product((torch.float32, torch.bfloat16), TRACED):
+        of_kind = {
+            kind: trace_layer(instantiate(config, attention, path, dtype), index, seq_len, checkpointing)
+            for kind, index in indices.items()
+        }
+        fullest = max(of_kind.values(), key=lambda layer: max(saved + others for saved, others, *_ in layer.moments))
+        saved = sum(of_kind[kind].saved_bytes for kind in kinds) // len(kinds)
+        traced[f"{dtype.itemsize} {checkpointing}"] = replace(fullest, saved_bytes=saved)
     return traced
+
+
+def trace_layer(model: nn.Module, index: int, seq_len: int, checkpointing: Checkpointing) -> TracedLayer:
+    """Return the memory of one layer of a model, in forward and backward of the whole model."""
+    layer = decoder_layers(model)[1][index]
+    if checkpointing != "none":
+        checkpoint_block(layer, layer_contexts(CheckpointingConfig(checkpointing), Probe()))
+    tokens = torch.zeros((TRACED_SEQUENCES, seq_len), dtype=torch.int64)
+    trace = LayerTrace(layer)
+    with trace:
+        loss_function(model(tokens), tokens).backward()  # type: ignore[no-untyped-call]
+    return trace.traced_layer()
 
 
 def run_on_fakes(func: Any, args: Any, kwargs: Any) -> Any:

@@ -87,7 +87,7 @@ def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
 def simulation_problems(prediction: Prediction) -> Iterator[str]:
     """Yield every reason why a simulation cannot tell whether a prediction fits, a line each."""
     facts = {
-        "stack_alone": not prediction.is_runnable,
+        "planned_alone": not prediction.is_runnable,
         "other_layers": prediction.is_of_library,
         "slow_offload": prediction.memory.host_bytes > 0,
     }

@@ -8,6 +8,7 @@ import io
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import yaml
 
@@ -23,8 +24,7 @@ from harness.runner.config_columns import config_columns
 
 SEARCH = "search"  # the strategy that stands for all of them
 
-# The library, its settings, and whether these are the papers': of a preset as it is.
-_OF_LIBRARY = ("engine", "options", "literature")
+_OF_LIBRARY = ("engine", "literature")  # the library, and whether its settings are the papers': of a preset as it is
 
 # The settings that a search chooses, which a run's command line has from its answer; a stack is a plan's alone.
 _CHOSEN = ("strategy.", "checkpointing.", "train.micro_batch.", "stack.", "plan.simulate.", "plan.tokens.")
@@ -55,6 +55,7 @@ PLAN_COLUMNS = {
     "exposed_AXIS_seconds": "The part of exposed_communication_seconds along tp, cp, ep, dp_shard, dp_replicate or pp.",
     "communication_AXIS_OPERATION_bytes": "The part of communication_bytes along an axis and by an operation.",
     "secondary_bytes": "The part of communication_bytes that goes among the neighboring ranks of secondary shards.",
+    "between_nodes_bytes": "The part of communication_bytes that leaves the node, as the mean of its devices.",
     "cost_per_billion_tokens": "The price of a billion tokens, by cluster.hardware.price_per_device_hour.",
 }
 
@@ -117,9 +118,17 @@ def _changes(group: str, preset: GroupValues, wanted: GroupValues) -> list[str]:
 
     A degree that the preset leaves to the world (-1) follows from the others.
     """
-    keys = [key for key in preset if key not in ("name", *_OF_LIBRARY) and preset[key] not in (-1, wanted[key])]
-    values = {key: str(wanted[key]).lower() if isinstance(wanted[key], bool) else wanted[key] for key in keys}
-    return [f"{group}.{key}={value}" for key, value in values.items()]
+    own, chosen = _flat(preset), _flat(wanted)
+    keys = [key for key in chosen if own.get(key) not in (-1, chosen[key])]
+    values = {key: str(chosen[key]).lower() if isinstance(chosen[key], bool) else chosen[key] for key in keys}
+    missing = [f"~{group}.{key}" for key in own if key not in chosen]
+    return [f"{'' if key in own else '+'}{group}.{key}={value}" for key, value in values.items()] + missing
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that an override may change, those of the library's settings by their dotted keys."""
+    options = {f"options.{key}": value for key, value in (values.get("options") or {}).items()}
+    return {key: value for key, value in values.items() if key not in ("name", "options", *_OF_LIBRARY)} | options
 
 
 def predicted_columns(prediction: Prediction) -> Cells:
@@ -163,6 +172,7 @@ def predicted_columns(prediction: Prediction) -> Cells:
         "communication_bytes": round(sum(sent.values())),
         **{f"communication_{name}_bytes": round(size) for name, size in sent.items()},
         **({"secondary_bytes": round(prediction.secondary_bytes)} if layout.secondary_shards > 1 else {}),
+        "between_nodes_bytes": round(prediction.between_nodes_bytes),
     }
 
 

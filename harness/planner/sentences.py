@@ -42,7 +42,8 @@ TERMS = {
 
 _FORMATS = {"s": ".4g", "tokens/s": ",.0f", "%": ".1f", "GiB": ".2f"}  # of figures side by side, by their units
 
-_SELDOM = {"copies", *(f"exposed {axis}" for axis in AXES)}  # parts of a step without a column where no layout has any
+# Columns that a table lacks where no layout has any of them.
+_SELDOM = {"copies", "between nodes", *(f"exposed {axis}" for axis in AXES)}
 
 say = Sentences(
     Path(__file__).with_name("sentences.j2"),
@@ -145,10 +146,7 @@ def run_sentences(planned: Sequence[str], first: Prediction) -> Iterator[str]:
     is_of_library = any(word == "model=hf" or names_model(word) for word in planned)
     is_own = not first.is_of_library
     facts = {"run_of_library": is_of_library and is_own, "run": not (is_of_library and is_own)}
-    is_scaled = first.config.precision.has_recipe
-    facts["exported"] = (
-        is_own and not is_scaled and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
-    )
+    facts["exported"] = is_own and not (first.config.model.adapter.is_enabled and first.layout.tp_enabled)
     yield from say.of(facts, settings=run_settings(planned, first.config)) if first.is_runnable else ()
 
 
@@ -182,7 +180,7 @@ def layout_sentences(result: SearchResult) -> Iterator[str]:
 def table_lines(predictions: Sequence[Prediction], swept: Sequence[str]) -> list[str]:
     """Return a table of predictions, and under it what each layout is, after the settings that differ in a sweep."""
     rows = [_table_cells(number, prediction) for number, prediction in enumerate(predictions, 1)]
-    columns = [name for name in rows[0] if name not in _SELDOM or any(row[name] != "0" for row in rows)]
+    columns = [name for name in rows[0] if name not in _SELDOM or any(row[name] not in ("0", "0 B") for row in rows)]
     table = _aligned([columns, *([row[name] for name in columns] for row in rows)])
     labels = (f"{text}: {entry.label()}".removeprefix(": ") for text, entry in zip(swept, predictions, strict=True))
     return [*table, "", *(f"{number}  {label}" for number, label in enumerate(labels, 1))]
@@ -218,6 +216,7 @@ def _figures(prediction: Prediction) -> dict[str, float]:
         "of the host": memory.host_bytes,
         "sent by a rank in a step": sum(sent.values()),
         **{f"  {name}": size for name, size in sent.items()},
+        "between nodes": prediction.between_nodes_bytes,
     }
     return {
         "step s": prediction.step_seconds,
@@ -242,6 +241,7 @@ def _table_cells(number: int, prediction: Prediction) -> dict[str, str]:
         "reserved": format_bytes(prediction.reserved_bytes) if is_gpu else "",
         "fits": prediction.verdict.fits,
         **{part: f"{seconds:.3g}" for part, seconds in prediction.parts_of_step.items()},
+        "between nodes": format_bytes(prediction.between_nodes_bytes),
     }
 
 
@@ -280,5 +280,6 @@ def explanation(prediction: Prediction) -> Iterator[str]:
         "mfu": prediction.mfu is not None,
         "cost_per_billion_tokens": prediction.cost_per_billion_tokens is not None,
         "communication_bytes": True,
+        "between_nodes_bytes": prediction.between_nodes_bytes > 0,
     }
     return say.of(facts, entry=prediction)

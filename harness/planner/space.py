@@ -21,7 +21,7 @@ from harness.cost_model.prediction import Prediction
 from harness.cost_model.stack_memory import stack_problems
 from harness.engines.base import load_engine, unsupported_elsewhere
 from harness.hardware.machine import DescribedCluster, described_machine
-from harness.layout.compatibility import incompatibilities
+from harness.layout.compatibility import compiler_incompatibilities, incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.runner.resolve import load_precision_preset, load_strategy_preset
 from harness.util.text import UserError
@@ -251,7 +251,9 @@ def plan_problems(prediction: Prediction) -> Iterator[str]:
     yield from described_machine(cluster).world_size_problems(layout.world_size)
     if prediction.has_own_memory:
         yield from unsupported_elsewhere(engine_module(layout.engine), config, layout, described_machine(cluster))
-    if not prediction.is_runnable:
+    if stack.name == "harness":
+        yield from compiler_incompatibilities(config, layout)
+    else:
         yield from stack_problems(config, layout, stack)
 
 

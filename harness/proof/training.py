@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.config.strategy import AXES
+from harness.cost_model.activations import visible_scores
 from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import stages_of_rank
 from harness.proof.bounds import NoiseFloors, noise_floors, proven_steps, shows_scaled_matrix
 from harness.proof.deviations import Aspect, differences, grad_norms, relative_difference
-from harness.records.rank_report import RankReport
+from harness.records.rank_report import FUSED_KERNELS, RankReport
 
 MOST_DEVIATIONS = 6  # standard deviations of a share of zeros that are drawn at random
 SAME_TOLERANCE = 1e-6  # relative; the same operations on the same numbers may differ by this
@@ -173,24 +174,24 @@ def frozen_problems(model: ModelConfig, ranks: Sequence[RankReport]) -> Iterator
 
 
 def dropout_mask_problems(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> Iterator[str]:
-    """Yield where a rank drew too few masks, dropped another share than configured, or recomputed with other masks.
+    """Yield where a rank drew masks of another size, dropped another share, or recomputed with other masks.
 
-    The project's models drop each layer's two branches and the embedding. Those of a library drop where they choose,
-    perhaps with several probabilities, and compiled layers draw inside their own kernels.
+    The project's models drop each layer's two branches and the embedding, and attention's weights unless a fused kernel
+    has them. Those of a library drop where they choose, perhaps with several probabilities, and compiled layers draw
+    inside their own kernels.
     """
     model, dropped = config.model, config.model.dropout
     shape = micro_batch_shape(config, layout, "cpu")
-    size = layout.grad_accumulation_steps(config.train) * shape.residual_tokens * model.hidden_size
+    branch, passes = shape.residual_tokens * model.hidden_size, layout.grad_accumulation_steps(config.train)
     is_known = model_profile(model).is_project_decoder and not config.train.compile
     for rank in ranks:
         masks = rank.profiled.masks
         stages = stages_of_rank(model, layout, rank.rank)
-        expected = size * sum(2 * stage.layers + stage.holds_embedding for stage in stages) * is_known
-        if masks.elements < expected:
-            yield (
-                f"dropout: rank {rank.rank} drew masks of {masks.elements} elements, and at least {expected} are"
-                " expected"
-            )
+        is_fused = not {*FUSED_KERNELS}.isdisjoint(rank.profiled.attention_kernels)
+        layer = 2 * branch + visible_scores(shape) * (not is_fused)
+        expected = passes * sum(layer * stage.layers + branch * stage.holds_embedding for stage in stages)
+        if is_known and masks.elements != expected:
+            yield f"dropout: rank {rank.rank} drew masks of {masks.elements} elements, and {expected} are expected"
         share = 1 - masks.nonzero / max(masks.elements, 1)
         if is_known and abs(share - dropped) > MOST_DEVIATIONS * math.sqrt(dropped / max(masks.elements, 1)):
             yield f"dropout: rank {rank.rank} dropped {share:.4f} of its activations, and model.dropout={dropped}"

@@ -15,28 +15,19 @@ from typing import Any, Literal
 from harness.config.fingerprint import result_affecting_keys
 from harness.config.from_dict import flattened
 from harness.records.provenance import machine_text, versions_text
-from harness.records.schema import Record, Row
+from harness.records.schema import COLUMNS, Record, Row
 from harness.report.comparability import group_by
+from harness.report.labels import DEFAULTS
 from harness.report.lines import labels_of
 from harness.report.speeds import Speed, are_alike, speed_of
 from harness.report.text import sentence
 from harness.report.view import merge_repeats
 from harness.util.files import JsonObject
 
-# These columns identify a run whose configuration was not recorded.
-_DEFINING_COLUMNS = (
-    *("model", "strategy", "engine", "checkpointing", "precision", "world_size", "micro_batch", "global_batch"),
-    *("seq_len", "zero_stage", "schedule", "virtual_stages", "data_parallel", "vocabulary_parallel"),
-    *(
-        "checkpointing_every",
-        "compile",
-        "loss_chunks",
-        "optimizer",
-        "fused_optimizer",
-        "offload",
-        "offload_activations",
-    ),
-    *("attention", "dropout", "saved_products", "adapter", "adapter_rank", "recipe", "float8_all_gather"),
+# These columns identify a run whose configuration was not recorded: all that a configuration and its layout determine.
+DEFINING_COLUMNS = (
+    *(name for name, column in COLUMNS.items() if column.group in ("model", "layout", "batch", "options")),
+    "launch",
 )
 
 _NULL = "null"
@@ -167,11 +158,14 @@ def pairs(first: Sequence[Record], second: Sequence[Record], ignored: Collection
 
 
 def _known_columns(*sides: Sequence[Record]) -> list[str]:
-    """Return the defining columns that every side has a value of: an older version may not have had a column."""
+    """Return the defining columns of which every side has values: an older version may not have had a column.
+
+    One with a default came with its option, which all rows before it left out.
+    """
     return [
         name
-        for name in _DEFINING_COLUMNS
-        if all(any(line.row.get(name) is not None for line in lines) for lines in sides)
+        for name in DEFINING_COLUMNS
+        if name in DEFAULTS or all(any(line.row.get(name) is not None for line in lines) for lines in sides)
     ]
 
 
@@ -181,7 +175,9 @@ def _run_key(line: Record, ignored: Collection[str], columns: Sequence[str]) -> 
     A key that an older version of the harness did not have counts as null.
     """
     flat = {} if columns else _configuration(line)
-    flat = flat or {name: _text(line.row.get(name)) for name in columns or _DEFINING_COLUMNS}
+    if not flat:
+        values = DEFAULTS | {name: value for name, value in line.row.items() if value is not None}
+        flat = {name: _text(values.get(name)) for name in columns or DEFINING_COLUMNS}
     return frozenset((key, text) for key, text in flat.items() if key not in ignored and text != _NULL)
 
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from harness.config.model import ModelConfig
+from harness.config.schema import RunConfig
 from harness.hardware.machine import usable_cores
 from harness.launcher.forkserver import threads_per_rank
 from harness.launcher.launch import launch
@@ -138,6 +139,7 @@ def run_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
             plan.folder.path,
             plan.layout.world_size if mode == "processes" else 1,
             device="cpu" if mode == "simulated" else plan.machine.device,
+            libraries=[] if mode == "simulated" else rank_libraries(plan.config),
             timeout_seconds=plan.command.timeout_seconds - seconds,
             hang_seconds=math.inf if mode == "simulated" else plan.command.hang_seconds,
             on_tick=lambda: context.on_progress(plan.folder.path),
@@ -150,6 +152,17 @@ def run_ranks(plan: RunPlan, context: RunContext) -> LaunchOutcome:
         if problem:
             context.log(problem)
     return replace(outcome, seconds=seconds)
+
+
+def rank_libraries(config: RunConfig) -> list[str]:
+    """Return the names of the libraries, of those that few runs need, that the ranks of this one use."""
+    is_used = {
+        "peft": config.model.adapter.is_enabled,
+        "torchao": config.precision.has_recipe
+        or any(rule.library == "torchao" for rule in config.optimizer.spec.rules),
+        "transformers": config.model.hf_info is not None,
+    }
+    return [name for name, used in is_used.items() if used]
 
 
 def write_row(

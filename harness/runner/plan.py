@@ -30,7 +30,7 @@ from harness.hardware.machine import (
     torch_release,
 )
 from harness.launcher.limits import limit_problem
-from harness.layout.compatibility import incompatibilities
+from harness.layout.compatibility import compiler_incompatibilities, incompatibilities
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
@@ -169,18 +169,18 @@ FLOAT8_CAPABILITY = (8, 9)  # of CUDA, from which on devices have units for floa
 def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterator[str]:
     """Yield every reason why this configuration cannot run with this layout on this machine, a line each."""
     yield from incompatibilities(config, layout)
+    yield from compiler_incompatibilities(config, layout)
     yield from machine.world_size_problems(layout.world_size)
     yield from simulation_problems(config, layout)
     libraries = {rule.library for rule in config.optimizer.spec.rules}
     for library in sorted(name for name in libraries if find_spec(name) is None):
         yield from refusals({"optimizer_library": True}, config, layout, library=library)
-    is_missing = config.model.adapter.is_enabled and find_spec("peft") is None
-    yield from refusals({"adapter_library": is_missing}, config, layout)
-    recipe, is_scaled = config.precision.recipe, config.precision.has_recipe
+    adapter = config.model.adapter
     rules = {
-        "recipe_library": is_scaled and find_spec("torchao") is None,
-        "recipe_planned": is_scaled and recipe not in ("tensorwise", "rowwise"),
-        "recipe_compile": is_scaled and config.train.compile,
+        "adapter_library": adapter.is_enabled and not adapter.is_quantized and find_spec("peft") is None,
+        "adapter_planned": adapter.is_quantized,
+        "recipe_library": config.precision.has_recipe and find_spec("torchao") is None,
+        "recipe_planned": config.precision.is_planned_only,
     }
     yield from refusals(rules, config, layout)
     if config.launch != "simulated":
@@ -217,13 +217,10 @@ def machine_problems(config: RunConfig, layout: Layout, machine: Machine) -> Ite
     compiler = native_build.compiler_problem() if machine.device == "cpu" else None
     triton = native_build.triton_problem(capability) if machine.device == "cuda" else None
     is_slow = capability is not None and not computes_bf16("cuda", capability)
-    compiles, splits = config.train.compile, config.checkpointing.name in ("selective", "attention")
     is_batched = machine.device == "cuda" and torch_release() < UNBATCHED_RELEASE
     rules = {
-        "compiled_cpu": compiles and compiler is not None,
-        "compiled_gpu": compiles and triton is not None,
-        "compiled_halves": compiles and layout.splits_backward,
-        "compiled_parts": compiles and splits,
+        "compiled_cpu": config.train.compile and compiler is not None,
+        "compiled_gpu": config.train.compile and triton is not None,
         "recipe_device": capability is not None and capability < FLOAT8_CAPABILITY and config.precision.has_recipe,
         "emulated_precision": is_slow and config.precision.compute == "bfloat16",
         "interleaved_release": is_batched and layout.schedule in ("interleaved_1f1b", *V_SCHEDULES) and layout.pp > 2,

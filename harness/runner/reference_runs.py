@@ -96,6 +96,8 @@ def get_reference(plan: RunPlan, context: RunContext) -> Reference:
         return Reference(simulation.NO_REFERENCE[plan.config.launch])
     if not plan.command.proof.reference:
         return Reference(NO_REFERENCE)
+    if plan.widths.quantizes_gathers:
+        return Reference("none: parameters rounded to 8 bits are not those of another training")
     if plan.config.model.dropout:
         return reference_that_drops_alike(plan, context)
     problems: dict[str, UserError] = {}

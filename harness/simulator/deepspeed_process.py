@@ -22,28 +22,33 @@ from harness.simulator.stand_ins import around
 
 
 @contextmanager
-def deepspeed_process(device: Device, device_bytes: int | None) -> Iterator[None]:
+def deepspeed_process(device: Device, device_bytes: int | None, devices: int) -> Iterator[None]:
     """Return a context in which DeepSpeed has its own accelerator for the device, and no groups of other ranks.
 
     Stages 1 and 2 ask how many bytes of the device are free (stage_1_and_2.py, DeepSpeedZeroOptimizer.__init__), and
-    flatten parameters on the host if they are too few; None is no limit. At the end, what DeepSpeed keeps of a world
-    and its engine is cleared: its backend, its groups, and its lists of modules.
+    flatten parameters on the host if they are too few; None is no limit. A node has so many devices, by which DeepSpeed
+    groups the ranks that exchange quantized gradients. At the end, what DeepSpeed keeps of a world and its engine is
+    cleared: its backend, its groups, and its lists of modules.
     """
     with mock.patch.dict("os.environ", {"DS_ACCELERATOR": device}):
         with redirect_stdout(sys.stderr):  # which DeepSpeed's logger would keep, and a simulator's answer is on it
             accelerators = importlib.import_module("deepspeed.accelerator")
             importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")  # which compiles a function
         from deepspeed.comm import comm
+        from deepspeed.ops import op_builder
         from deepspeed.utils import groups
 
         from harness.engines.deepspeed.engine import forget_modules
 
         module = importlib.import_module(f"deepspeed.accelerator.{device}_accelerator")
-        accelerators.set_accelerator(getattr(module, f"{device.upper()}_Accelerator")())
+        accelerator = getattr(module, f"{device.upper()}_Accelerator")()
+        accelerator.device_count = lambda: devices
+        accelerators.set_accelerator(accelerator)
         total = SimpleNamespace(total_memory=2**62 if device_bytes is None else device_bytes - PROCESS_BYTES[device])
         try:
             with (
                 mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: total),
+                mock.patch.object(op_builder, "QuantizerBuilder", lambda: SimpleNamespace(load=lambda: Quantizer)),
                 agreeing_ranks(),
                 mock.patch.object(functional, "linear", functional.linear),  # which stage 3 replaces
                 mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None),
@@ -54,6 +59,37 @@ def deepspeed_process(device: Device, device_bytes: int | None) -> Iterator[None
             comm.cdb = None
             groups._release_process_group_references()
             forget_modules()
+
+
+class Quantizer:
+    """The operators of CUDA by which DeepSpeed quantizes, with its shapes and dtypes (csrc/quantization)."""
+
+    Symmetric = 0
+
+    @staticmethod
+    def quantize(tensor: Tensor, blocks: int, bits: int, kind: int) -> tuple[Tensor, Tensor]:
+        """Return as many integers of 8 bits, and the scale of each block in fp32."""
+        return tensor.to(torch.int8), tensor.new_empty(blocks, 1, dtype=torch.float32)
+
+    @staticmethod
+    def dequantize(integers: Tensor, scales: Tensor, blocks: int, bits: int, kind: int) -> Tensor:
+        """Return the numbers in fp16, two of each byte if they have 4 bits."""
+        return (integers if bits == 8 else torch.cat((integers, integers), -1)).to(torch.float16)
+
+    @staticmethod
+    def swizzle_quant(
+        tensor: Tensor, blocks: int, bits: int, kind: int, parts: int, nodes: int, devices: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the flat numbers in 4 bits, two in each byte."""
+        halved = tensor.flatten()[: tensor.numel() * bits // 8]
+        return Quantizer.quantize(halved, blocks, bits, kind)
+
+    @staticmethod
+    def quantized_reduction(
+        integers: Tensor, scales: Tensor, blocks_in: int, blocks: int, bits: int, kind: int, devices: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return the sums of what a node's devices have, in 4 bits."""
+        return Quantizer.quantize(integers[: len(integers) // devices].clone(), blocks, bits, kind)
 
 
 @contextmanager

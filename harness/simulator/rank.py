@@ -141,9 +141,12 @@ def simulated_device(request: StepRequest) -> Iterator[None]:
     hardware, is_cuda = request.config.cluster.hardware, request.device == "cuda"
     layout, rank = request.layout, request.rank
     capability = hardware.compute_capability if hardware else 9
+    devices = request.config.cluster.gpus_per_node or 1
     with (
         launched_process(rank, layout.world_size),
-        deepspeed_process(request.device, request.device_bytes) if layout.uses_deepspeed_zero else nullcontext(),
+        deepspeed_process(request.device, request.device_bytes, devices)
+        if layout.uses_deepspeed_zero
+        else nullcontext(),
         cuda_api(capability) if is_cuda else nullcontext(),
         cuda_kernels() if is_cuda else nullcontext(),
         ddp_reducer(),

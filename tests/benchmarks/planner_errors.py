@@ -17,7 +17,17 @@ from typing import Any
 
 from harness.layout.model_profile import parameter_count
 from tests.support.campaigns import REQUIRED_PATH, parse_options, read_table, write_table
-from tests.support.published import PublishedRow, fms, llm_foundry, megatron, modalities, nanotron, torchtitan, vtrain
+from tests.support.published import (
+    PublishedRow,
+    fitcheck,
+    fms,
+    llm_foundry,
+    megatron,
+    modalities,
+    nanotron,
+    torchtitan,
+    vtrain,
+)
 from tests.support.published.memory_scores import fms_peak, golden_memory, nanotron_memory
 from tests.support.published.step_times import predicted_mfu, step_seconds, time_scores
 
@@ -104,6 +114,8 @@ def main() -> None:
     if arguments.llm_analysis is None:
         lines += [line for line in read_table(table) if line["estimator"] == "llm-analysis"]
     write_table(table, FIELDS, lines)
+    of_adapters = [*fitcheck.lines()]
+    write_table(arguments.out / "adapters.csv", of_adapters[0], of_adapters)
     for entry in lines:
         print(f"{entry['source']:32} {entry['estimator']:26} {entry['figure']:32} {entry['value']}")
 

@@ -49,7 +49,7 @@ PRODUCTS = {
         "cp",
     ),
     8: (
-        "3d",
+        "3d model.num_hidden_layers=2",
         f"cp {FSDP} strategy.zero_stage=3 strategy.cp=2 strategy.tp=2 strategy.sequence_parallel=true strategy.pp=2",
     ),
 }

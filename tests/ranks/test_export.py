@@ -63,6 +63,9 @@ BY_TORCHRUN = (
         for strategy in ("zero1", "zero2", "zero3", "fsdp_full_shard", "ddp")
     ),
     "strategy=zero1 precision=bf16",
+    "strategy=fsdp_full_shard precision=fp8_mixed precision.float8_all_gather=true checkpointing=full",
+    *(f"strategy={strategy} precision=fp8_mixed precision.recipe=rowwise" for strategy in ("ddp", "zero2")),
+    "strategy=tp precision=fp8_mixed model.num_key_value_heads=4",
     "strategy=fsdp_full_shard checkpointing=selective checkpointing.saved_products=every_second",
     "strategy=fsdp_full_shard strategy.offload=parameters",
     "strategy=zero3 checkpointing=selective",
@@ -105,7 +108,12 @@ BY_TORCHRUN = (
 # A CPU shows that fully_shard's file is read and the losses are right, but not that anything is sharded.
 BY_ACCELERATE = (
     *("strategy=ddp", "strategy=zero1", "strategy=zero3"),
-    *("strategy=zero2 precision=bf16_mixed", "strategy=fsdp_full_shard", "strategy=ddp adapter=lora"),
+    *(
+        "strategy=zero2 precision=bf16_mixed",
+        "strategy=zero2 precision=fp8_mixed",
+        "strategy=fsdp_full_shard",
+        "strategy=ddp adapter=lora",
+    ),
 )
 
 
@@ -123,7 +131,7 @@ BY_ACCELERATE = (
 def test_an_exported_script_trains_as_the_run_did(results: Path, launch: tuple[str, ...], overrides: str) -> None:
     """In mixed precision compute is in 16 bit over fp32 masters that start from the fp32 values, as in the run."""
     directory = exported(results, overrides)
-    bound = 1e-3 if "bf16" in overrides else 1e-4
+    bound = 1e-3 if "bf16" in overrides or "fp8" in overrides else 1e-4
     assert losses(directory / "export", launch) == pytest.approx(of_the_run(directory), rel=bound)
 
 

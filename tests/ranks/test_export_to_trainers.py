@@ -5,6 +5,7 @@ import collections
 import json
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch.distributed.pipelining.schedules import get_schedule_class
 from transformers.integrations.fsdp import update_fsdp_plugin_peft
 
+from harness.cli.export import FILES
 from harness.engines.torch.pipeline_parallel import SCHEDULES
 from harness.export.planned_run import plan_run
 from harness.export.recorded_run import RecordedRun
@@ -37,6 +39,12 @@ def planned(*settings: str) -> RecordedRun:
     """Return the run of a plan, of which nothing is written."""
     return plan_run(settings, Path("nowhere"), lambda line: None)
 
+
+SEQUENCE = "strategy=fsdp_tp strategy.sequence_parallel=true"
+
+FLOAT8 = "precision=fp8_mixed"
+
+FOUR_HEADS = "model.num_key_value_heads=4"  # whose parts of two ranks are multiples of 16
 
 ULYSSES = "strategy.context_parallel=ulysses"
 
@@ -58,11 +66,20 @@ def parsed(run: RecordedRun, kind: str) -> dict[str, Any]:
     return tomllib.loads(text) if kind == "torchtitan" else yaml.safe_load(text)
 
 
+def sections(settings: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted name of every section of a file of torchtitan, with its keys that are no sections."""
+    plain = {key: value for key, value in settings.items() if not isinstance(value, dict)}
+    if plain:
+        yield path.removesuffix("."), plain
+    for key in settings.keys() - plain.keys():
+        yield from sections(settings[key], f"{path}{key}.")
+
+
 def unknown_keys(kind: str, settings: dict[str, Any]) -> list[str]:
     """Return the keys that the target does not know."""
     known = KEYS[kind]
     if kind == "torchtitan":
-        return [f"{name}.{key}" for name, section in settings.items() for key in section if key not in known[name]]
+        return [f"{name}.{key}" for name, keys in sections(settings) for key in keys if key not in known[name]]
     inner = [key for key in settings.get("fsdp_config", {}) if key not in known["fsdp_config"]]
     return [key for key in settings if key not in known["settings"]] + inner
 
@@ -90,7 +107,7 @@ def test_so_many_recommended_layouts_are_said_by_each_format() -> None:
                     break
                 settings, changes = [*settings, *nearest_change(reasons[0])], changes + 1
                 assert changes < 8, reasons
-    assert said == {"torchtitan": 8, "trainer": 2, "axolotl": 2}
+    assert said == {"torchtitan": 7, "trainer": 2, "axolotl": 2}
     assert said_after == {"torchtitan": 37, "trainer": 35, "axolotl": 35}
     guide = (ROOT / "docs" / "guides" / "export.md").read_text()
     for kind, name in FORMATS.items():
@@ -156,13 +173,22 @@ def test_a_misspelt_key_is_noticed() -> None:
             "strategy=fsdp_full_shard strategy.offload=parameters precision=bf16_mixed",
             {"enable_cpu_offload": True, "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32"},
         ),
+        (
+            f"strategy=fsdp_full_shard {FLOAT8} precision.float8_all_gather=true",
+            {
+                "converters": ["quantize.linear.float8"],
+                "enable_fsdp_float8_all_gather": True,
+                "filter_fqns": ["output"],
+            },
+        ),
+        (f"strategy=fsdp_full_shard {FLOAT8} precision.recipe=rowwise", {"recipe_name": "rowwise"}),
     ],
 )
 def test_torchtitan_is_given_the_layout(overrides: str, expected: dict[str, Any]) -> None:
     run = small(overrides)
     assert refusals(run, "torchtitan") == []
     check_file(run, "torchtitan")
-    settings = {key: value for section in parsed(run, "torchtitan").values() for key, value in section.items()}
+    settings = {key: value for _, keys in sections(parsed(run, "torchtitan")) for key, value in keys.items()}
     assert expected.items() <= settings.items()
 
 
@@ -324,12 +350,24 @@ def test_axolotl_saves_what_the_run_saves() -> None:
             (kind, f"strategy=fsdp_full_shard strategy.cp=2 {ULYSSES}", "strategy.context_parallel=gather")
             for kind in ("torchtitan", "trainer", "axolotl")
         ),
+        (
+            "torchtitan",
+            f"{SEQUENCE} {FLOAT8} {FOUR_HEADS}",
+            "precision.recipe=rowwise",
+        ),
+        ("trainer", f"strategy=zero2 {FLOAT8}", "precision=bf16_mixed precision.recipe=none"),
+        ("axolotl", f"strategy=zero2 {FLOAT8}", "precision=bf16_mixed precision.recipe=none"),
         ("trainer", "strategy=ddp precision=bf16_mixed", "precision=fp32"),
         ("trainer", "strategy=ddp checkpointing=every_n", "checkpointing=full"),
         ("trainer", "strategy=zero3 checkpointing=selective", "checkpointing=full"),
         ("trainer", "strategy=ddp checkpointing.offload_activations=true", "checkpointing=full"),
         ("trainer", "strategy=ddp train.compile=true", "train.compile=false"),
         ("trainer", "strategy=cp", "strategy.data_parallel=fsdp strategy.zero_stage=3"),
+        (
+            "trainer",
+            "strategy=fsdp_full_shard strategy.cp=2 strategy.dp_replicate=-1 strategy.dp_shard=1",
+            "strategy.dp_replicate=1 strategy.dp_shard=-1",
+        ),
         ("trainer", "strategy=fsdp_full_shard strategy.offload=parameters", "strategy.offload=none"),
         ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("trainer", "strategy=zero1_torch", "strategy=zero1"),
@@ -338,6 +376,16 @@ def test_axolotl_saves_what_the_run_saves() -> None:
         ("axolotl", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
         ("axolotl", "strategy=fsdp_full_shard precision=bf16_mixed", "precision=bf16"),
         ("axolotl", "strategy=fsdp_full_shard strategy.cp=2", "strategy.cp=1"),
+        (
+            "accelerate",
+            f"strategy=fsdp_full_shard strategy.cp=2 {ULYSSES}",
+            "strategy.tp=1 strategy.cp=1 strategy.context_parallel=gather",
+        ),
+        (
+            "axolotl",
+            "strategy=fsdp_full_shard strategy.cp=2 strategy.dp_replicate=-1 strategy.dp_shard=1",
+            "strategy.cp=1 strategy.dp_replicate=1 strategy.dp_shard=-1",
+        ),
         (
             "axolotl",
             "strategy=ddp checkpointing=selective checkpointing.saved_products=every_second",
@@ -354,7 +402,10 @@ def test_what_a_format_cannot_say_is_refused_with_the_nearest_change(kind: str, 
     while reasons := refusals(small(settings), kind):
         assert reasons[0] != reason
         settings = f"{settings} {' '.join(nearest_change(reasons[0]))}"
-    file_text(small(settings), FORMATS[kind])
+    run = small(settings)
+    file_text(run, next(name for name, of in FILES.items() if of == kind))
+    if kind == "trainer":
+        arguments_of(run)
 
 
 # The user's part of a training by the Trainer: the run's initial values and batches, on CPUs.

@@ -5,14 +5,21 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from torchao.float8.config import ScalingGranularity
+from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from harness.cli.main import main
 from harness.config.command import read_run_config
 from harness.config.from_dict import from_dict
 from harness.config.schema import PrecisionConfig
+from harness.cost_model.communication import expected_bytes
 from harness.cost_model.float8 import RECIPES
+from harness.cost_model.flops import scaled_flops
 from harness.layout.compatibility import incompatibilities
 from harness.layout.layout import Layout
+from harness.models.float8 import recipe_of_values
 from harness.util.text import UserError
 from tests.support import faults
 from tests.support.commands import (
@@ -21,7 +28,10 @@ from tests.support.commands import (
     assert_ok,
     compose_layout,
     long,
+    read_rows,
+    run_harness,
     run_with,
+    widths_of,
 )
 
 FLOAT8 = "precision=fp8_mixed"
@@ -96,6 +106,53 @@ def test_float8_is_proven(results: Path, overrides: str, world: int) -> None:
     assert record.row["predicted_peak_bytes"] == pytest.approx(peak, rel=0.1)
 
 
+# Of two equal layers, whose code is compiled once.
+COMPILED = "train.compile=true train.steps=1 train.warmup_steps=2 model.num_hidden_layers=2 train.seq_len=64"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "words",
+    [
+        f"ddp {FLOAT8} checkpointing=full",
+        f"ddp {ROWWISE}",
+        f"fsdp_full_shard {GATHERED}",
+        f"tp {ROWWISE} model.num_key_value_heads=4",
+    ],
+)
+def test_compiled_float8_is_proven(results: Path, words: str) -> None:
+    """Compiled code has no tensor of torchao: the values of its operands show the recipe."""
+    record = run_with(results, *f"strategy={words} world_size=2 {COMPILED}".split())
+    assert_ok(record.row)
+    config, layout = read_run_config(record.config), from_dict(Layout, record.layout)
+    for rank in record.ranks:
+        assert rank.profiled.scaled_flops == {config.precision.recipe: scaled_flops(config, layout, rank.rank)}
+
+
+def test_values_show_the_recipe_of_their_scales() -> None:
+    torch.manual_seed(0)
+    plain = torch.randn(64, 96, dtype=torch.bfloat16).float()
+    forms = {}
+    for dtype, granularity in itertools.product((torch.float8_e4m3fn, torch.float8_e5m2), ScalingGranularity):
+        is_row = granularity is ScalingGranularity.AXISWISE
+        cast = hp_tensor_to_float8_dynamic(
+            plain,
+            dtype,
+            LinearMMConfig(),
+            scaling_granularity=granularity,
+            axiswise_dim=-1 if is_row else None,
+            round_scales_to_power_of_2=is_row,
+        )
+        forms[dtype, is_row] = cast._data.float() / cast._scale
+    for (_, is_row), (_, is_other_row) in itertools.product(forms, forms):
+        operands = [forms[torch.float8_e4m3fn, is_row], forms[torch.float8_e5m2, is_other_row]]
+        assert recipe_of_values(operands) == ("rowwise" if is_row and is_other_row else "tensorwise")
+    part = forms[torch.float8_e4m3fn, False][:7, :16]  # a rank's, which the largest magnitude is not in
+    assert recipe_of_values([part, part]) == "tensorwise"
+    assert recipe_of_values([plain, forms[torch.float8_e4m3fn, True]]) == ""
+    assert recipe_of_values([plain.bfloat16().float() * 1.01, part]) == ""
+
+
 FAULTS = [
     (faults.doubled_amax, f"ddp {FLOAT8}", "of the range of float8"),
     (faults.doubled_amax, f"fsdp_full_shard {ROWWISE}", "of the range of float8"),
@@ -109,7 +166,11 @@ FAULTS = [
 
 @pytest.mark.parametrize(
     ("fault", "strategy", "problem"),
-    [*FAULTS, *(long(fault, f"{words} {MEDIUM}", problem) for fault, words, problem in FAULTS)],
+    [
+        *FAULTS,
+        *(long(fault, f"{words} {MEDIUM}", problem) for fault, words, problem in FAULTS),
+        *(long(fault, f"{words} {COMPILED}", problem) for fault, words, problem in FAULTS if "oper" in problem),
+    ],
 )
 def test_a_fault_of_float8_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
     assert_not_proven(run_with(results, *f"strategy={strategy} world_size=2".split(), entry=fault), problem)
@@ -192,11 +253,18 @@ def test_a_device_without_the_format_has_no_plan(capsys: pytest.CaptureFixture[s
     assert "has no known peak FLOP/s in float8_e4m3fn" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("precision", [FLOAT8, ROWWISE, GATHERED])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.long
-def test_a_simulated_peak_is_that_of_the_plan(results: Path, precision: str, checkpointing: str) -> None:
-    words = f"launch=simulated cluster=8xh100 {precision} checkpointing={checkpointing} {MEDIUM}"
-    row = run_with(results, "strategy=fsdp_full_shard", *words.split()).row
-    assert_ok(row)
-    assert row["predicted_peak_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.01)
+@pytest.mark.parametrize(
+    ("precision", "checkpointing"),
+    [
+        *(long(precision, "none") for precision in (FLOAT8, ROWWISE, GATHERED)),
+        *(long(precision, "full") for precision in (FLOAT8, ROWWISE, GATHERED)),
+    ],
+)
+def test_a_simulated_rank_sends_the_bytes_of_the_plan(tmp_path: Path, precision: str, checkpointing: str) -> None:
+    setting = f"strategy=fsdp_full_shard cluster=8xh100 {precision} checkpointing={checkpointing} {MEDIUM}".split()
+    assert run_harness(tmp_path, *setting, "launch=simulated", "name=simulated").returncode == 0
+    row = read_rows(tmp_path, "simulated").iloc[0]
+    assert row["status"] == "ok"
+    config, layout = compose_layout(8, *setting)
+    planned = expected_bytes(config, layout, widths_of(config, layout), 0, is_padded=True)
+    assert row["communication_bytes"] == pytest.approx(sum(planned.values()), abs=1)

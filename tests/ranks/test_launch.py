@@ -22,7 +22,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from harness.launcher.forkserver import PRELOADS, threads_per_rank
+from harness.launcher.forkserver import LIBRARIES, PRELOADS, threads_per_rank
 from harness.launcher.launch import LaunchOutcome, NodeInfo, _store, launch
 from harness.launcher.monitor import HangDetector, monitor_ranks
 from harness.util.parent_death import PARENT_VARIABLE
@@ -169,6 +169,16 @@ def test_forked_ranks_have_no_device_and_no_process_group(tmp_path: Path) -> Non
         assert not values["cuda_initialized"] and not values["process_group"]
         assert values["forked"] == 7
         assert values["forkserver_threads"] in (1, None)  # known on Linux alone
+
+
+def test_ranks_have_the_libraries_of_their_runs_and_of_those_before(tmp_path: Path) -> None:
+    for each, libraries in (("first", [*LIBRARIES]), ("second", [])):
+        (tmp_path / each).mkdir()
+        outcome = launched(launch_entries.describe, tmp_path / each, 1, libraries=libraries)
+        assert outcome.status == "ok", outcome.reason
+        (values,) = results(tmp_path / each, 1)
+        assert values["libraries"] == ["peft", "torchao", "transformers.modeling_utils"]
+        assert values["forkserver_threads"] in (1, None)
 
 
 def test_preload_imports_and_does_nothing_else() -> None:

@@ -29,6 +29,12 @@ OPTIONS = ("launch=simulated", "cluster=8xh100", "tracking=none", *TWO_LAYERS)
 FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "train.global_batch=4", "world_size=4")
 
 
+MOVED = "checkpointing.offload_activations=true"
+
+OFFLOADED = f"ddp {MOVED}"
+
+QUANTIZED = "zero3_plus_plus strategy.secondary_shards=2 cluster.gpus_per_node=2"
+
 V_SHAPED = "{} model.num_hidden_layers=8 train.global_batch=8 model.tie_word_embeddings=false"
 
 
@@ -101,11 +107,20 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
     [
         ("tensor_on_the_host", "fsdp_full_shard", "cpu"),
         ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
+        ("last_layer_not_offloaded", OFFLOADED, "of activations on the host, and"),
+        ("offloaded_never_freed", OFFLOADED, "the peak is beyond the plan's"),
+        long("last_layer_not_offloaded", f"{OFFLOADED} checkpointing=full", "of activations on the host, and"),
         long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
         long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
+        ("unquantized_gathers", QUANTIZED, "along dp_shard gather"),
+        long("unexchanged_gradients", QUANTIZED, "along dp_shard reduce"),
+        ("", QUANTIZED, ""),
         ("", "zero2 precision=fp16_mixed", ""),
         ("", "fsdp_full_shard strategy.secondary_shards=2", ""),
+        ("", OFFLOADED, ""),
+        *(long("", f"{OFFLOADED} checkpointing={name}", "") for name in ("full", "attention", "every_n")),
+        *(long("", f"{name} {MOVED}", "") for name in ("tp", "tp_sp", "cp", "cp_ulysses", "pp_1f1b")),
         *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3", "zero1 precision=fp16_mixed")),
         *(long("", strategy, "") for strategy in ("zero3_hpz", *map(V_SHAPED.format, ("pp_zbv", "pp_dualpipev")))),
     ],

@@ -144,6 +144,11 @@ TWO_LAYERS = "model.num_hidden_layers=2"
 
 FOUR_LAYERS, SHORT = "model.num_hidden_layers=4", "train.seq_len=64"
 
+TWO_NODES, IN_8_BITS = (
+    "cluster.gpus_per_node=8 train.seq_len=64 train.global_batch=16",
+    "+strategy.options.zero_quantized_weights=true",
+)
+
 EVERY_SECOND = "checkpointing=selective checkpointing.saved_products=every_second"
 
 FOUR_PARTS = "train.loss_chunks=4"
@@ -234,6 +239,11 @@ LONG_CASES = (
         ),
         "fsdp_full_shard x 8 strategy.secondary_shards=4 model=7b precision=bf16_mixed train.global_batch=16"
         f" {TWO_LAYERS}",
+        f"zero3_plus_plus x 16 model=7b precision=bf16_mixed {TWO_LAYERS} {TWO_NODES} train.global_batch=32",
+        f"zero3_plus_plus x 16 model=gpt_1.3b model.vocab_size=51200 precision=bf16 {TWO_LAYERS} {TWO_NODES}",
+        f"zero3_plus_plus x 16 model=7b precision=fp16_mixed {TWO_LAYERS} {TWO_NODES} checkpointing=full",
+        f"zero3 x 16 model=7b precision=bf16 model.vocab_size=1024 {TWO_LAYERS} {TWO_NODES} {IN_8_BITS}",
+        f"zero3 x 16 model=3b precision=fp32 {TWO_LAYERS} {TWO_NODES} {IN_8_BITS}",
         f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=4 {EVERY_SECOND}",
         "3d x 8 model=7b precision=bf16_mixed train.global_batch=4",
         "fsdp_hybrid_shard x 8 model=7b precision=bf16_mixed train.global_batch=8",

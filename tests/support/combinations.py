@@ -48,8 +48,11 @@ CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world size
 
 # --- data parallelism, by engine
 
-# DeepSpeed's own defaults, whose layouts are those of zero1 to zero3: the ordinary suite runs each on two ranks only.
+# DeepSpeed's own defaults, whose layouts are those of zero1 to zero3.
 DEFAULTS = ("zero1_defaults", "zero2_defaults", "zero3_defaults")
+
+# Those that share code with another strategy: the ordinary suite runs each on two ranks only, without checkpointing.
+VARIANTS = (*DEFAULTS, "zero1_torch", "fsdp_no_shard")
 
 # Each strategy of several ranks, with further overrides.
 STRATEGIES: list[tuple[str, tuple[str, ...]]] = [
@@ -67,7 +70,7 @@ _ALL = [
     ),
 ]
 
-_LONG = [each for each in _ALL if each.strategy in DEFAULTS and each[1:] != (2, ("checkpointing=none",))]
+_LONG = [each for each in _ALL if each.strategy in VARIANTS and each[1:] != (2, ("checkpointing=none",))]
 
 DATA_PARALLEL = [each for each in _ALL if each not in _LONG]
 
@@ -100,13 +103,21 @@ def model_parallel(strategy: str, world_size: int = 2, checkpointing: str = "non
 
 TIED = "model.tie_word_embeddings=true"  # in a pipeline both ends have the table
 
+
+def tied_ends(strategy: str) -> Combination:
+    """Return the combination of a pipeline whose embedding and head are one table."""
+    untied = model_parallel(strategy)
+    return untied._replace(options=(*untied.options, TIED))
+
+
 MODEL_PARALLEL = [
     model_parallel(strategy, world_size, kind)
     for world_size, kinds in CHECKPOINTING.items()
     for kind, strategy in itertools.product(kinds, TENSOR + PIPELINES[world_size])
 ] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
 
-TIED_ENDS = [each._replace(options=(*each.options, TIED)) for each in map(model_parallel, PIPELINE)]
+# Schedules whose stages are halved or several on a rank; those of whole stages add nothing and are long.
+TIED_ENDS = [tied_ends(name) for name in ("pp_interleaved", "pp_zero_bubble")]
 
 # --- precision: the layouts in which each must mean the same
 
@@ -130,5 +141,6 @@ COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *TIED_ENDS, *in_precisi
 LONG = [
     *_LONG,
     model_parallel("pp_interleaved", 4),
+    *map(tied_ends, ("pp_gpipe", "pp_1f1b")),
     *(model_parallel(strategy, 4, "full") for strategy in TENSOR + PIPELINE),
 ]

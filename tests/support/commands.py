@@ -39,6 +39,8 @@ from harness.worker import main as worker_main
 
 ROOT = Path(__file__).resolve().parents[2]
 
+GROUPS = {path.name for path in (ROOT / "conf").iterdir() if path.is_dir()} | {"sweeps"}
+
 PRECISIONS = ("fp32", "bf16_mixed")
 
 SMALL = ("train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
@@ -84,16 +86,16 @@ def compose_groups(*overrides: str) -> DictConfig:
 def compose(*overrides: str) -> tuple[RunConfig, CommandConfig]:
     """Return what these overrides configure on a command line, with the defaults of a machine without GPUs.
 
-    Values with a dotted key are set as Hydra sets them.
+    Values that are no choice of a group are set as Hydra sets them.
     """
     parsed = OverridesParser.create().parse_overrides([*overrides])
-    dotted = [each for each in parsed if "." in each.key_or_group and each.type is OverrideType.CHANGE]
-    groups = [text for text, each in zip(overrides, parsed, strict=True) if each not in dotted]
+    values = [each for each in parsed if each.key_or_group not in GROUPS and each.type is OverrideType.CHANGE]
+    groups = [text for text, each in zip(overrides, parsed, strict=True) if each not in values]
     composed = copy.deepcopy(compose_groups(*groups))
-    for override in dotted:
+    for override in values:
         OmegaConf.update(composed, override.key_or_group, override.value(), merge=True)
-    values = resolve_auto(to_container(composed), "cpu")
-    return resolve_run_config(values), read_command_config(values)
+    configured = resolve_auto(to_container(composed), "cpu")
+    return resolve_run_config(configured), read_command_config(configured)
 
 
 def compose_config(*overrides: str) -> RunConfig:

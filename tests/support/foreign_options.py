@@ -1,6 +1,6 @@
 """The page for people who come from other programs, made of the tables that `harness import` reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from harness.foreign.read import table
 from tests.support.page_templates import render_page
@@ -9,11 +9,23 @@ PROGRAMS = ("deepspeed", "accelerate", "torchtitan", "megatron")  # with a secti
 
 MOST_SETTINGS = 4  # of a value, that are written out
 
+NOTHING = "nothing to set"
+
+SAME_NAME = "`strategy.options`, under the same name"
+
 
 def coming_from(note: str) -> str:
     """Return the page."""
-    lines = {name: [line(*rule) for rule in table(name)["rules"].items()] for name in PROGRAMS}
-    return render_page("coming_from", note=note, **lines)
+    return render_page("coming_from", note=note, **{name: list(rows(table(name)["rules"])) for name in PROGRAMS})
+
+
+def rows(rules: Mapping[str, str | dict[str, str]]) -> Iterator[str]:
+    """Yield the rows of a table: options that become the same have one, and those that change nothing have none."""
+    alike: dict[str, list[str]] = {}
+    for option, rule in rules.items():
+        name, _, rest = line(option, rule).removeprefix("| ").partition(" | ")
+        alike.setdefault(rest.replace(f"`strategy.options.{option.rpartition('.')[2]}`", SAME_NAME), []).append(name)
+    yield from (f"| {', '.join(names)} | {rest}" for rest, names in alike.items() if rest != f"{NOTHING} |  |")
 
 
 def line(option: str, rule: str | dict[str, str]) -> str:
@@ -31,7 +43,7 @@ def line(option: str, rule: str | dict[str, str]) -> str:
         alike += [f"`{value}`"] * (not settings and not difference)
     if "*" in by_value and alike:
         differs.insert(0, f"{', '.join(alike)}: nothing")
-    return f"| `{option}` | {'; '.join(merged(here)) or 'nothing to set'} | {'; '.join(differs)} |"
+    return f"| `{option}` | {'; '.join(merged(here)) or NOTHING} | {'; '.join(differs)} |"
 
 
 def merged(entries: list[str]) -> Iterator[str]:
@@ -48,7 +60,7 @@ def setting(word: str) -> str:
     """Return what a word of a rule sets, as code: `KEY=VALUE`, a key alone, or nothing for a fact of the tables."""
     if word.startswith("@"):
         return f"the settings of that {table(word[1:])['name']} file"
-    key, _, value = word.replace("?=", "=").partition("=")
+    key, _, value = word.removeprefix("planned.").replace("?=", "=").partition("=")
     if key.startswith("_"):
         return ""
     return f"`{key}={'…' if '{' in value else value}`" if value else f"`{key}`"

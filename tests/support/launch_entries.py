@@ -81,6 +81,7 @@ def describe(run_dir: str) -> None:
     status = Path(f"/proc/{os.getppid()}/status")
     result = {
         "imported": [name for name in modules if name in sys.modules],
+        "libraries": [name for name in ("peft", "torchao", "transformers.modeling_utils") if name in sys.modules],
         "cuda_initialized": torch.cuda.is_initialized(),
         "process_group": dist.is_initialized(),
         "forked": os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]),

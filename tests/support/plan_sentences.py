@@ -50,6 +50,8 @@ def label(row: Row) -> str:
     words.append(degrees + (" with sequence parallelism" if row.get("sequence_parallel") else ""))
     words[-1] += " by Ulysses" if row.get("context_parallel") == "ulysses" else ""
     words += [f"secondary shards of {parts} ranks"] if (parts := row.get("secondary_shards")) else []
+    quantized = ["parameters gathered in 8 bits", "gradients exchanged in 4 bits"]
+    words += quantized if row["strategy"] == "zero3_plus_plus" else []
     if row["pp"] > 1:
         virtual = row["virtual_stages"]
         words.append(row["schedule"] + (f" of {virtual} stages a rank" if virtual > 1 else ""))
@@ -209,6 +211,9 @@ def sent_is_right(line: str, row: Row) -> bool:
     """Return whether what is sent has the bytes of the row's columns of communication, and all of them."""
     columns = {name: row[name] for name in row if re.fullmatch("communication_.+_bytes", name) and row[name]}
     text = line.removeprefix("sent by one rank in a step: ").removesuffix(".")
+    if between := row["between_nodes_bytes"]:
+        within = size_text(row["communication_bytes"] - between)
+        text = text.removesuffix(f"; {size_text(between)} a device go between nodes, and {within} within")
     if parts := row.get("secondary_shards"):
         text = text.removesuffix(f", of it {size_text(row['secondary_bytes'])} among {parts} neighboring ranks")
     entries = [] if text == "nothing" else [entry.rsplit(" ", 2) for entry in text.split(", ")]

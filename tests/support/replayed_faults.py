@@ -132,6 +132,11 @@ def layer_twice(ranks: Reports) -> Reports:
     return [profiled([rank], flops=rank.profiled.flops * 4 // 3)[0] for rank in ranks]
 
 
+def recomputed_once_less(ranks: Reports) -> Reports:
+    """Leave out one second forward."""
+    return [profiled([rank], recomputations=rank.profiled.recomputations - 1)[0] for rank in ranks]
+
+
 def never_recomputed(ranks: Reports) -> Reports:
     """Run no forward a second time."""
     return profiled(ranks, recomputations=0)
@@ -153,6 +158,11 @@ def weights_not_put_off(ranks: Reports) -> Reports:
 def other_optimizer(ranks: Reports) -> Reports:
     """Hold no moments, as plain SGD."""
     return [Change(rank, optimizer_shards=[], optimizer_bytes=0) for rank in ranks]
+
+
+def parameters_in_16_bit(ranks: Reports) -> Reports:
+    """Hold parameters in the data type of mixed precision's compute."""
+    return each(ranks, lambda shard: shard._replace(dtype="bfloat16"), "parameter_shards")
 
 
 def summed_in_16_bit(ranks: Reports) -> Reports:
@@ -213,6 +223,11 @@ def not_finite(ranks: Reports) -> Reports:
 def loss_of_its_own(ranks: Reports) -> Reports:
     """Report another loss on each rank, with the right mean."""
     return [Change(rank, losses=[(loss or 0) * (1.5 - rank.rank) for loss in rank.losses]) for rank in ranks]
+
+
+def norm_of_its_own(ranks: Reports) -> Reports:
+    """Report another gradient norm on each rank, as if each clipped by that of its own part."""
+    return [Change(rank, grad_norms=[(norm or 0) * (1.5 - rank.rank) for norm in rank.grad_norms]) for rank in ranks]
 
 
 def norms_drift(ranks: Reports) -> Reports:

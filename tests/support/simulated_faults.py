@@ -14,6 +14,9 @@ from tests.support.simulated_steps import main
 
 TORCH, FSDP2 = "harness.engines.torch", "torch.distributed.fsdp._fully_shard"
 
+OFFLOAD = "harness.models.activation_offload"
+STAGE_3 = "deepspeed.runtime.zero.partitioned_param_coordinator"
+
 
 def tensor_on_the_host(batches: Any, self: Any, step: int) -> Any:
     """Leave the targets of every micro-batch in the host's memory."""
@@ -43,6 +46,27 @@ def gather_never_freed(free: Any, parameter: Any) -> None:
     """Keep what DeepSpeed's stage 3 gathers when it frees a parameter."""
     alive.append(parameter.data)
     free(parameter)
+
+
+def last_layer_not_offloaded(wrap: Any, hooks: Any, block: Any, forward: Any, *arguments: Any) -> Any:
+    """Leave on the device what the last of four layers saves for backward."""
+    hooks.calls = getattr(hooks, "calls", 0) + 1
+    return forward(*arguments) if hooks.calls % 4 == 0 else wrap(hooks, block, forward, *arguments)
+
+
+def offloaded_never_freed(release: Any, host_copy: Any) -> None:
+    """Keep on the device what has been copied to the host."""
+    alive.append(host_copy.leaving)
+    release(host_copy)
+
+
+def unquantized_gathers(build: Any, *arguments: Any, **keywords: Any) -> None:
+    """Gather parameters in the width of compute, without telling the configuration."""
+    build(*arguments, **keywords | {"zero_quantized_weights": False})
+
+
+def unexchanged_gradients(groups: Any) -> None:
+    """Reduce gradients as they are, as DeepSpeed does without groups for their exchange."""
 
 
 def forgotten_wait(copy_out: Any, result: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -86,6 +110,10 @@ FAULTS = {
     "forgotten_free": (forgotten_free, f"{TORCH}.fsdp.apply_fully_shard"),
     "kept_reference": (kept_reference, "harness.models.decoder.Block.forward"),
     "gather_never_freed": (gather_never_freed, "deepspeed.runtime.zero.partition_parameters.free_param"),
+    "last_layer_not_offloaded": (last_layer_not_offloaded, f"{OFFLOAD}.OffloadHooks.wrap_forward"),
+    "offloaded_never_freed": (offloaded_never_freed, f"{OFFLOAD}.HostCopy.release"),
+    "unquantized_gathers": (unquantized_gathers, f"{STAGE_3}.PartitionedParameterCoordinator.__init__"),
+    "unexchanged_gradients": (unexchanged_gradients, "deepspeed.utils.groups._get_local_all_to_all_group"),
     "forgotten_wait": (forgotten_wait, f"{FSDP2}._fsdp_param_group.foreach_all_gather_copy_out"),
     "wrong_group": (wrong_group, f"{FSDP2}._fsdp_collectives.DefaultAllGather.__call__"),
 }

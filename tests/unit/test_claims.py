@@ -230,6 +230,23 @@ def test_volume_in_mixed_precision_depends_on_the_dtypes() -> None:
     assert all(claim.agrees and claim.required for claim in volumes)
 
 
+GATHERED = ("precision=fp8_mixed", "precision.float8_all_gather=true")
+
+
+def test_volume_of_float8_gathers_is_a_byte_for_each_element_of_a_projection() -> None:
+    """The bytes are those that both ranks of a run sent: of stage 3, two gathers and an fp32 reduction."""
+    records = [record_of("ddp", "precision=fp8_mixed", communication_bytes=8 * N)]
+    vectors, tables = 9 * 96, 2 * 256 * 96
+    gathered = 2 * (N - vectors - tables) + 2 * 2 * (vectors + tables)
+    parameters = record_of("fsdp_full_shard", "train.micro_batch=4").row["parameters"]
+    assert parameters == N
+    sizes = (4 * (4 * N + gathered), 4 * (4 * N + 4 * N))  # in float8, and in bfloat16, each of four micro-batches
+    records += [record_of("fsdp_full_shard", *GATHERED, communication_bytes=sizes[0])]
+    records += [record_of("fsdp_full_shard", "precision=fp8_mixed", communication_bytes=sizes[1])]
+    volumes = claims_on(records, "bytes sent")
+    assert len(volumes) == 2 and all(claim.agrees and claim.required for claim in volumes), volumes
+
+
 def of_widths(strategy: str, *widths: float, options: Sequence[str] = (), **columns: Any) -> Record:
     """Return a run with these bytes of parameters, gradients and optimizer for each parameter of the model."""
     return record_of(strategy, *options, **dict(zip(CLAIMED, (N * width for width in widths), strict=False)), **columns)

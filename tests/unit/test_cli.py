@@ -134,7 +134,7 @@ def test_a_list_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
         ("harness st", {"stack=", "status", "strategy=", "strategy.", "stop_after="}),
         (
             "harness -m strategy=ddp,zero3",
-            {f"strategy=ddp,zero3{end}" for end in ("", "_defaults", "_hpz", "_tuned")},
+            {f"strategy=ddp,zero3{end}" for end in ("", "_defaults", "_hpz", "_plus_plus", "_tuned")},
         ),
         ("harness model=tiny train.warm", {"train.warmup_steps="}),
         ("harness cluster.device=", {"cluster.device=auto", "cluster.device=cpu", "cluster.device=cuda"}),

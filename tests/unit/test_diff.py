@@ -1,11 +1,13 @@
 """Two folders side by side: only what differs, the right pairs, and ratios of B over A."""
 
 import io
+import itertools
 import json
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,11 @@ from rich.cells import cell_len
 from harness.cli.main import main
 from harness.records.schema import Record
 from harness.records.store import read_runs_csv, rows_of, write_record, write_runs_csv
-from tests.support.commands import ROOT
+from harness.report import folder_changes
+from harness.report.folder_changes import DEFINING_COLUMNS, pairs
+from harness.report.labels import OTHER_OPTIONS, VARYING
+from harness.runner.config_columns import config_columns
+from tests.support.commands import ROOT, compose_layout
 from tests.support.tables import changed
 
 MIB = 2**20
@@ -470,3 +476,74 @@ def test_mistakes_have_status_2(
     assert main(["diff", *arguments.split()]) == 2
     out, err = capsys.readouterr()
     assert not out and message in err and err.count("\n") == 1
+
+
+DEFINED_BY = {  # by option, the columns that it changes, on eight ranks
+    "strategy=fsdp_full_shard": "",
+    "model=gpt_tiny": "model parameters",
+    "strategy=zero3": "engine strategy",
+    "strategy=fsdp_hybrid_shard strategy.dp_replicate=2": "dp_replicate dp_shard",
+    "strategy=fsdp_tp strategy.tp=2": "tp sequence_parallel vocabulary_parallel",
+    "strategy=fsdp_full_shard strategy.cp=2": "cp grad_accumulation",
+    "strategy=fsdp_full_shard strategy.cp=2 strategy.context_parallel=ulysses": "context_parallel",
+    "strategy=fsdp_pp strategy.pp=2 strategy.schedule=gpipe": "pp schedule virtual_stages layers_per_stage",
+    "strategy=fsdp_full_shard strategy.secondary_shards=2": "secondary_shards",
+    "strategy=fsdp_shard_grad_op": "zero_stage",
+    "strategy=fsdp_full_shard strategy.offload=parameters": "offload",
+    "strategy=ddp": "data_parallel",
+    "strategy=ep model=moe_tiny": "ep routing active_parameters",
+    "strategy=ep model=moe_tiny model.routing=balanced": "routing",
+    "checkpointing=every_n": "checkpointing checkpointing_every",
+    "checkpointing=selective checkpointing.saved_products=every_second": "saved_products",
+    "checkpointing=full checkpointing.offload_activations=true": "offload_activations",
+    "train.micro_batch=2": "micro_batch grad_accumulation",
+    "train.global_batch=64": "global_batch",
+    "train.seq_len=64": "seq_len",
+    "train.loss_chunks=2": "loss_chunks",
+    "train.compile=true": "compile",
+    "train.save=sync": "save",
+    "train.fused_optimizer=false": "fused_optimizer",
+    "optimizer=sgd": "optimizer",
+    "adapter=lora": "adapter adapter_rank trained_parameters frozen_parameters",
+    "model.attention=eager": "attention",
+    "model=gpt_tiny model.dropout=0.1": "dropout",
+    "precision=fp8_mixed": "precision recipe",
+    "precision=fp8_mixed precision.recipe=rowwise": "recipe",
+    "precision=fp8_mixed precision.float8_all_gather=true": "float8_all_gather",
+    "launch=simulated": "launch",
+}
+
+
+@cache
+def configured_rows() -> dict[str, Record]:
+    """Return the row of each option, as a table without configurations has it."""
+    words = ("model=tiny", "train.micro_batch=1", "train.global_batch=32", "strategy=fsdp_full_shard")
+    configs = {option: compose_layout(8, *words, *option.split()) for option in DEFINED_BY}
+    rows = {option: config_columns(*config) | {"run_id": option, "status": "ok"} for option, config in configs.items()}
+    return {option: Record(row) for option, row in rows.items()}
+
+
+def test_every_column_that_defines_a_run_keeps_lines_apart() -> None:
+    """A run of one option is no pair of a run of another, and every column that is known before a run is compared."""
+    rows = configured_rows()
+    columns = {name for line in rows.values() for name in line.row} - {"run_id", "status", "repeat"}
+    assert columns | {*VARYING} - {"measured_on", "repeat", OTHER_OPTIONS} == {*DEFINING_COLUMNS}
+    assert {name for names in DEFINED_BY.values() for name in names.split()} | {"world_size"} == columns
+    for (option, first), (other, second) in itertools.combinations(rows.items(), 2):
+        assert len(pairs([first], [second], ())) == 2, (option, other)
+        assert len(pairs([first], [first.with_row(run_id="b")], ())) == 1
+
+
+@pytest.mark.parametrize("name", ["recipe", "float8_all_gather", "routing", "save", "context_parallel", "optimizer"])
+def test_without_its_column_an_option_would_be_lost(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pairs that the test above looks for are made where a column is left out."""
+    monkeypatch.setattr(folder_changes, "DEFINING_COLUMNS", tuple({*DEFINING_COLUMNS} - {name}))
+    couples = itertools.combinations(configured_rows().values(), 2)
+    assert any(len(pairs([first], [second], ())) == 1 for first, second in couples)
+
+
+def test_an_option_that_a_table_does_not_know_was_not_used(tmp_path: Path) -> None:
+    """A folder of adapters holds no table of the time before them, whose rows have no such column."""
+    before, after = [record(1, "ddp")], [record(2, "ddp", {"model": {"adapter": {"r": 8}}}, adapter="lora")]
+    status, outcome = held(tmp_path, before, after, as_table=True)
+    assert status == 1 and [change["after"]["value"] for change in outcome["changes"]] == ["missing"]

@@ -18,6 +18,7 @@ import yaml
 from accelerate.commands.launch import launch_command_parser
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import example as example_of
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
@@ -123,6 +124,15 @@ def test_a_foreign_file_is_planned_with_settings_in_the_place_of_its_own(
     assert (cells["model"], cells["micro_batch"], cells["stack"]) == ("8b", "2", "torchtitan")
 
 
+@pytest.mark.parametrize(("size", "head_dim"), [(64, 64), (128, None)])
+def test_heads_of_another_size_are_the_models(size: int, head_dim: int | None) -> None:
+    """The fault was a sentence that the size of a head follows from others. The usual size needs no setting."""
+    sizes = "--num-layers 2 --hidden-size 1024 --num-attention-heads 8 --seq-length 64 --vocab-size 512"
+    line = f"torchrun --nproc_per_node 2 pretrain_gpt.py {sizes} --micro-batch-size 1 --kv-channels {size}"
+    (plan,) = plans([*import_configuration(None, shlex.split(line)).words, "plan.simulate=false"])
+    assert plan.predictions[0].config.model.head_dim == head_dim
+
+
 # What the Trainer makes of values that are auto, in a process of its own: it takes over the state of torch.distributed.
 FINALIZE = """
 import argparse, json, sys, transformers
@@ -191,7 +201,10 @@ CHECKPOINTING = (
     "full checkpointing.offload_activations=true",
 )
 
-PRECISIONS = ("fp32", "bf16_mixed", "bf16", "bf16_mixed precision.reduce=bfloat16")
+PRECISIONS = (
+    *("fp32", "bf16_mixed", "bf16", "bf16_mixed precision.reduce=bfloat16"),
+    *("fp8_mixed precision.recipe=rowwise", "fp8_mixed precision.float8_all_gather=true"),
+)
 
 # What the keys of a format say of a run: of the others it has nothing.
 BATCH = ("global_batch", "micro_batch")
@@ -229,7 +242,13 @@ def differences(run: RecordedRun, kind: str, folder: Path) -> list[str]:
     }
     pairs |= {key: (getattr(run.config.train, key), getattr(back.config.train, key)) for key in SAID[kind]}
     if kind != "accelerate" and not (kind == "trainer" and run.config.precision.master == "bfloat16"):
-        widths = ("compute", "master", "accumulate", "reduce")
+        widths = (
+            "compute",
+            "master",
+            "accumulate",
+            "reduce",
+            *(("recipe", "float8_all_gather") if kind == "torchtitan" else ()),
+        )
         pairs |= {key: (getattr(run.config.precision, key), getattr(back.config.precision, key)) for key in widths}
     if kind not in ("accelerate", "deepspeed"):
         pairs["checkpointing"] = (run.config.checkpointing, back.config.checkpointing)
@@ -247,6 +266,7 @@ def differences(run: RecordedRun, kind: str, folder: Path) -> list[str]:
         ("", "train.lr=1e-4 train.betas=[0.9,0.99]", "train.gradient_clipping=0 train.fused_optimizer=false")
     ),
 )
+@example_of("torchtitan", "fsdp_full_shard", "none", PRECISIONS[-1], 16, "train.compile=true")
 def test_an_exported_file_comes_back_as_it_was(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,

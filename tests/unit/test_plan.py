@@ -131,6 +131,21 @@ def test_secondary_shards_leave_gathers_between_nodes_to_forward(engine: str, am
     assert within == pytest.approx((2 * 8 - among_all) * gathered * 7 / 8, rel=2e-3)
 
 
+def test_zero_plus_plus_sends_a_quarter_between_nodes(capsys: Capture) -> None:
+    """Of 3 M in 16 bits 0.75 M are left: 0.5 M gathered and 0.25 M exchanged (arXiv 2306.10209, table 1)."""
+    many = ("cluster.nodes=32", "train.global_batch=256", "train.micro_batch=1", "checkpointing=none", "precision=bf16")
+    stage_3, quantized = (
+        planned(capsys, "model=7b", "cluster=eight", *many, f"strategy={strategy}")[0]
+        for strategy in ("zero3", "zero3_plus_plus")
+    )
+    of_node = 2 * stage_3["parameters"] / 8  # bytes, for each device
+    assert stage_3["between_nodes_bytes"] == pytest.approx(3 * of_node, rel=0.02)
+    assert quantized["between_nodes_bytes"] == pytest.approx(0.75 * of_node, rel=0.02)
+    assert quantized["exposed_dp_shard_seconds"] < stage_3["exposed_dp_shard_seconds"]
+    gathered = quantized["communication_dp_shard_gather_bytes"] / (stage_3["parameters"] * (255 / 256 + 7 / 8))
+    assert 1 + 4 / 8000 <= gathered < 1.001, "an integer of 8 bits, and an fp32 scale for each block of 8,000 at most"
+
+
 def test_every_column_is_of_runs_or_described(capsys: Capture) -> None:
     """Names with AXIS and OPERATION stand for several; all others are columns of runs.csv or of the guide's table."""
     words = ("parameter", "gradient", "optimizer", "activation", "communication", "temporary")
@@ -211,6 +226,14 @@ def test_offload_costs_the_copies_over_the_link_to_the_host(tmp_path: Path, caps
     assert plain["exposed_copy_seconds"] == free["exposed_copy_seconds"] == 0
     assert offloaded["optimizer_seconds"] / plain["optimizer_seconds"] == pytest.approx(3.35e12 / 1e10)
     assert offloaded["predicted_peak_bytes"] < plain["predicted_peak_bytes"]
+
+
+def test_a_divided_loss_runs_its_head_twice(capsys: Capture) -> None:
+    """Two simulated layers of 8b took 1.22 and 1.61 times as long with 4 and 16 parts, which also add up gradients."""
+    layers = ("model=8b", "model.num_hidden_layers=2", "cluster=8xh100", "train.seq_len=4096", "train.global_batch=8")
+    parts = ("strategy=fsdp_full_shard", "-m", "train.loss_chunks=1,4,16")
+    whole, *divided = (row["predicted_step_seconds"] for row in planned(capsys, *layers, *parts))
+    assert [seconds / whole for seconds in divided] == pytest.approx([1.22, 1.61], rel=0.12)
 
 
 def test_what_is_on_the_host_must_fit_there(tmp_path: Path, capsys: Capture) -> None:

@@ -115,6 +115,25 @@ SECONDARY = {
     "strategy=zero3_hpz strategy.engine=accelerate": "strategy.secondary_shards=2 is not supported by…",
 }
 
+IN_BITS = "strategy=zero3 world_size=2 +strategy.options.zero_quantized_weights"
+
+ZERO_PLUS_PLUS = {
+    f"{IN_BITS}=true": "….zero_quantized_weights=true needs an operator that DeepSpeed has for CUDA alone…",
+    "strategy=zero3_plus_plus strategy.secondary_shards=2 world_size=4": "… needs an operator … or false",
+    f"{IN_BITS}=8": "…strategy.options.zero_quantized_weights=8 is neither true nor false…",
+    f"{IN_BITS}=true launch=simulated cluster=8xh100 strategy.zero_stage=2": "… not tried with strategy.zero_stage=2…",
+    f"{IN_BITS}=true launch=simulated cluster=8xh100 model=moe_tiny": "… was not tried with model=moe_tiny, which has…",
+    f"{IN_BITS}=true launch=simulated cluster=8xh100 adapter=lora": "… was not tried with adapter=lora…",
+    f"{IN_BITS}=true launch=simulated cluster=8xh100 model.vocab_size=257": "… unlike embed_tokens.weight of 257x…",
+}
+
+QUANTIZED = {
+    "strategy=ddp adapter=qlora": "adapter=qlora is planned and never run, as no engine here loads 4-bit weights…",
+    "strategy=zero3 adapter=qlora": "adapter=qlora is planned with strategy.engine=torch alone: choose that, or…",
+    "strategy=fsdp_tp strategy.tp=2 adapter=qlora precision=bf16": "strategy.tp=2 does not cut the 4-bit…",
+    "strategy=fsdp_full_shard adapter=qlora precision=bf16_mixed": "precision=bf16_mixed casts what fully_shard…",
+}
+
 SIMULATED = "strategy=ddp launch=simulated cluster=8xh100 train.global_batch=16"
 
 VIRTUAL = "strategy=ddp launch=virtual world_size=4"
@@ -141,9 +160,12 @@ PLAYED = {
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        *(WRONG_VALUES | PLAYED).items(),
+        *(WRONG_VALUES | PLAYED | ZERO_PLUS_PLUS).items(),
         *((f"world_size=2 {overrides} strategy.engine=accelerate", said) for overrides, said in BY_ACCELERATE.items()),
-        *((f"world_size=4 {overrides}", said) for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY).items()),
+        *(
+            (f"world_size=4 {overrides}", said)
+            for overrides, said in (BY_DEEPSPEED | INCOMPATIBLE | SECONDARY | QUANTIZED).items()
+        ),
     ],
 )
 def test_what_cannot_be_run_is_refused_in_a_sentence(overrides: str, sentence: str) -> None:

@@ -6,32 +6,10 @@ group in a node uses a network card of its own. Left out are trees, reductions i
 choice of protocol by size.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 
 from harness.config.hardware import HardwareConfig
-from harness.config.strategy import AXES
-from harness.layout.layout import Layout
-
-
-@dataclass(frozen=True)
-class RankGroup:
-    """The devices that one collective connects: their number, and over how many nodes they are spread."""
-
-    ranks: int
-    nodes: int
-
-
-@lru_cache(maxsize=4096)
-def group_of(layout: Layout, axes: tuple[str, ...], gpus_per_node: int) -> RankGroup:
-    """Return the group of a rank along axes of a layout, whose ranks fill one node after another, innermost first.
-
-    Axes that are not neighbors in the mesh are taken as if only axes of a single rank lay between them.
-    """
-    wide = [AXES.index(axis) for axis in axes if layout.axis_sizes[axis] > 1]
-    ranks, stride = layout.axes_size(axes), layout.axes_size(AXES[max(wide, default=0) + 1 :])
-    in_node = max(1, min(ranks, gpus_per_node // stride))
-    return RankGroup(ranks, -(-ranks // in_node))
+from harness.cost_model.node_groups import RankGroup
 
 
 @lru_cache(maxsize=4096)

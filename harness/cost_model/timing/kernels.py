@@ -15,6 +15,7 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.float8 import RECIPES, cast_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.quantized import dequantization_traffic
 from harness.hardware.machine import peak_flops
 from harness.layout.model_profile import model_profile
 from harness.util.text import UserError
@@ -176,16 +177,16 @@ def layer_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: Stac
     if model.adapter.is_enabled:
         weights, trained = sum(map(math.prod, adapters)), sum(of_adapters)
     weight_gradient = trained + _accumulation_seconds(shape, rates, weights)
-    both_ways = sum(products) + sum(of_adapters)
+    both_ways = sum(products) + sum(of_adapters) + dequantization_traffic(shape) / rates.memory_bytes
     forward_attention, backward_attention = attention_seconds(shape, rates, timing)
     # What norms, rotations, sums and activation functions move in forward.
     residual = RESIDUAL_TENSORS + (DROPOUT_TENSORS if model.dropout > 0 else 0)
     is_library, residual_parts = model.hf_info is not None, shape.tp if shape.sequence_parallel else 1
     head_tensors, inner_tensors = LIBRARY_TENSORS if is_library else model.architecture.elementwise_tensors
-    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.tp
+    elements = model.hidden_size * residual / residual_parts + model.hidden_size * head_tensors / shape.heads_tp
     uses = max(1, model.num_experts_per_tok)
     inner_size = uses * model.intermediate_size + model.shared_expert_intermediate_size
-    inner = inner_size * inner_tensors / shape.tp
+    inner = inner_size * inner_tensors / shape.inner_tp
     elements += ADAPTER_TENSORS * sum(each.outputs for each, *_ in matrices if each.rank)
     moved = tokens * (elements + inner) * shape.width + ROUTED_TENSORS * (2 if shape.ep > 1 else 1) * shape.routed_bytes
     elementwise = moved / rates.memory_bytes * timing.elementwise_traffic
@@ -208,7 +209,7 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 
     Plain operators write and read all scores in device memory, and compute those that the mask hides.
     """
-    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.tp
+    model, tokens, heads = shape.model, shape.tokens, shape.model.num_attention_heads / shape.heads_tp
     if model.attention == "flash":
         computed_share = 0.5 if timing.skips_masked_scores or shape.key_ranks > 1 else 1.0
         work = fused_attention_flops(tokens, shape.seq_len, heads, model.head_size, computed_share)
@@ -224,14 +225,15 @@ def attention_seconds(shape: MicroBatchShape, rates: KernelRates, timing: StackT
 
 @lru_cache(maxsize=8192)
 def head_seconds(shape: MicroBatchShape, hardware: HardwareConfig, timing: StackTiming) -> tuple[float, float]:
-    """Return the seconds of final norm, head and loss in forward and in backward."""
+    """Return the seconds of final norm, head and loss in forward, and in backward, where a divided loss runs again."""
     rates, width = kernel_rates(hardware, shape.compute_dtype), shape.model.hidden_size
     vocabulary = shape.model.vocab_size / shape.vocabulary_tp
     loss = shape.tokens * vocabulary * timing.logit_bytes / rates.memory_bytes
     product = rates.product_seconds(shape.tokens, vocabulary, width, shape.width)
     is_trained = not shape.model.adapter.is_enabled
-    weight_gradient = product + _accumulation_seconds(shape, rates, vocabulary * width)
-    return product + loss / 2, product + is_trained * weight_gradient + loss / 2
+    weight_gradient = product + shape.loss_chunks * _accumulation_seconds(shape, rates, vocabulary * width)
+    forward = product + loss / 2
+    return forward, product + is_trained * weight_gradient + loss / 2 + (shape.loss_chunks > 1) * forward
 
 
 @lru_cache(maxsize=8192)

@@ -8,8 +8,9 @@ from harness.config.schema import RunConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.flops import recomputed_product_flops
 from harness.cost_model.micro_batch_shape import MicroBatchShape, micro_batch_shape
+from harness.cost_model.node_groups import RankGroup, group_of
 from harness.cost_model.pipeline import split_passes
-from harness.cost_model.timing.collectives import RankGroup, all_to_all_seconds, gather_seconds, group_of
+from harness.cost_model.timing.collectives import all_to_all_seconds, gather_seconds
 from harness.cost_model.timing.kernels import LayerSeconds, layer_seconds
 from harness.layout.layer_spec import layer_branches, projection_flops
 from harness.layout.layout import Layout
@@ -41,12 +42,6 @@ class StepSetting:
     def group(self, *axes: str) -> RankGroup:
         """Return the ranks along these axes."""
         return group_of(self.layout, axes, self.gpus_per_node)
-
-    @cached_property
-    def secondary_group(self) -> RankGroup:
-        """The neighboring ranks that share out the parameters which backward gathers."""
-        parts = self.layout.secondary_shards
-        return RankGroup(parts, -(-parts // self.gpus_per_node))
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.cost_model.timing.collectives import RankGroup, all_reduce_seconds, gather_seconds, ring
+from harness.cost_model.node_groups import RankGroup, secondary_group
+from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, ring
 from harness.cost_model.timing.kernels import embedding_seconds, head_seconds
 from harness.cost_model.timing.layer_time import MicroBatchTime, StepSetting
+from harness.cost_model.timing.zero_plus_plus_time import MESSAGES, dequantize_seconds, exchange_seconds
+from harness.cost_model.zero_plus_plus import WEIGHT_BYTES
 from harness.layout.layer_spec import numel
 from harness.layout.model_profile import model_profile, trained_share
 from harness.layout.partition import Stage, is_expert_weight
@@ -145,17 +148,19 @@ def _unit_seconds(
     bucket = widths.reduce_bucket_elements  # of a message; 0 where a layer's, or a step's, are one
     reductions = min(tensors, math.ceil(trained / bucket)) if bucket else 1
     gathers = tensors if zero_stage == 3 and not widths.prefetches_parameters else 1
+    gathers *= MESSAGES if widths.quantizes_gathers else 1
     reduce_seconds = gather_seconds if zero_stage and not widths.all_reduces_gradients else all_reduce_seconds
-    gathered = parameters * (1 if step.config.precision.float8_all_gather and is_layer else widths.gathered)
+    width = WEIGHT_BYTES if widths.quantizes_gathers else widths.gathered
+    gathered = parameters * (step.config.gathered_matrix_bytes(width) if is_layer else width)
     again = gather = (gather_seconds(gathered, shards, hardware) if zero_stage else 0.0) + (gathers - 1) * latency
     if step.layout.secondary_shards > 1:
-        few = step.secondary_group
+        few = secondary_group(step.layout, step.gpus_per_node)
         again = gather_seconds(gathered, few, hardware) + (gathers - 1) * ring(few, hardware)[0]
         micro_batches = step.layout.grad_accumulation_steps(step.config.train) if widths.keeps_secondary_shards else 1
         gather = again + (gather - again) / micro_batches
-    return (
-        gather,
-        again,
-        reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency,
-        all_reduce_seconds(reduced / shards.ranks, replicas, hardware),
-    )
+    reduction = reduce_seconds(reduced, shards, hardware) + (reductions - 1) * latency
+    if widths.exchange_devices:
+        reduction = exchange_seconds(trained, tensors, shards, widths.exchange_devices, hardware)
+    dequantization = widths.quantizes_gathers * dequantize_seconds(parameters, step.config.precision, hardware)
+    among_replicas = all_reduce_seconds(reduced / shards.ranks, replicas, hardware)
+    return gather + dequantization, again + dequantization, reduction, among_replicas

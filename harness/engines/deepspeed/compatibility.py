@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from harness.config.strategy import MODEL_AXES
 from harness.cost_model.micro_batch_shape import replaces_linear_function
+from harness.cost_model.zero_plus_plus import UNIT, undivided
 from harness.engines.base import option_problems
+from harness.engines.deepspeed.widths import exchange_devices
 from harness.layout.model_profile import model_profile
 
 if TYPE_CHECKING:
@@ -16,8 +18,10 @@ if TYPE_CHECKING:
     from harness.layout.layout import Layout
 
 
-# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and not what it computes. Offload,
-# quantization, secondary shards and the stage itself are other strategies or other numerics.
+QUANTIZED = ("zero_quantized_gradients", "zero_quantized_weights")  # of ZeRO++ (arXiv 2306.10209)
+
+# Keys of DeepSpeed's `zero_optimization` section that change how a stage is run, and, but for QUANTIZED, not what it
+# computes. Offload, secondary shards and the stage itself are other strategies.
 FLAGS = (
     "allgather_partitions",
     "contiguous_gradients",
@@ -30,6 +34,7 @@ FLAGS = (
     "stage3_allgather_sequential",
     "stage3_use_all_reduce_for_fetch_params",
     "use_multi_rank_bucket_allreduce",
+    *QUANTIZED,
 )
 SIZES = {  # the least value of each
     "allgather_bucket_size": 0,
@@ -56,7 +61,22 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 
         if not torch.ops.mkldnn._is_mkldnn_fp16_supported():  # as DeepSpeed asks (cpu_accelerator.py)
             yield (f"precision={config.precision.name} is not possible for DeepSpeed on this CPU: choose bf16_mixed")
+    if (chosen := quantized_option(config)) and config.launch != "simulated":
+        elsewhere = "choose launch=simulated with a cluster of GPUs or harness plan, or false"
+        if machine.device == "cpu":
+            yield f"{chosen} needs an operator that DeepSpeed has for CUDA alone: {elsewhere}"
+        elif exchange_devices(config, layout):
+            yield (
+                f"{QUANTIZED[0]} of several nodes reads gradients as float16, and precision={config.precision.name}"
+                f" sends {config.precision.reduce}: {elsewhere}"
+            )
     yield from layout_unsupported(config, layout)
+
+
+def quantized_option(config: "RunConfig") -> str:
+    """Return the first of strategy.options by which DeepSpeed quantizes what it sends, as it is typed, else nothing."""
+    options = config.strategy.options
+    return next((f"strategy.options.{name}=true" for name in QUANTIZED if options.get(name)), "")
 
 
 def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
@@ -90,6 +110,20 @@ def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
             f"strategy.offload=parameters needs sharded parameters, not strategy.zero_stage={layout.zero_stage}: choose"
             " strategy.zero_stage=3, or strategy.offload=optimizer"
         )
+    if chosen := quantized_option(config):
+        others = {
+            f"strategy.zero_stage={layout.zero_stage}": layout.zero_stage < 3,
+            f"strategy.offload={layout.offload}": layout.offload != "none",
+            f"model={config.model.name}, which has experts": config.model.num_experts > 0,
+            f"adapter={config.model.adapter.name}": config.model.adapter.is_enabled,
+        }
+        yield from (f"{chosen} was not tried with {other}: choose false" for other, is_so in others.items() if is_so)
+        shapes = model_profile(config.model).parameter_shapes
+        if name := undivided(shapes, layout.dp_shard):
+            yield (
+                f"{chosen} needs {layout.dp_shard} shards of a multiple of {UNIT} elements each, as many as divide the"
+                f" longer side of a matrix, unlike {name}: choose other sizes, or false"
+            )
     yield from option_problems(config.strategy.options, FLAGS, SIZES, "strategy.engine=deepspeed")
 
 

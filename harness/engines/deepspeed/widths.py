@@ -42,6 +42,8 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
         prefetches_parameters=prefetches_parameters(config),
         all_reduces_gradients=layout.zero_stage < 3 and not reduces_to_owner_rank(config),
         tp_allreduces_per_layer=7,  # 2 in forward, and 1 in backward for each of 5 column-parallel layers
+        quantizes_gathers=config.strategy.options.get("zero_quantized_weights", False),
+        exchange_devices=exchange_devices(config, layout),
         host_gradients=host_gradient_width(config, layout) if offloads else 0,
         host_buffer_bytes=host_buffer_bytes(config, layout) if offloads else 0,
     )
@@ -150,3 +152,13 @@ def prefetches_parameters(config: "RunConfig") -> bool:
     options = config.strategy.options
     limits = {"stage3_max_live_parameters": 1e9, "stage3_prefetch_bucket_size": 5e7}  # elements, by default
     return all(float(options.get(name, limit)) > 0 for name, limit in limits.items())
+
+
+def exchange_devices(config: "RunConfig", layout: "Layout") -> int:
+    """Return among how many devices of a node gradients are exchanged first if an option quantizes them.
+
+    It is 0 on a single node, where DeepSpeed reduces them as they are (stage3.py, __avg_scatter_grads).
+    """
+    devices = config.cluster.gpus_per_node or layout.world_size
+    is_exchanged = config.strategy.options.get("zero_quantized_gradients", False) and layout.world_size > devices
+    return devices if is_exchanged else 0

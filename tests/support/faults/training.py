@@ -15,7 +15,7 @@ from tests.support.plant import changed, rank, replaces
 
 TORCH, DECODER, BUILD = "harness.engines.torch", "harness.models.decoder", "harness.models.build"
 
-# --- data, losses, weights, updates and dropout masks
+# --- data, losses, weights and updates
 
 
 @replaces("harness.worker.batches.Batches.__init__")
@@ -41,6 +41,20 @@ def vectors_learn_faster(ordinary: Any, groups: Any, **settings: Any) -> Any:
     """Give vectors, which are the last parameters of the first group, a rate of their own."""
     optimizer = ordinary(groups, **settings)
     optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 2 * settings["lr"]})
+    return optimizer
+
+
+@replaces("torch.optim.AdamW")
+def rate_doubled_later(ordinary: Any, parameters: Any, **settings: Any) -> Any:
+    """Double the learning rate before the third step."""
+    optimizer, steps = ordinary(parameters, **settings), itertools.count()
+
+    def double(*_: Any) -> None:
+        if next(steps) == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 2
+
+    optimizer.register_step_pre_hook(double)
     return optimizer
 
 
@@ -174,39 +188,6 @@ def stale_copy(_: Any, self: Any, tensor: Any) -> Any:
     return self.copies[size]
 
 
-@replaces("harness.worker.main.dropout_seed")
-def masks_of_their_own(_: Any, seed: int, layout: Any, number: int) -> int:
-    """Drop different parts of the residual stream that tensor-parallel ranks share."""
-    return seed + number
-
-
-@replaces(f"{TORCH}.tensor_parallel.apply_tensor_parallel")
-def heads_drop_alike(ordinary: Any, model: Any, *arguments: Any) -> None:
-    """Drop the same elements of attention on tensor-parallel ranks, which have different heads."""
-    ordinary(model, *arguments)
-    for block in model.layers_by_index().values():
-        block.self_attn.dropout_rng_rank = None
-
-
-@replaces("harness.worker.main.dropout_seed")
-def masks_alike(_: Any, seed: int, *__: Any) -> int:
-    """Use the same dropout masks on ranks with different data."""
-    return seed
-
-
-@replaces("harness.worker.main.train")
-def evaluated(ordinary: Any, report: Any, engine: Any, *arguments: Any) -> Any:
-    """Train the model in the mode in which dropout does nothing."""
-    engine.model.eval()
-    return ordinary(report, engine, *arguments)
-
-
-@replaces("harness.models.activation_checkpoint.checkpoint")
-def other_masks_recomputed(ordinary: Any, *arguments: Any, **settings: Any) -> Any:
-    """Draw new masks in second forwards."""
-    return ordinary(*arguments, **settings | {"preserve_rng_state": False})
-
-
 # --- operations, kernels, schedules and the log of memory
 
 
@@ -246,6 +227,13 @@ def eager_on_one_rank(ordinary: Any, self: Any, *arguments: Any) -> None:
     """Compose rank 1's attention of plain operators."""
     ordinary(self, *arguments)
     self.eager = True
+
+
+@replaces("harness.models.decoder.Attention.__init__")
+def fused_attention(ordinary: Any, self: Any, *arguments: Any) -> None:
+    """Compute attention by the fused kernel, whatever is configured."""
+    ordinary(self, *arguments)
+    self.eager = False
 
 
 @replaces("torch.optim.AdamW")
