@@ -14,7 +14,7 @@ import torch.distributed.fsdp  # defines the operators of fully_shard
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from harness.measure.native_allocator import LogLines
@@ -78,7 +78,11 @@ class StorageCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.on_operator(func, args, kwargs or {}, result)
         leaves: list[Any] = tree_leaves(result)
         for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.device.type == self.device_type:
+            if (
+                isinstance(leaf, Tensor)
+                and leaf.device.type == self.device_type
+                and not is_traceable_wrapper_subclass(leaf)
+            ):
                 self.observe(leaf.untyped_storage())
         return result
 
