@@ -7,7 +7,7 @@ harness.api. They are imported when they are first used, so that `harness --help
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _API = ("Layout", "MemoryEstimate", "RunConfig", "UserError", "estimate_memory", "load")
 

@@ -15,14 +15,8 @@ import numpy as np
 from harness.calibration.points import Measurements, Point
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.node_groups import RankGroup
-from harness.cost_model.timing.kernels import (
-    KernelRates,
-    all_reduce_seconds,
-    gather_seconds,
-    kernel_rates,
-    rank_hardware,
-    send_seconds,
-)
+from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, send_seconds
+from harness.cost_model.timing.kernels import KernelRates, kernel_rates, rank_hardware
 from harness.util.text import UserError, format_bytes
 
 ITERATIONS = 30
@@ -134,7 +128,7 @@ def fit_links(measured: Measurements) -> tuple[float, float]:
     """
     points = measured.of(*RING_PASSES)
     rings = [(RING_PASSES[p.curve], p.sizes[0], p.work) for p in points]
-    # A ring's steps and the bytes that a rank sends, as harness.cost_model.timing.kernels has them.
+    # A ring's steps and the bytes that a rank sends, as harness.cost_model.timing.collectives has them.
     terms = [(passes * (ranks - 1.0), passes * (ranks - 1) / ranks * size) for passes, ranks, size in rings]
     latency, per_byte = fit_terms(terms, points)
     steps, moved = max(terms, key=lambda term: term[1])

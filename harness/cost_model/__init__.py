@@ -17,7 +17,7 @@
                   |
         bytes  ---+--- communication.py                          by axis and operation, as the papers state them
         work   ---+--- flops.py, pipeline.py                     operations of a step; bubble and passes in flight
-        time   ---+--- timing/step_time.py <- stage_time.py <- kernels.py
+        time   ---+--- timing/step_time.py <- stage_time.py <- layer_time.py <- kernels.py, collectives.py
                                                                  seconds by the cluster's figures, in closed form
 
 What a decoder layer multiplies, keeps and sends is one table of operators (harness.config.model).

@@ -35,7 +35,7 @@ PLACE_COLUMNS = {
     "place_on_front": "The place among those that are faster than all with less memory, from 1; else empty.",
 }
 
-# The columns of plans that runs.csv does not have, with what they are; the guide's table is made of them.
+# The columns of plans that runs.csv does not have, with what they are; the guide's table has them.
 PLAN_COLUMNS = {
     "cluster": "The cluster that the plan is for.",
     "stack": "The implementation whose memory and time are predicted.",

@@ -6,7 +6,7 @@ from itertools import chain
 
 from harness.records.schema import COLUMNS
 from harness.report.charts import speed, tradeoffs
-from harness.report.charts.marks import scaled
+from harness.report.charts.rows import scaled
 from harness.report.columns import ShownColumn, comparison_columns, from_lines, speed_texts, table_of, units_of, write
 from harness.report.comparability import group_by, shared_settings, varying_columns
 from harness.report.document import Best, Paragraph, Section, Table, section

@@ -25,7 +25,8 @@ from harness.planner.sentences import (
 from harness.records.schema import Row
 from harness.report import html, markdown
 from harness.report.charts import render, style
-from harness.report.charts.marks import Field, Plot, Rows, axis, draw, figures, palette, single
+from harness.report.charts.marks import Plot, axis, draw, palette, single
+from harness.report.charts.rows import Field, Rows, figures
 from harness.report.document import BulletList, Chart, MemorySlider, Paragraph, Section, Table, bullets, section
 from harness.report.lines import Item
 from harness.report.text import sentence

@@ -198,7 +198,7 @@ def find_chain(plan: RunPlan, cheap_seconds: float, measured: Speed) -> Chain:
     """Return the chain of a reference. Raises UserError if it does not fit, SlowReferenceError if it is too slow."""
     shallower = () if is_single_process(plan) else shallower_runs(plan, first_layers(plan, cheap_seconds, measured))
     runs = (*shallower, plan)
-    missing = [run for run in runs if reusable_record(run.config, run.command, run.folder) is None]
+    missing = [run for run in runs if reusable_record(run.command, run.folder) is None]
     for run in reversed(missing):
         refusal = capacity_problem(run, ())
         if refusal:
@@ -252,7 +252,7 @@ def train_reference(plan: RunPlan, context: RunContext, compared: Reference) -> 
     Raises SlowReferenceError, OutOfMemoryReferenceError or FailedReferenceError.
     """
     with file_lock(plan.folder.lock):
-        record, ranks = reusable_record(plan.config, plan.command, plan.folder), read_reports(plan)
+        record, ranks = reusable_record(plan.command, plan.folder), read_reports(plan)
         is_compared = compared.report is None or (record and record.proof.get("reference") == compared.note)
         if record is None or (record.status == "ok" and not (is_compared and ranks)):
             context.log(f"reference {plan.run_id}, {refuse_slow(plan, measured_speed(plan))}")

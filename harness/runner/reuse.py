@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 
 from harness.config.command import CommandConfig
-from harness.config.schema import RunConfig
 from harness.measure.environment import changed_settings
 from harness.records.provenance import version_differences
 from harness.records.run_folder import ComparisonFolder, RunFolder
@@ -46,7 +45,7 @@ def ensure_writable(comparison: ComparisonFolder) -> None:
 
 
 def reusable_record(
-    config: RunConfig, command: CommandConfig, folder: RunFolder, log: Callable[[str], None] = lambda _: None
+    command: CommandConfig, folder: RunFolder, log: Callable[[str], None] = lambda _: None
 ) -> Record | None:
     """Return the stored record of a run that need not be repeated; log why it is reused or is not.
 
@@ -63,7 +62,7 @@ def reusable_record(
     status = record.status
     if status == "refused":
         return None
-    reason = reason_to_repeat(config, command, folder, record)
+    reason = reason_to_repeat(command, folder, record)
     if reason:
         log(f"{run_id} is run again, {reason}")
         return None
@@ -84,7 +83,7 @@ def stored_rejection(folder: RunFolder, force: bool) -> Record | None:
     return record if is_same and not force else None
 
 
-def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> str:
+def reason_to_repeat(command: CommandConfig, folder: RunFolder, record: Record) -> str:
     """Return why a recorded run must be repeated; '' if it need not be."""
     status = record.status
     if status == "interrupted":
@@ -95,7 +94,7 @@ def reason_to_repeat(config: RunConfig, command: CommandConfig, folder: RunFolde
         return "it was ended from outside"
     lacking = version_differences(record)
     if status == "ok":
-        lacking = lacking or missing_evidence(config, command, folder, record)
+        lacking = lacking or missing_evidence(command, folder, record)
     return f"its record is stale: {'; '.join(lacking)}" if lacking else ""
 
 
@@ -112,7 +111,7 @@ def earlier_attempts(folder: RunFolder) -> Cells:
     return {"attempts": (row.get("attempts") or 1) + 1, "earlier_ends": ends}
 
 
-def missing_evidence(config: RunConfig, command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:
+def missing_evidence(command: CommandConfig, folder: RunFolder, record: Record) -> list[str]:
     """Return what an `ok` record lacks that this command requires: a comparison, a tighter bound, counted memory."""
     proof = command.proof
     judged_by = record.proof.get("floor_multiple", proof.floor_multiple)

@@ -40,7 +40,7 @@ def execute(plan: RunPlan, context: RunContext) -> Record | None:
 
 def run_locked(plan: RunPlan, context: RunContext) -> Record:
     """Return the run's record as execute() does. The caller holds the run's lock."""
-    record = reusable_record(plan.config, plan.command, plan.folder, context.log)
+    record = reusable_record(plan.command, plan.folder, context.log)
     if record is not None:
         return record
     if plan.config.launch != "simulated":  # which needs no memory of the machine, and finds out by itself what fits

@@ -13,15 +13,8 @@ from torch import Tensor
 
 from harness.config.hardware import HardwareConfig
 from harness.cost_model.node_groups import RankGroup
-from harness.cost_model.timing.kernels import (
-    PAYLOAD,
-    all_reduce_seconds,
-    fused_attention_flops,
-    gather_seconds,
-    host_update_seconds,
-    kernel_rates,
-    send_seconds,
-)
+from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, send_seconds
+from harness.cost_model.timing.kernels import PAYLOAD, fused_attention_flops, host_update_seconds, kernel_rates
 from harness.measure.collective_rules import iter_tensors
 
 

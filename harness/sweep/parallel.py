@@ -210,7 +210,7 @@ def record_of_killed_worker(run: QueuedRun, exit_code: int) -> Record | None:
     with file_lock(folder.lock, wait=False) as is_acquired:
         if not is_acquired:
             return None
-        record = reusable_record(run.config, run.command, folder)
+        record = reusable_record(run.command, folder)
         with suppress(UserError):
             row = read_record(folder.path).row
             ending |= {key: row[key] for key in ("attempts", "earlier_ends") if key in row}

@@ -202,7 +202,7 @@ class LocalExecutor:
 
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the run's stored record if it can be reused."""
-        return reusable_record(run.config, run.command, run.planned.folder, self.display.print_line)
+        return reusable_record(run.command, run.planned.folder, self.display.print_line)
 
 
 class SequentialExecutor(LocalExecutor):

@@ -23,8 +23,8 @@ from harness.records.schema import Record
 from harness.report.charts import expected, memory, render, speed, style, tradeoffs
 from harness.report.charts.bars import MOST
 from harness.report.charts.curves import Points, by_world, select
-from harness.report.charts.marks import Rows, numbers
 from harness.report.charts.marks import axis as scale
+from harness.report.charts.rows import Rows, numbers
 from harness.report.document import FOLDER, Chart
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Item

@@ -11,11 +11,13 @@ from tests.support.processes import ROOT, run_python
 
 WORKFLOW = ".github/workflows/ci.yml"
 
+RELEASE = ".github/workflows/release.yml"
+
 COMMANDS = (
     ["mypy"],
     ["ruff", "check"],
     ["ruff", "format", "--check"],
-    ["check_jsonschema", "--builtin-schema", "vendor.github-workflows", WORKFLOW],
+    ["check_jsonschema", "--builtin-schema", "vendor.github-workflows", WORKFLOW, RELEASE],
     ["pre_commit", "validate-config"],
 )
 

@@ -13,21 +13,29 @@ import pytest
 from tests.support.processes import ROOT, run_python
 
 SMALL = ("train.steps=1", "train.warmup_steps=1", "train.seq_len=16", "proof.reference=false", "tracking=none")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "harness", "conf", "sweeps")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the wheel from a copy of the sources that is removed before anything runs."""
-    clone, target = tmp_path_factory.mktemp("clone") / "source", tmp_path_factory.mktemp("wheel")
-    clone.mkdir()
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, clone / name)
-    done = run_python(target, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target), str(clone))
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the source distribution, and with the wheel that is built from it alone."""
+    folder = tmp_path_factory.mktemp("distributions")
+    build(ROOT, folder)
+    return folder
+
+
+def build(sources: Path, folder: Path) -> None:
+    done = run_python(folder, "-m", "build", "--no-isolation", "--outdir", str(folder), str(sources))
     assert done.returncode == 0, done.stdout + done.stderr
-    shutil.rmtree(clone)
-    (path,) = target.glob("*.whl")
+
+
+def check(folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Check the distributions in a folder as the workflow of a release does."""
+    return run_python(folder, "-m", "twine", "check", "--strict", *map(str, folder.iterdir()))
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
     return path
 
 
@@ -48,6 +56,20 @@ def run(installed: Path, folder: Path, *arguments: str) -> "subprocess.Completed
     done = run_python(folder, "-P", "-m", "harness", *arguments, PYTHONPATH=str(installed))
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+def test_an_index_takes_both_distributions(distributions: Path, tmp_path: Path) -> None:
+    """The planted fault is a project without a description."""
+    (source,) = distributions.glob("*.tar.gz")
+    done = check(distributions)
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout
+    shutil.unpack_archive(source, tmp_path, filter="data")
+    (project,) = tmp_path.glob("*/pyproject.toml")
+    project.write_text(project.read_text().replace('readme = "README.md"\n', ""))
+    (tmp_path / "bare").mkdir()
+    build(project.parent, tmp_path / "bare")
+    done = check(tmp_path / "bare")
+    assert done.returncode == 1 and "long_description" in done.stdout, done.stdout
 
 
 def test_the_wheel_runs_without_the_clone(installed: Path, tmp_path: Path) -> None:
@@ -88,7 +110,8 @@ def test_another_projects_conf_does_not_replace_ours(installed: Path, tmp_path: 
 
 
 @pytest.mark.long
-def test_the_wheel_in_an_empty_environment_runs_the_quickstart(wheel: Path, tmp_path: Path) -> None:
+def test_the_wheel_in_an_empty_environment_runs_all_but_deepspeed(wheel: Path, tmp_path: Path) -> None:
+    """Only what the extra brings is refused without it."""
     venv.create(tmp_path / "env", with_pip=True)
     folder = tmp_path / "empty"
     folder.mkdir()
@@ -101,6 +124,6 @@ def test_the_wheel_in_an_empty_environment_runs_the_quickstart(wheel: Path, tmp_
         return done.stdout.splitlines()
 
     call("pip", "install", "-q", str(wheel))
-    call("harness", "sweeps=quickstart", "tracking=none")
-    rows = pd.read_csv(folder / "results" / "quickstart" / "runs.csv")
-    assert rows.status.tolist() == ["ok"] * len(rows) and len(rows) == 27
+    call("harness", "-m", "strategy=ddp,tp,zero2", "name=wheel", *SMALL)
+    rows = pd.read_csv(folder / "results" / "wheel" / "runs.csv")
+    assert dict(zip(rows.strategy, rows.status, strict=True)) == {"ddp": "ok", "tp": "ok", "zero2": "refused"}

@@ -28,7 +28,7 @@ from harness.config.hardware import FittedHardware, HardwareConfig
 from harness.config.schema import ClusterConfig
 from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates, rank_hardware
-from harness.cost_model.timing.stage_time import GPU_SHARE
+from harness.cost_model.timing.layer_time import GPU_SHARE
 from harness.cost_model.timing.step_time import estimate_step_time
 from harness.hardware.machine import Machine, described_devices
 from harness.util.text import UserError

@@ -6,7 +6,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from markdown.extensions.toc import slugify
 
+from harness import __version__
 from harness.cli.main import main
 from tests.support import reference_pages
 from tests.support.processes import ROOT, run_python
@@ -22,15 +24,34 @@ def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def links(page: Path) -> list[str]:
-    """Return the targets of a page's links and images that lie in this repository, without anchors."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
-    return [target.partition("#")[0] for target in targets if "://" not in target and not target.startswith("#")]
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL), re.MULTILINE)
+    return {slugify(re.sub(r"\]\([^)]*\)", "", heading), "-") for heading in headings}
+
+
+def dead_targets(page: Path) -> list[str]:
+    """Return the links and images of a page that have no file or heading, or the form of no address."""
+    dead = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        is_address = re.fullmatch(r"https://[\w-]+(\.[\w-]+)+(/\S*)?", link)
+        if not is_address and not (target.exists() and (not anchor or anchor in anchors(target))):
+            dead.append(link)
+    return dead
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_every_link_leads_to_a_file(page: Path) -> None:
-    assert [target for target in links(page) if not (page.parent / target).exists()] == []
+def test_every_link_leads_somewhere(page: Path) -> None:
+    assert dead_targets(page) == []
+
+
+@pytest.mark.parametrize("target", ["missing.md", "page.md#missing", "#missing", "http://a.org/b", "https://host"])
+def test_a_dead_link_is_reported(tmp_path: Path, target: str) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(f"# Title 1\n\n[a](#title-1) [b](page.md) [c](https://a.org/b#c) [d]({target})\n")
+    assert dead_targets(page) == [target]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
@@ -119,6 +140,12 @@ def test_every_message_of_the_troubleshooting_is_printed() -> None:
     parts = {part.strip() for message in messages for part in message.split("…") if len(part.strip()) > 4}
     assert len(parts) > 30
     assert sorted(part for part in parts if part not in sources) == []
+
+
+def test_the_newest_release_is_the_version() -> None:
+    releases = re.findall(r"^## (\d\S+) \(", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (cited,) = re.findall(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert releases[0] == cited == __version__
 
 
 def test_every_page_is_in_the_navigation() -> None:

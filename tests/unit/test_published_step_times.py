@@ -15,7 +15,8 @@ from harness.config.stack import StackTiming, load_stack
 from harness.cost_model.fits import fit_verdict
 from harness.cost_model.node_groups import RankGroup
 from harness.cost_model.stack_memory import predict_highest_rank
-from harness.cost_model.timing.kernels import all_reduce_seconds, fused_attention_flops, kernel_rates
+from harness.cost_model.timing.collectives import all_reduce_seconds
+from harness.cost_model.timing.kernels import fused_attention_flops, kernel_rates
 from harness.hardware.machine import DescribedCluster
 from harness.layout.layout import resolve_layout
 from harness.layout.model_profile import parameter_count

@@ -15,7 +15,7 @@ from harness.cost_model.memory import WORKSPACE_BYTES
 from harness.cost_model.pipeline import REPEATING_ROUNDS, BackwardStart, _backward_starts
 from harness.cost_model.prediction import Prediction
 from harness.cost_model.timing.kernels import layer_seconds
-from harness.cost_model.timing.stage_time import StepSetting, recomputed_share
+from harness.cost_model.timing.layer_time import StepSetting, recomputed_share
 from harness.layout.layout import resolve_layout
 from harness.layout.partition import split_into_stages
 from harness.planner.plan import search_layouts

@@ -1,14 +1,9 @@
-"""The seconds of kernels on one device, one by one and in a layer, and of collectives among the devices of a group.
+"""The seconds of kernels on one device, one by one and in a layer.
 
 A kernel takes the time of its operations, of its bytes and of its start, one after another: an upper bound of the
 roofline (Williams et al. 2009), whose sum in the place of the larger one stands for what a kernel does not overlap. A
 matrix product with short sides has fewer operations a byte and so a smaller share of the peak, without a parameter of
 its own. Left out are the quantization of tiles to the number of multiprocessors and the clock's dependence on power.
-
-A ring has a latency for every step and a bandwidth, as NCCL's own tuning has it (src/graph/tuning.cc): steps between
-nodes and in them have their own latency, and the bandwidth is that of the narrowest link, where every device of the
-group in a node uses a network card of its own. Left out are trees, reductions in the switch (NVLS, SHARP), and the
-choice of protocol by size.
 """
 
 import dataclasses
@@ -20,7 +15,6 @@ from harness.config.hardware import HardwareConfig
 from harness.config.stack import StackTiming
 from harness.cost_model.float8 import RECIPES, cast_bytes
 from harness.cost_model.micro_batch_shape import MicroBatchShape
-from harness.cost_model.node_groups import RankGroup
 from harness.cost_model.quantized import dequantization_traffic
 from harness.hardware.machine import peak_flops
 from harness.layout.model_profile import model_profile
@@ -249,51 +243,3 @@ def embedding_seconds(shape: MicroBatchShape, hardware: HardwareConfig) -> tuple
     rows = EMBEDDING_TENSORS * shape.tokens * width * shape.width / rates.memory_bytes
     table = shape.model.vocab_size / shape.vocabulary_tp * width
     return rows, (rows + _accumulation_seconds(shape, rates, table)) * (not shape.model.adapter.is_enabled)
-
-
-@lru_cache(maxsize=4096)
-def ring(group: RankGroup, hardware: HardwareConfig) -> tuple[float, float]:
-    """Return the seconds in which one element goes around the ring, and the bytes per second that each rank sends."""
-    fitted = hardware.fitted
-    in_node = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
-    if group.nodes == 1:
-        return (group.ranks - 1) * fitted.intra_node_latency, in_node
-    latency = group.nodes * fitted.inter_node_latency + (group.ranks - group.nodes) * fitted.intra_node_latency
-    between = group.ranks / group.nodes * hardware.inter_node_bandwidth * fitted.inter_node_efficiency  # by all cards
-    return latency, min(in_node, between)
-
-
-def gather_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
-    """Return the seconds of an all-gather or a reduce-scatter of so many bytes, all ranks' together."""
-    if group.ranks == 1:
-        return 0.0
-    latency, bandwidth = ring(group, hardware)
-    return latency + (group.ranks - 1) / group.ranks * total_bytes / bandwidth
-
-
-def all_to_all_seconds(sent_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
-    """Return the seconds in which each rank sends so many bytes, an equal part to every rank, itself included.
-
-    Parts for other nodes and those for the own one are sent side by side. There is one message to each rank.
-    """
-    fitted, in_node = hardware.fitted, group.ranks / group.nodes
-    outside, inside = (group.ranks - in_node) / group.ranks, (in_node - 1) / group.ranks
-    latency = (in_node - 1) * fitted.intra_node_latency + (group.ranks - in_node) * fitted.inter_node_latency
-    return latency + sent_bytes * max(
-        inside / (hardware.intra_node_bandwidth * fitted.intra_node_efficiency),
-        outside / (hardware.inter_node_bandwidth * fitted.inter_node_efficiency) if outside else 0.0,
-    )
-
-
-def all_reduce_seconds(total_bytes: float, group: RankGroup, hardware: HardwareConfig) -> float:
-    """Return the seconds of an all-reduce, a reduce-scatter and an all-gather."""
-    return 2 * gather_seconds(total_bytes, group, hardware)
-
-
-def send_seconds(sent_bytes: float, stride: int, gpus_per_node: int, hardware: HardwareConfig) -> float:
-    """Return the seconds of a transfer to the rank `stride` further, where all devices of a node send at once."""
-    fitted = hardware.fitted
-    if stride < gpus_per_node:
-        bandwidth = hardware.intra_node_bandwidth * fitted.intra_node_efficiency
-        return fitted.intra_node_latency + sent_bytes / bandwidth
-    return fitted.inter_node_latency + sent_bytes / (hardware.inter_node_bandwidth * fitted.inter_node_efficiency)

@@ -15,15 +15,10 @@ from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.rank_memory import alike_ranks
 from harness.cost_model.shard_groups import local_parameter_count
 from harness.cost_model.stage_activations import stage_activations
-from harness.cost_model.timing.kernels import (
-    PAYLOAD,
-    gather_seconds,
-    host_update_seconds,
-    kernel_rates,
-    rank_hardware,
-    send_seconds,
-)
-from harness.cost_model.timing.stage_time import MicroBatchTime, StepSetting, layer_time, rank_time
+from harness.cost_model.timing.collectives import gather_seconds, send_seconds
+from harness.cost_model.timing.kernels import PAYLOAD, host_update_seconds, kernel_rates, rank_hardware
+from harness.cost_model.timing.layer_time import MicroBatchTime, StepSetting, layer_time
+from harness.cost_model.timing.stage_time import rank_time
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage
 from harness.layout.state_widths import StateWidths

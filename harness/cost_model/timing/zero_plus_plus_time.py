@@ -3,7 +3,7 @@
 from harness.config.hardware import HardwareConfig
 from harness.config.schema import PrecisionConfig
 from harness.cost_model.node_groups import RankGroup
-from harness.cost_model.timing.kernels import all_to_all_seconds
+from harness.cost_model.timing.collectives import all_to_all_seconds
 from harness.cost_model.zero_plus_plus import FP16_BYTES, GRADIENT_BYTES, WEIGHT_BYTES, exchange_buffer_width
 
 MESSAGES = 2  # of each tensor: its integers and its scales

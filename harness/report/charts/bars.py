@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from harness.report.charts import style
-from harness.report.charts.marks import Field, Plot, Rows, draw, palette, scaled, single, tooltip, unseen
+from harness.report.charts.marks import Plot, draw, palette, single
+from harness.report.charts.rows import Field, Rows, scaled, tooltip, unseen
 from harness.report.document import Chart, VegaLite
 from harness.report.lines import Item, Line
 from harness.report.text import Unit, format_numbers

@@ -15,7 +15,8 @@ import numpy as np
 from harness.config.strategy import DEGREES
 from harness.report.charts import style
 from harness.report.charts.bars import MOST
-from harness.report.charts.marks import Plot, draw, palette, share, single, unseen
+from harness.report.charts.marks import Plot, draw, palette, share, single
+from harness.report.charts.rows import unseen
 from harness.report.comparability import curve_columns, curve_key, group_by
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import OTHER_OPTIONS, VARYING, labels

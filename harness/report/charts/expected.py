@@ -9,21 +9,8 @@ import pandas as pd
 from harness.records.run_folder import RunFolder
 from harness.report.charts.bars import bars, ordered
 from harness.report.charts.curves import ONE_OF_EACH, Points, select
-from harness.report.charts.marks import (
-    Field,
-    Plot,
-    Rows,
-    axis,
-    column,
-    draw,
-    figures,
-    numbers,
-    single,
-    spanning,
-    tooltip,
-    unseen,
-    words,
-)
+from harness.report.charts.marks import Plot, axis, draw, single, spanning
+from harness.report.charts.rows import Field, Rows, column, figures, numbers, tooltip, unseen, words
 from harness.report.claims import Claim
 from harness.report.comparability import EQUAL_BYTES, comparability_key, group_by, is_measured
 from harness.report.document import Chart

@@ -6,7 +6,8 @@ from dataclasses import replace
 from harness.cost_model.parts import PEAK_TITLES
 from harness.report.charts.bars import bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, by_micro_batch, by_parameters, curve_points
-from harness.report.charts.marks import Rows, axis, column, figures, numbers, scaled, tooltip, unseen
+from harness.report.charts.marks import axis
+from harness.report.charts.rows import Rows, column, figures, numbers, scaled, tooltip, unseen
 from harness.report.document import Chart
 from harness.report.lines import Datum, Line, finite_number
 from harness.report.text import Unit, byte_unit, bytes_text, format_numbers

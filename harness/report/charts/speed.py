@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from harness.report.charts.bars import Bars, bars, endings, ordered, row_fields
 from harness.report.charts.curves import Curves, by_world, curve_points
-from harness.report.charts.marks import Field, Rows, axis, column, figures, numbers, unseen
+from harness.report.charts.marks import axis
+from harness.report.charts.rows import Field, Rows, column, figures, numbers, unseen
 from harness.report.document import Chart, VegaLite
 from harness.report.labels import STEP_TITLES
 from harness.report.lines import Line, finite_number

@@ -7,7 +7,8 @@ from operator import attrgetter
 from harness.report.charts import style
 from harness.report.charts.bars import LINES, Bars, bars, labels, ordered
 from harness.report.charts.curves import Points
-from harness.report.charts.marks import Field, Rows, axis, bytes_field, column, draw, numbers, spanning, unseen, words
+from harness.report.charts.marks import axis, draw, spanning
+from harness.report.charts.rows import Field, Rows, bytes_field, column, numbers, unseen, words
 from harness.report.charts.speed import TOKENS, speed_fields, speed_marks
 from harness.report.claims import ok_runs, peer
 from harness.report.columns import UNSETTLED_MARK

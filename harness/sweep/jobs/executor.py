@@ -62,7 +62,7 @@ class JobExecutor:
     def stored_record(self, run: QueuedRun) -> Record | None:
         """Return the record that an earlier job answered with, if it can be reused."""
         records = [
-            reusable_record(run.config, run.command, run.comparison.run(run_id), self.display.print_line)
+            reusable_record(run.command, run.comparison.run(run_id), self.display.print_line)
             for run_id in job_run(run).read_run_ids("answer")
         ]
         reusable = [record for record in records if record is not None]
