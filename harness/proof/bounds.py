@@ -143,7 +143,7 @@ def shows_scaled_matrix(aspect: Aspect, bound: float | None, compute: str) -> bo
 def proven_steps(bounds: Mapping[Aspect, float | None], steps: int) -> int:
     """Return how many steps from the first on are proven: those whose loss and global norm have a bound.
 
-    The last step counts only if the norms of all gradients have a bound, too.
+    The last step counts only if the norms of matrices' gradients have a bound, too.
     """
     for step in range(steps):
         of_step = [LOSS._replace(step=step), GLOBAL_NORM._replace(step=step)]
