@@ -76,7 +76,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
 def quantized_option(config: "RunConfig") -> str:
     """Return the first of strategy.options by which DeepSpeed quantizes what it sends, as it is typed, else nothing."""
     options = config.strategy.options
-    return next((f"strategy.options.{name}=true" for name in QUANTIZED if options.get(name)), "")
+    return next((f"strategy.options.{name}=true" for name in QUANTIZED if options.get(name) is True), "")
 
 
 def layout_unsupported(config: "RunConfig", layout: "Layout") -> Iterator[str]:
