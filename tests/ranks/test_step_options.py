@@ -184,7 +184,7 @@ def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
         "train.warmup_steps=8",
         "world_size=2",
     )
-    layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b,zero2,zero3"
+    layouts = "strategy=ddp,fsdp_full_shard,pp_1f1b" + ",zero2,zero3" * torch.ops.mkldnn._is_mkldnn_fp16_supported()
     done = run_harness(tmp_path, "-m", "name=o", layouts, *SMALLEST, *overrides)
     assert done.returncode == 0, done.stdout[-2000:]
     rows = read_rows(tmp_path, "o")
@@ -198,7 +198,7 @@ def test_overflowed_steps_are_skipped_in_every_layout(tmp_path: Path) -> None:
 def test_an_overflow_in_the_profiled_step_profiles_it_again(steps: int, tmp_path: Path) -> None:
     """The scale doubles after every step that fits, so that every other step overflows: of two lengths one's last."""
     overrides = ("precision=fp16_mixed", f"precision.initial_loss_scale={2**22}", "precision.loss_scale_window=1")
-    layouts = "strategy=fsdp_full_shard,zero1"
+    layouts = "strategy=fsdp_full_shard" + ",zero1" * torch.ops.mkldnn._is_mkldnn_fp16_supported()
     lengths = (*SMALLEST, "train.warmup_steps=8", f"train.steps={steps}")
     done = run_harness(tmp_path, "-m", "name=o", layouts, *lengths, *overrides, "world_size=2")
     assert done.returncode == 0, done.stdout[-2000:]

@@ -90,7 +90,7 @@ class Laboratory:
         replaced: dict[str, Callable[..., Any]] = {
             "launch_run": self.launch,
             "read_reports": lambda plan: [RankReport(losses=[0.0])],
-            "reusable_record": lambda config, command, folder: self.records.get(folder.path),
+            "reusable_record": lambda command, folder: self.records.get(folder.path),
             "readable_records": self.readable_records,
         }
         with pytest.MonkeyPatch.context() as patched:

@@ -20,6 +20,7 @@ from harness.runner import launch_run, resolve
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import RunPlan
 from harness.util.text import UserError
+from tests.support.commands import compose_config
 from tests.support.nvml_tables import GIB, Board, install
 
 TWO = (Board(), Board(uuid="GPU-1b2f1a11-0000-0000-0000-000000000001", memory=(40 * GIB, 80 * GIB)))
@@ -224,7 +225,7 @@ def test_only_a_failed_run_is_waited_for(status: LaunchStatus, waits: int, monke
     install(monkeypatch, TWO)
     plan = SimpleNamespace(
         machine=machine(),
-        config=SimpleNamespace(cluster=ClusterConfig("local"), launch="processes"),
+        config=compose_config("strategy=ddp", "world_size=2"),
         command=SimpleNamespace(timeout_seconds=1.0, hang_seconds=1.0),
         folder=SimpleNamespace(path=None),
         layout=SimpleNamespace(world_size=2),

@@ -127,10 +127,11 @@ def test_a_preset_needs_no_override_of_its_own_layout() -> None:
         depends_on_the_machine = any(str(value).startswith("${") for value in preset.values())
         if depends_on_the_machine or preset["name"] == "tp_pp":  # which has four ranks, whatever the world
             continue
+        nodes = "cluster.nodes=2" if preset["name"] == "zero3_plus_plus" else "cluster.nodes=1"  # shards within one
         precision = "fp32" if preset["name"] in ("zero1_torch", "dp") else "bf16_mixed"
         model = "7b" if preset["ep"] == 1 else "moe_tiny"
         words = (f"model={model}", "cluster=8xh100", "train.global_batch=128", "train.micro_batch=8")
-        words += (f"precision={precision}",)
+        words += (f"precision={precision}", nodes)
         (prediction,) = planned(*words, f"strategy={preset['name']}").predictions
         assert [word for word in run_overrides(prediction.config) if word.startswith("strategy.")] == [], preset["name"]
 
