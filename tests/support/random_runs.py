@@ -71,14 +71,14 @@ def write_draws(path: Path, draws: list[dict[str, str]]) -> None:
     write_table(path, filled, sorted(draws, key=lambda draw: int(draw["draw"])))
 
 
-def run_draw(seed: int, most_ranks: int) -> dict[str, str]:
-    """Return the table's line of one draw, which is run now."""
-    started, overrides = time.monotonic(), listed(draw_real_size(seed, most_ranks))
+def run_line(number: int, overrides: Sequence[str], limits: Sequence[str] = LIMITS) -> dict[str, str]:
+    """Return the table's line of a draw with these overrides, which is run now."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        end = ending([*overrides, *LIMITS], Path(folder))
+        end = ending([*overrides, *limits], Path(folder))
     columns = {name: csv_cell(value) for name, value in end.row.items()}
     return columns | {
-        "draw": str(seed),
+        "draw": str(number),
         "outcome": outcome(end, overrides),
         "wall_seconds": f"{time.monotonic() - started:.1f}",
         "overrides": " ".join(overrides),
@@ -114,7 +114,7 @@ def main() -> None:
     finished = {seed for seed, draw in draws.items() if draw["outcome"] in EXPECTED or not arguments.again}
     missing = [seed for seed in range(arguments.first, arguments.first + arguments.draws) if seed not in finished]
     for seed in missing[: arguments.most]:
-        draws[seed] = line = run_draw(seed, arguments.world)
+        draws[seed] = line = run_line(seed, listed(draw_real_size(seed, arguments.world)))
         detail = line["reason"] or " ".join(f"{name} {line.get(name, '')}" for name in DEVIATIONS)
         print(f"{seed} {line['wall_seconds']} s {line['outcome']}: {detail[:300]}", flush=True)
         if line["outcome"] not in EXPECTED:
