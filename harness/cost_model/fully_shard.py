@@ -100,14 +100,15 @@ class FullyShard(Sharding):
         """Reduce a group's gradients, if it has any.
 
         At first all of them lie beside the flat tensor, and the last one whose rows were moved twice. When that is
-        reduced, a loop in foreach_reduce still refers to the last of them.
+        reduced, a loop in foreach_reduce still refers to the last of them. Experts that a single rank has are divided
+        by the number of data-parallel ranks, into a third tensor.
         """
         if not group.elements:
             return
         width, flat = self.precision.compute_bytes, self.reduced(group)
         copies = (group.elements + group.last_moved) * width + flat + group.uneven * width * self.is_cpu
         tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
-        copies = (group.last * width + flat * self.is_cpu) * (group.shards > 1)
+        copies = group.last * width + flat * self.is_cpu if group.shards > 1 else flat * (self.degree > 1)
         tape.put(buffers_reduced=flat, buffers_copies=flat // group.shards + copies)
         tape.drop("buffers_copies")
 
@@ -167,26 +168,38 @@ class FullyShard(Sharding):
             each.live["buffers_waiting"] = each.trained.waiting * self.precision.compute_bytes
 
     def enter_layer(self, each: Pass, following: int) -> None:
-        """Copy a layer out of its flat tensor, and gather the one before it in advance."""
+        """Copy a layer out of its flat tensor, and gather in advance its experts or else the layer before it."""
         super().enter_layer(each, following)
         self.reshard(each, following)
         if self.reshards:
-            groups, whole = each.groups, 0
-            before = each.trained.embedding if following == groups.layers - 1 else groups.rest
-            parts, ahead = groups.parts_of_layer, (groups.layers - 1 - following) * groups.layer.padded
-            for group, prefetched in zip(parts, (*parts[1:], before), strict=True):
-                whole += self.whole(group)
-                self.copy_out(each, group, whole)
-                each.live["buffers_secondary"] = self.secondary(groups.embedding.padded + ahead)
-                each.drop("buffers_flat")
-                self.gather(each, prefetched, self.layout.secondary_shards)
+            self.copy_out(each, each.groups.rest, self.whole(each.groups.rest))
+            self.gather_ahead(each, following, each.groups.experts)
+
+    def gather_ahead(self, each: Pass, following: int, experts: ShardGroup | None = None) -> None:
+        """Gather what backward uses next in the place of the flat tensor that was copied out."""
+        groups = each.groups
+        before = each.trained.embedding if following == groups.layers - 1 else groups.rest
+        ahead = (groups.layers - 1 - following) * groups.layer.padded
+        each.live["buffers_secondary"] = self.secondary(groups.embedding.padded + ahead)
+        each.drop("buffers_flat")
+        self.gather(each, experts if experts and experts.elements else before, self.layout.secondary_shards)
 
     def in_layer(self, each: Pass, following: int, moment: LayerMoment) -> None:
-        """Keep the gradients of a layer, in the width of compute; those of experts of their own are reduced first."""
+        """Keep the gradients of a layer, in the width of compute; those of experts of their own are reduced first.
+
+        A second forward copies experts out of their flat tensor and keeps that until they are computed, as a first one
+        does. The layer before is gathered in advance when their own backward begins.
+        """
         experts = each.trained.experts
-        if experts.elements and moment.leaves_experts:
-            each.live["buffers_whole"] -= self.whole(experts) * self.reshards
+        if experts.elements and moment.experts == "left":
+            each.live["buffers_whole"] -= self.whole(experts) * (self.reshards or each.is_last)
             self.reduce(each, experts)
+            each.live["gradients"] = self.computed(each, following, experts.at_rest)
+        elif experts.elements and self.reshards and moment.experts:
+            if each.live["buffers_whole"] < self.whole(each.groups.layer):
+                self.copy_out(each, each.groups.experts, self.whole(each.groups.layer))
+            if moment.experts == "entered":
+                self.gather_ahead(each, following)
         own = moment.weights + moment.computed - experts.elements * (moment.weights >= experts.elements)
         each.put(buffers_gradients=own * self.shape.width)
 

@@ -7,6 +7,7 @@ results are alive beside them. The gradients of one tensor by several operators 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 from harness.config.model import Branch, Operator
 from harness.cost_model.activations import (
@@ -33,6 +34,9 @@ BEHIND_SCORES = ("attention.weights", "attention.dropped")
 
 Tensors = dict[str, int]  # their bytes by name
 
+# Moments of a layer's backward: a second forward has computed its experts, and their own backward begins or has ended.
+ExpertsMoment = Literal["recomputed", "entered", "left"]
+
 
 @dataclass(frozen=True)
 class LayerMoment:
@@ -47,7 +51,7 @@ class LayerMoment:
     computed: int = 0  # elements of the weight whose gradient this operator computes
     is_accumulation: bool = False  # whether that gradient is now added to the parameter's own, or becomes it
     is_followed_by_matrix: bool = True  # whether the gradient after it is that of another matrix of the same branch
-    leaves_experts: bool = False  # whether it is the first operator behind all those of experts
+    experts: ExpertsMoment | None = None  # what it is to the experts, as a module of their own
 
 
 class LayerBackward:
@@ -68,7 +72,7 @@ class LayerBackward:
         weight: int = 0,
         is_accumulation: bool = False,
         is_followed_by_matrix: bool = True,
-        leaves_experts: bool = False,
+        experts: ExpertsMoment | None = None,
     ) -> None:
         """Run an operator that makes these results and, if it is a matrix's, the gradient of so many elements.
 
@@ -76,7 +80,7 @@ class LayerBackward:
         """
         self.temporaries |= results
         sizes = (sum(self.saved.values()), sum(self.temporaries.values()), self.arrived, self.freed, self.deferred)
-        place = (is_accumulation, is_followed_by_matrix, leaves_experts)
+        place = (is_accumulation, is_followed_by_matrix, experts)
         self.moments.append(LayerMoment(*sizes, self.weights, weight, *place))
         self.weights += weight * is_accumulation
         for name in {*frees} - {"residual.grad"}:
@@ -141,7 +145,7 @@ def recompute_layer(backward: LayerBackward) -> None:
         {"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last_product(shape.model))
     )
     if shape.routed_rows:
-        backward.run({"sums_of_experts": shape.expert_sum_bytes}, ("sums_of_experts",))
+        backward.run({"sums_of_experts": shape.expert_sum_bytes}, ("sums_of_experts",), experts="recomputed")
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:
@@ -188,10 +192,11 @@ def run_operator(backward: LayerBackward, branch: Branch, operator: Operator, br
         run_router(backward, matrices[operator.matrix].elements, () if is_shared else (f"{branch.norm}.output",))
     elif kind == "combine":
         backward.run({f"{operator.inputs[0]}.grad": shape.routed_bytes}, () if is_shared else (branch_grad,))
+        backward.run({}, experts="entered")
     elif kind == "dispatch":
         by_row = "by_row.grad"  # a copy in the order of tokens, whose rows are summed
         sizes = {by_row: shape.routed_bytes, "input.grad": shape.whole_hidden_bytes}
-        backward.run(sizes, (gradient, by_row), leaves_experts=True)
+        backward.run(sizes, (gradient, by_row), experts="left")
     elif kind == "function":
         # The products of the inner activations and a gradient are summed to the weights' gradients.
         backward.run(gradients, (gradient, f"{ROUTING}.grad", *inputs))

@@ -131,9 +131,10 @@ class MicroBatchShape:
         """Bytes of the experts' outputs, of their copy in another order, and of their sums, when forward has these.
 
         Those of experts that compute every token exist by then.
-        Ranks that divide the experts sum single rows, to send them back.
+        Ranks that divide the experts sum single rows, to send them back, and still have the rows that they sent and
+        received.
         """
-        sums = self.routed_bytes if self.ep > 1 else self.whole_hidden_bytes
+        sums = 3 * self.routed_bytes if self.ep > 1 else self.whole_hidden_bytes
         shared = self.whole_hidden_bytes * (self.model.shared_expert_intermediate_size > 0)
         return (2 * self.routed_bytes + sums + shared) * (self.routed_rows > 0)
 

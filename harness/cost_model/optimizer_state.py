@@ -24,6 +24,7 @@ class OptimizerTensor(NamedTuple):
     elements: float  # an even share: a fraction where a dimension cannot be cut evenly
     is_matrix: bool = False  # whether it is a part of a matrix of a layer
     shape: tuple[int, ...] = ()  # of the whole parameter; empty for a part of a flat tensor
+    is_divided: bool = False  # whether it is of experts that expert parallelism divides
 
 
 def optimizer_parameter_count(model: ModelConfig, layout: Layout, stages: Sequence[Stage]) -> int:
@@ -54,7 +55,10 @@ def _largest_partition(
         return (OptimizerTensor(sum(sizes) / shards),)
     parameters = [parameter for stage in stages for parameter in parameters_of_stage(model, stage, trained=True)]
     pairs = zip(sizes, parameters, strict=True)
-    tensors = [OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape) for size, parameter in pairs]
+    tensors = [
+        OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape, parameter.is_expert and layout.ep > 1)
+        for size, parameter in pairs
+    ]
     ranks: list[tuple[float, int, tuple[OptimizerTensor, ...]]] = [(0.0, rank, ()) for rank in range(shards)]
     for tensor in sorted(tensors, key=lambda tensor: -tensor.elements):
         total, rank, own = ranks[0]
@@ -73,10 +77,11 @@ def _row_shards(
 ) -> Sequence[OptimizerTensor]:
     tensors = []
     for parameter in (each for stage in stages for each in parameters_of_stage(model, stage, trained=True)):
-        own = max(1, shards // (ep if parameter.is_expert else 1))
+        is_divided = parameter.is_expert and ep > 1
+        own = max(1, shards // (ep if is_divided else 1))
         rows, row = fsdp_rows(parameter.local_shape(layout.tp, layout.vocabulary_tp, ep), own)
         size = math.ceil(rows / own) * row
-        tensors.append(OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape))
+        tensors.append(OptimizerTensor(size, parameter.is_layer_matrix, parameter.shape, is_divided))
     return tuple(tensors)
 
 
@@ -103,13 +108,17 @@ def state_bytes(optimizer: str, tensors: Sequence[OptimizerTensor], master: str)
 
 @lru_cache(maxsize=1024)
 def update_temporaries(optimizer: str, tensors: Sequence[OptimizerTensor], master: str, is_fused: bool) -> int:
-    """Return the most bytes of temporaries of an update of these tensors, whose rules run one after another."""
+    """Return the most bytes of temporaries of an update of these tensors, whose rules run one after another.
+
+    A rule updates experts that are divided, which lie on another device mesh, apart from all other parameters.
+    """
     most = 0
     for rule, own in _by_rule(optimizer, tensors):
         copies = rule.foreach_copies * (not (is_fused and rule.kernels)) * DTYPE_BYTES[master]
         largest = max((rule.temporary_bytes * math.ceil(tensor.elements) for tensor in own), default=0)
         whole = [orthogonalization_bytes(tensor) for tensor in own if rule.iterations]
-        most = max(most, math.ceil(copies * sum(tensor.elements for tensor in own)), largest, *whole)
+        together = [sum(tensor.elements for tensor in own if tensor.is_divided is divided) for divided in (True, False)]
+        most = max(most, math.ceil(copies * max(together)), largest, *whole)
     return most
 
 

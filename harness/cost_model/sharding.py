@@ -266,10 +266,10 @@ class Sharding:
         """Return how many bytes of a pass's new gradients exist when backward has left so many layers behind.
 
         Of the next layer it has computed those of `own` elements. That of tied matrices is complete only when backward
-        ends.
+        ends. Where data-parallel shards divide gradients, a group's share is that of its elements with padding.
         """
         groups = each.trained
-        head = groups.head.elements
+        head = groups.head.at_rest
         if groups.root.elements and each.activations.stage.holds_head and not self.is_tied:
-            head = 0 if self.reduces_groups else groups.root.elements
-        return round(each.new_gradients * (head + following * groups.layer.elements + own) / groups.elements)
+            head = 0 if self.reduces_groups else groups.root.at_rest
+        return round(each.new_gradients * (head + following * groups.layer.at_rest + own) / groups.at_rest)

@@ -38,7 +38,8 @@ def play_forward(sharding: Sharding, each: Pass) -> None:
 def play_head(sharding: Sharding, each: Pass) -> None:
     """Play the loss, and the backward of loss, head and final norm; without a head the start of backward.
 
-    Backward of the last part of the loss has the gradients of the hidden states of all parts before it.
+    Backward of the last part of the loss has the gradients of the hidden states of all parts before it. The head
+    computes the parts itself, and backward needs its parameters before their second forward.
     """
     activations, shape = each.activations, each.activations.shape
     if not activations.stage.holds_head:
@@ -47,13 +48,16 @@ def play_head(sharding: Sharding, each: Pass) -> None:
     chunks, matrix, hidden_grad = shape.loss_chunks, sharding.vocabulary_grad_bytes, shape.whole_hidden_bytes
     earlier_hidden_grads = hidden_grad * (chunks - 1) // chunks
     shared_grads = matrix + earlier_hidden_grads if chunks > 1 else 0  # of what the parts share
+    if each.kind == "backward" and chunks > 1:
+        sharding.enter_backward(each)
     each.touch(loss=activations.loss_bytes, temporaries=shared_grads)
     if each.kind == "backward":
         in_product = hidden_grad + (1 + (chunks > 1)) * matrix + activations.logits_grad_bytes
         # The gradients of the parts are summed: the sum so far, the summand, and where it is another tensor their sum.
         summed = earlier_hidden_grads + (3 - sharding.sums_in_place) * matrix if chunks > 1 else 0
         each.put(temporaries=activations.logits_grad_bytes)
-        sharding.enter_backward(each)
+        if chunks == 1:
+            sharding.enter_backward(each)
         each.put(temporaries=max(in_product, summed))
         each.live["activations"] = activations.in_final_norm
         sharding.head_gradient(each)
