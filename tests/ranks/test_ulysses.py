@@ -76,7 +76,8 @@ def test_ranks_that_exchange_heads_are_proven(results: Path, overrides: str) -> 
     if row["dropout"] == 0:
         assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
     row_invariants.check_peak(row, 0.05 if "moe" in overrides else 0.025)  # an untrained router gives some experts more
-    row_invariants.check_memory(row, run_folder(results, record).read_rank_reports(row["world_size"]))
+    if "moe" not in overrides:  # whose steps have tensors of other sizes, as tokens go to other experts
+        row_invariants.check_memory(row, run_folder(results, record).read_rank_reports(row["world_size"]))
     row_invariants.check_bytes(record)
     check_derivations(record)
     layers = record.config["model"]["num_hidden_layers"]
