@@ -14,6 +14,7 @@ from harness.cost_model.sharding import Pass
 from harness.cost_model.tape import Tape
 from harness.cost_model.whole_parameters import OPTIONS, WholeParameters, whole_parameters
 from harness.cost_model.zero_plus_plus import FP16_BYTES, WEIGHT_BYTES, exchange_buffer_width
+from harness.layout.layer_spec import layer_matrices
 from harness.layout.model_profile import model_profile
 
 
@@ -234,6 +235,17 @@ class ZeroStage3(BucketedZero):
         """The elements of whole parameters in a micro-batch."""
         return whole_parameters(self.config.model, self.config.checkpointing, self.options, self.is_cpu)
 
+    @cached_property
+    def saved_matrices(self) -> list[int]:
+        """The bytes of a layer's matrices if torchao multiplies them, whose saved views keep their memory."""
+        is_scaled = self.config.precision.has_recipe
+        return [matrix.elements * self.widths.gathered * is_scaled for matrix in layer_matrices(self.config.model)]
+
+    def keep_views(self, each: Pass, layer: int, matrices: int) -> None:
+        """Keep the matrices of all layers before this one that are not computed again, and so many of its own."""
+        before = sum(not self.config.checkpointing.recomputes_layer(index) for index in range(layer))
+        each.live["buffers_views"] = before * sum(self.saved_matrices) + sum(self.saved_matrices[:matrices])
+
     def gather(self, tape: Tape, *moment: str | int) -> None:
         """Change the elements of whole parameters to those of a moment."""
         tape.live["buffers_whole"] = self.whole_parameters[moment] * self.widths.gathered
@@ -247,13 +259,13 @@ class ZeroStage3(BucketedZero):
     def forward(self, each: Pass, following: int) -> None:
         """Gather a layer's modules one after another, or the head."""
         layer = each.groups.layers - 1 - following
+        self.keep_views(each, layer, 0)
         self.gather(each, "forward", *([layer] if following >= 0 else ["head", "gather"]))
 
     def end_forward(self, each: Pass) -> None:
         """Free the head, but for the second forward of a loss in parts."""
         each.live["buffers_secondary"] = self.secondary_bytes
-        runs_again = self.shape.loss_chunks > 1
-        self.gather(each, *(("backward", "head", "enter") if runs_again else ("forward", "", "leave")))
+        self.gather(each, *(("backward", "head", "enter") if self.shape.loss_chunks > 1 else ("forward", "", "leave")))
 
     def enter_backward(self, each: Pass) -> None:
         """Gather the head again."""
@@ -276,6 +288,7 @@ class ZeroStage3(BucketedZero):
         kind = "forget" if moment.is_accumulation else "compute"
         layer = each.groups.layers - 1 - following
         self.gather(each, "backward", layer, kind if moment.computed else "between", self.matrices_behind)
+        self.keep_views(each, layer, len(self.saved_matrices) - self.matrices_behind)
         self.matrices_behind += moment.is_accumulation
         is_entered = moment.computed and not moment.is_accumulation and not each.live.get("buffers_gradient")
         self.dequantize(each, moment.computed if is_entered else 0)
@@ -283,6 +296,7 @@ class ZeroStage3(BucketedZero):
 
     def end(self, each: Pass) -> None:
         """Gather the embedding, unless it is frozen."""
+        each.drop("buffers_views")
         if not self.config.model.adapter.is_enabled:
             self.gather(each, "backward", "embedding", "enter")
             group = each.trained.embedding if each.trained.embedding.elements else each.trained.root

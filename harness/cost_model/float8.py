@@ -68,11 +68,15 @@ def amax_bytes(shape: MicroBatchShape, layers: int, recomputed: float) -> float:
     """Return the bytes of the largest magnitudes of rows that tensor-parallel ranks agree on in a micro-batch.
 
     A row-parallel product's rows are divided in forward, and a column-parallel one's in backward, of activations and of
-    weights alike. torchao reduces them in fp64. Those of whole matrices are scalars, which no formula has.
+    weights alike. torchao reduces them in fp64. Those of whole matrices are scalars, which no formula has. Compiled code
+    computes some of weights once more instead of keeping them.
     """
     if shape.recipe != "rowwise":
         return 0.0
-    matrices = layer_matrices(shape.model)
-    forward = sum(shape.tokens + each.outputs for each in matrices if each.style == "row")
-    backward = sum(shape.tokens + each.inputs for each in matrices if each.style == "column")
-    return FP64_BYTES * ((layers + recomputed) * forward + layers * backward)
+    rows, columns = (
+        [each for each in layer_matrices(shape.model) if each.style == style] for style in ("row", "column")
+    )
+    of_rows, of_columns = sum(each.outputs for each in rows), sum(each.inputs for each in columns)
+    forward, backward = shape.tokens * len(rows) + of_rows, shape.tokens * len(columns) + of_columns
+    again = (layers * of_rows + recomputed * of_columns) * shape.is_compiled
+    return FP64_BYTES * ((layers + recomputed) * forward + layers * backward + again)

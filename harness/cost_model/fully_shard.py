@@ -112,6 +112,10 @@ class FullyShard(Sharding):
         tape.put(buffers_reduced=flat, buffers_copies=flat // group.shards + copies)
         tape.drop("buffers_copies")
 
+    def played_layers(self, layers: int) -> Sequence[int]:
+        """Return also the second layer, the last one to gather another in advance: shards of gradients add up."""
+        return sorted({*super().played_layers(layers), max(0, layers - 2)})
+
     def begin(self, each: Pass) -> None:
         """Gather what the first layer waits for."""
         groups, gathers = each.groups, self.reshards or each.gathers

@@ -38,14 +38,17 @@ def reference_configs(plan: RunPlan) -> Iterator[RunConfig]:
 
 
 def single_process(config: RunConfig, checkpointing: Checkpointing = "none", loss_chunks: int = 1) -> RunConfig:
-    """Return the same training by one process; by default without any option that only saves time or memory."""
+    """Return the same training by one process; by default without any option that only saves time or memory.
+
+    Only fully_shard casts fp32 weights to float8 to gather them. Others round them to 16 bits first.
+    """
+    casts_weights = config.precision.float8_all_gather
     return replace(
         config,
-        strategy=StrategyConfig(name="single"),
+        strategy=load_strategy_preset("fsdp_full_shard") if casts_weights else StrategyConfig(name="single"),
         checkpointing=CheckpointingConfig(checkpointing),
-        precision=replace(config.precision, float8_all_gather=False),
         train=replace(config.train, loss_chunks=loss_chunks, fused_optimizer=True, compile=False, save="none"),
-        world_size=None,
+        world_size=1 if casts_weights else None,
         repeat=0,
     )
 

@@ -75,7 +75,7 @@ def test_ranks_that_exchange_heads_are_proven(results: Path, overrides: str) -> 
     assert row["context_parallel"] == "ulysses"
     if row["dropout"] == 0:
         assert 0 < row["grad_deviation"] < {"fp32": 1e-4, "bf16": 0.2}.get(row["precision"], 0.1)
-    assert row["predicted_peak_bytes"] == pytest.approx(row["peak_allocated_bytes"], rel=0.02)
+    row_invariants.check_peak(row, 0.05 if row["ep"] > 1 else 0.025)  # an untrained router gives some experts more
     row_invariants.check_memory(row, run_folder(results, record).read_rank_reports(row["world_size"]))
     row_invariants.check_bytes(record)
     check_derivations(record)

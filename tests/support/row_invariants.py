@@ -21,6 +21,16 @@ STANDING_BYTES = 64 * 1024  # rotary tables, losses and counters, which have no 
 GLUE_SECONDS = 0.1
 
 
+def check_peak(row: dict[str, Any], tolerance: float) -> None:
+    """Check that a plan's peak is the measured one, within this share of it.
+
+    The threads of gloo may free its copies late, so that they are left out of the upper bound.
+    """
+    planned, measured = row["predicted_peak_bytes"], row["peak_allocated_bytes"]
+    assert (row["peak_without_backend_bytes"] or measured) < (1 + tolerance) * planned, row["run_id"]
+    assert measured > (1 - tolerance) * planned, row["run_id"]
+
+
 def check_memory(row: dict[str, Any], ranks: Sequence[RankReport]) -> None:
     """Check every rank's peak to the byte, and that the state at the peak is the state at rest."""
     label = row["run_id"]
