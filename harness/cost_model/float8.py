@@ -68,8 +68,8 @@ def amax_bytes(shape: MicroBatchShape, layers: int, recomputed: float) -> float:
     """Return the bytes of the largest magnitudes of rows that tensor-parallel ranks agree on in a micro-batch.
 
     A row-parallel product's rows are divided in forward, and a column-parallel one's in backward, of activations and of
-    weights alike. torchao reduces them in fp64. Those of whole matrices are scalars, which no formula has. Compiled code
-    computes some of weights once more instead of keeping them.
+    weights alike. torchao reduces them in fp64. Those of whole matrices are scalars, which no formula has. Compiled
+    code computes some of weights once more instead of keeping them.
     """
     if shape.recipe != "rowwise":
         return 0.0
