@@ -12,8 +12,8 @@ NF4_BYTES = 0.5  # of a weight in 4 bits, beside its scales
 class AdapterConfig:
     """The adapters of the matrices of decoder layers; with them, all weights of the model itself are frozen."""
 
-    # The kind of adapters: none, which trains all weights, lora, or qlora, which is planned and never run, with frozen
-    # matrices in 4 bits.
+    # The kind of adapters: none, which trains all weights, lora, or qlora, with frozen matrices in 4 bits. With
+    # fully_shard or fp16 qlora is planned and not run.
     name: Annotated[str, one_of("none", "lora", "qlora")] = "none"
     r: Positive = 16  # The rank of LoRA's two matrices, which have the shapes (r, inputs) and (outputs, r).
     lora_alpha: Positive = 32  # The factor of a pair's output, divided by model.adapter.r.

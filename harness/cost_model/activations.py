@@ -72,6 +72,20 @@ def block_tensors(shape: MicroBatchShape) -> dict[str, int]:
     return tensors
 
 
+def adapted_sum_bytes(shape: MicroBatchShape, saved: dict[str, int]) -> int:
+    """Return the bytes that a forward has beside its saved products when it adds an adapter to the widest matrix.
+
+    They are the result, the adapter's scaled part and the matrix's own, which peft copies if it is quantized, the
+    gate's activation, and the layer's hidden states and their norm. What the last matrix saves is not there yet.
+    """
+    *_, matrix, last = layer_matrices(shape.model)
+    if not matrix.rank:
+        return 0
+    tensors = 2 + (shape.model.family == "llama") + (shape.model.adapter.is_quantized or matrix.name not in saved)
+    later = sum(saved.get(name, 0) for name in last.products())
+    return max(0, tensors * shape.inner_bytes + shape.whole_hidden_bytes + shape.hidden_bytes - later)
+
+
 def routing_tensors(shape: MicroBatchShape) -> dict[str, int]:
     """Return the bytes that a router keeps for backward, by tensor.
 

@@ -20,7 +20,7 @@ from harness.cost_model.activations import (
 )
 from harness.cost_model.float8 import backward_temporaries
 from harness.cost_model.micro_batch_shape import FP32_BYTES, MicroBatchShape
-from harness.cost_model.quantized import whole_matrix_bytes
+from harness.cost_model.quantized import whole_in_forward_bytes, whole_matrix_bytes
 from harness.layout.layer_spec import Matrix, last_product, layer_matrices
 
 # What a layer makes before its attention has scores, by the beginnings of the tensors' names.
@@ -140,12 +140,28 @@ def recompute_layer(backward: LayerBackward) -> None:
     backward.saved = {name: size for name, size in saved if not name.startswith(taken_before)}
     backward.recompute(before, {"copies": forward_copies_bytes(shape)})
     backward.saved = {name: size for name, size in backward.saved.items() if name not in backward.consumed}
+    run_last_product(backward, layer_matrices(shape.model)[-1])
     summed = shape.whole_hidden_bytes + 3 * shape.hidden_bytes - shape.dropout_mask_bytes  # beside the gradient
     backward.run(
         {"sum": max(0, summed) * (shape.tp > 1 and shape.model.dropout > 0)}, ("sum", last_product(shape.model))
     )
     if shape.routed_rows:
         backward.run({"sums_of_experts": shape.expert_sum_bytes}, ("sums_of_experts",), experts="recomputed")
+
+
+def run_last_product(backward: LayerBackward, matrix: Matrix) -> None:
+    """Run a second forward's product of the last matrix, if its adapter's backward needs that forward.
+
+    The scaled gradient exists already, and the hidden states of which a norm keeps an fp32 copy. A quantized matrix is
+    whole beside the product, of which peft makes a copy.
+    """
+    shape, result = backward.shape, backward.shape.whole_hidden_bytes
+    if matrix.rank and matrix.name not in backward.consumed:
+        whole = whole_in_forward_bytes(shape, matrix.elements)
+        states = shape.hidden_bytes * (shape.width < FP32_BYTES and shape.norm_is_decomposed)
+        results = {"product": result, "scaled.grad": result * (shape.model.dropout == 0), "states": states}
+        results["beside"] = max(result, whole) * (whole > 0)
+        backward.run(results, results)
 
 
 def run_residual(backward: LayerBackward, name: str) -> str:

@@ -24,6 +24,7 @@ from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
 from harness.cost_model.zero_plus_plus import exchanged_bytes
 from harness.hardware.machine import DescribedCluster
+from harness.layout.compatibility import trains_packed
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import whole_model
@@ -79,7 +80,7 @@ class Prediction:
         adapter, precision = self.config.model.adapter, self.config.precision
         choices = {
             f"stack={self.stack.name}": self.stack.name != "harness",
-            f"adapter={adapter.name}": adapter.is_quantized,
+            f"adapter={adapter.name}": adapter.is_quantized and not trains_packed(self.config, self.layout),
             f"precision.recipe={precision.recipe}": precision.is_planned_only,
         }
         return next((choice for choice, is_planned in choices.items() if is_planned), "")

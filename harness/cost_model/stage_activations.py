@@ -6,6 +6,7 @@ from functools import cached_property, lru_cache
 from harness.config.model import TRACED_SEQUENCES, TracedLayer
 from harness.config.schema import CheckpointingConfig
 from harness.cost_model.activations import (
+    adapted_sum_bytes,
     block_tensors,
     eager_score_tensors,
     forward_copies_bytes,
@@ -29,7 +30,7 @@ class LayerActivations:
     deferred: int = 0  # gradients that a backward for inputs alone leaves to the weights' half
     for_weights: int = 0  # kept or recomputed for its weights' gradients, and freed after them
     left: int = 0  # of what it keeps and recomputes when its weights have their gradients
-    sums: int = 0  # of the moment alone at which its forward sums its experts' outputs
+    sums: int = 0  # of the moment alone at which its forward sums outputs of experts, or of an adapter
 
     @property
     def most(self) -> int:
@@ -79,7 +80,7 @@ def one_layer_activations(
         deferred=backward.deferred,
         for_weights=for_weights,
         left=sum(saved.values()) + again - for_weights,
-        sums=shape.expert_sum_bytes,
+        sums=max(shape.expert_sum_bytes, adapted_sum_bytes(shape, saved) * (is_recomputed and is_selective)),
     )
 
 

@@ -176,6 +176,11 @@ def adapter_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str
     yield from refusals(rules, config, layout, **values)
 
 
+def trains_packed(config: RunConfig, layout: Layout) -> bool:
+    """Return whether runs have matrices in 4 bits as a plan has them: each rank all of them, and no width of fp16."""
+    return layout.data_parallel != "fsdp" and config.precision.compute != "float16"
+
+
 def recipe_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
     """Yield what products of scaled matrices were not proven with, and sizes that their kernels do not take.
 
@@ -207,6 +212,7 @@ def save_incompatibilities(config: RunConfig, layout: Layout) -> Iterator[str]:
         "save_async": config.train.save == "async" and layout.engine != "torch",
         "save_engine": is_fsdp or layout.engine == "nn_data_parallel",
         "save_secondary": layout.engine != "torch" and layout.secondary_shards > 1,
+        "save_quantized": config.model.adapter.is_quantized,
         "save_optimizer": config.optimizer.name == "adamw_8bit",
     }
     subject = "fully_shard through Accelerate" if is_fsdp else f"strategy.engine={layout.engine}"

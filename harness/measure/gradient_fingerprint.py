@@ -23,6 +23,7 @@ from harness.config.model import ModelConfig
 from harness.layout.model_profile import model_profile
 from harness.layout.state_widths import StateKind
 from harness.models.init_weights import initial_value
+from harness.models.quantized import as_stored
 from harness.probe import Listener, ShardSource
 from harness.records.rank_report import TensorFingerprint
 from harness.tensors.shard import Shard
@@ -66,7 +67,7 @@ class Fingerprinter:
             shape = torch.Size(self.shape(shard))
             initial = initial_value(shard.name, shape, self.model, self.seed, self.device).view(shard.shape)
             part = initial[tuple(slice(start, stop) for start, stop in shard.box)]
-            yield shard, part.to(shard.local.dtype)
+            yield shard, as_stored(part, shard.local, self.model.adapter.double_quant)
 
     @torch.no_grad()
     def fingerprint(self, shard: Shard, shape: tuple[int, ...], subtracted: Tensor | None = None) -> TensorFingerprint:
@@ -75,7 +76,7 @@ class Fingerprinter:
         No more than a chunk of it is in memory as fp64 at a time.
         """
         random = self._random_factors(shard.name, shape)
-        parts = list(_matrices(plain_values(shard.local.detach()), shard, shape, random))
+        parts = list(_matrices(plain_values(shard.local).detach(), shard, shape, random))
         others = parts if subtracted is None else list(_matrices(subtracted, shard, shape, random))
         square = projection = 0.0
         for part, other in zip(parts, others, strict=True):

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from harness.config.schema import CheckpointingConfig
 from harness.models.decoder import Decoder
 from harness.probe import Probe
+from harness.tensors.flops import multiplies_packed
 
 _aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ def layer_contexts(checkpointing: CheckpointingConfig, probe: Probe) -> ContextF
     """Return the contexts of a part that is checkpointed so."""
 
     def selective() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        caching, cached = create_selective_checkpoint_contexts(list(SAVED_OPS))  # type: ignore[no-untyped-call]
+        caching, cached = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)  # type: ignore[no-untyped-call]
         first = SavedOperatorsMode(caching, checkpointing, probe if probe.listener else None)
         return first, nested(probe.recompute(), SavedOperatorsMode(cached, checkpointing))
 
@@ -103,9 +104,10 @@ class SavedOperatorsMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def saves(self, operator: Any) -> bool:
         """Return whether the result of the forward's next operator is saved."""
-        self.products += operator in PROJECTION_OPS
-        recomputes = operator in PROJECTION_OPS and not self.checkpointing.saves_product(self.products)
-        return operator in SAVED_OPS and not recomputes
+        if operator not in PROJECTION_OPS and not multiplies_packed(operator):
+            return operator in SAVED_OPS
+        self.products += 1
+        return self.checkpointing.saves_product(self.products)
 
 
 @contextmanager

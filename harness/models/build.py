@@ -41,6 +41,7 @@ def add_adapters(decoder: Decoder) -> Decoder:
 
     names = [matrix.name for matrix in layer_matrices(decoder.config) if matrix.rank]
     adapter = decoder.config.adapter
+    decoder.is_loaded_in_4bit = adapter.is_quantized  # type: ignore[assignment]  # peft asks for it
     lora = LoraConfig(r=adapter.r, lora_alpha=adapter.lora_alpha, target_modules=names, lora_dropout=0.0)
     return inject_adapter_in_model(lora, decoder)  # type: ignore[arg-type, return-value]
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.config.model import ModelConfig
+from harness.models.quantized import filled_like
 
 Box = tuple[tuple[int, int], ...]
 
@@ -49,8 +50,7 @@ def materialize(
             continue
         whole = initial_value(name, parameter.shape, config, seed, device)
         local = local_part_like(parameter, whole.to(dtype)).to(storage_device or device)
-        filled = nn.Parameter(local, parameter.requires_grad)
-        torch.utils.swap_tensors(parameter, filled)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(parameter, filled_like(parameter, local))  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from harness.config.model import ModelConfig
 from harness.layout.layer_spec import layer_matrices
 from harness.models.grouped import GroupedLinear, Router
+from harness.models.quantized import quantized_linear
 
 
 class Projections(nn.Module):
@@ -19,6 +20,8 @@ class Projections(nn.Module):
                 self.add_module(name, Router(matrix.inputs, matrix.outputs, bias=False))
             elif path == branch and matrix.experts:
                 self.add_module(name, GroupedLinear(matrix.experts, matrix.inputs, matrix.outputs))
+            elif path == branch and model.adapter.is_quantized:
+                self.add_module(name, quantized_linear(model, matrix))
             elif path == branch:
                 self.add_module(name, nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases))
 

@@ -9,6 +9,7 @@ from itertools import combinations, pairwise
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_zero import rank_partitions
+from harness.cost_model.memory import estimate_memory
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import (
@@ -68,12 +69,14 @@ def width_problems(
 ) -> Iterator[str]:
     """Yield where parameters, masters, moments or gradient accumulation are missing or of another width.
 
-    The widths are those that the precision has in this engine.
+    The widths are those that the precision has in this engine. With matrices in 4 bits a rank's parameters must have
+    the plan's bytes.
     """
     precision = config.precision
     parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
+    packed = {("", "uint8")} if config.model.adapter.is_quantized else set()
     expected = {
-        "parameters": {("", parameter), (GATHERED, parameter)},
+        "parameters": {("", parameter), (GATHERED, parameter)} | packed,
         "optimizer": {("master", precision.master)} if widths.masters else set(),
     }
     expected["optimizer"] |= state_dtypes(config, layout, ranks)
@@ -83,6 +86,10 @@ def width_problems(
         for name, dtype in sorted((reported - allowed) | (needed - reported)):
             verb = "are held but are no part of" if (name, dtype) in reported else "are not held but are part of"
             yield f"{kind}: {name or 'values'} in {dtype} {verb} precision={precision.name} in this engine"
+    size = estimate_memory(config, layout, widths).parameter_bytes if packed else 0
+    for rank in ranks if packed else ():
+        if rank.parameter_bytes != size:
+            yield f"parameters: rank {rank.rank} holds {rank.parameter_bytes} bytes, and 4 bits with scales make {size}"
     summed = {dtype for rank in ranks for dtype in rank.profiled.gradient_dtypes}
     for dtype in sorted(summed - {precision.accumulate}):
         yield (

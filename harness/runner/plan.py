@@ -30,7 +30,7 @@ from harness.hardware.machine import (
     torch_release,
 )
 from harness.launcher.limits import limit_problem
-from harness.layout.compatibility import compiler_incompatibilities, incompatibilities
+from harness.layout.compatibility import compiler_incompatibilities, incompatibilities, trains_packed
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import split_into_stages
@@ -176,13 +176,14 @@ def find_problems(config: RunConfig, layout: Layout, machine: Machine) -> Iterat
     for library in sorted(name for name in libraries if find_spec(name) is None):
         yield from refusals({"optimizer_library": True}, config, layout, library=library)
     adapter = config.model.adapter
+    libraries = {"peft", "bitsandbytes"} if adapter.is_quantized else {"peft"}
     rules = {
-        "adapter_library": adapter.is_enabled and not adapter.is_quantized and find_spec("peft") is None,
-        "adapter_planned": adapter.is_quantized,
+        "adapter_library": adapter.is_enabled and None in map(find_spec, libraries),
+        "adapter_planned": adapter.is_quantized and not trains_packed(config, layout),
         "recipe_library": config.precision.has_recipe and find_spec("torchao") is None,
         "recipe_planned": config.precision.is_planned_only,
     }
-    yield from refusals(rules, config, layout)
+    yield from refusals(rules, config, layout, library="qlora" if adapter.is_quantized else "peft")
     if config.launch != "simulated":
         yield from machine_problems(config, layout, machine)
     yield from load_engine(layout.engine).unsupported(config, layout, machine)

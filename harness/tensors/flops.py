@@ -65,10 +65,19 @@ ATTENTION_FLOPS: dict[Any, Callable[..., int]] = {
 _BATCHED_DIMS = 4  # queries of packed sequences of several lengths have three dimensions and torch's own formula
 
 
+def multiplies_packed(operator: Any) -> bool:
+    """Return whether an operator multiplies by a matrix in 4 bits: inputs (..., in), packed weights, (out, in), ...
+
+    It is known by its name, as the library is loaded where it is used.
+    """
+    return str(operator) == "bitsandbytes.gemm_4bit.default"
+
+
 def has_flops(operator: Any) -> bool:
     """Return whether operator_flops() has a formula for an operator."""
     packet = getattr(operator, "_overloadpacket", None)
-    return packet in ATTENTION_FLOPS or packet is GROUPED_PRODUCT or packet in flop_registry
+    is_known = packet in ATTENTION_FLOPS or packet is GROUPED_PRODUCT or packet in flop_registry
+    return is_known or multiplies_packed(operator)
 
 
 def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> int:
@@ -78,5 +87,8 @@ def operator_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], r
         return ATTENTION_FLOPS[packet](*args)
     if packet is GROUPED_PRODUCT:
         return _grouped_product(*args)
+    if multiplies_packed(operator):
+        inputs, _, shape, *_ = args
+        return 2 * int(inputs.numel()) * int(shape[0])
     formula = flop_registry.get(packet)
     return int(formula(*args, **kwargs, out_val=result)) if formula else 0

@@ -1,7 +1,7 @@
 """The storages behind tensors, and their bytes, through DTensors and other subclasses."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """Yield the plain tensors that hold a tensor's data on this rank: a DTensor's local one, or the tensor itself."""
     if type(tensor) in PLAIN_TYPES or not is_traceable_wrapper_subclass(tensor):
         yield tensor
+        yield from scales(getattr(tensor, "quant_state", None))
         return
     if isinstance(local := getattr(tensor, "_local_tensor", None), Tensor):  # a DTensor's
         yield from plain_tensors(local)
@@ -24,8 +25,19 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
             yield from plain_tensors(part)
 
 
+def scales(state: Any) -> Iterator[Tensor]:
+    """Yield what bitsandbytes has beside the packed values of a matrix: scales, scales of these, and tables."""
+    if state is not None:
+        yield from (part for part in (state.absmax, state.code, state.offset) if part is not None)
+        yield from scales(state.state2)
+
+
 def plain_values(tensor: Tensor) -> Tensor:
     """Return the values of a tensor that is stored as codes, in fp32, or another tensor itself."""
+    if getattr(tensor, "quant_state", None) is not None:
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(tensor.data, tensor.quant_state)  # type: ignore[attr-defined, no-any-return]
     dequantize = getattr(tensor, "dequantize", None) if is_traceable_wrapper_subclass(tensor) else None
     return tensor if dequantize is None else dequantize()
 

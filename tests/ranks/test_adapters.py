@@ -109,6 +109,44 @@ def test_adapters_are_proven(results: Path, overrides: str, world: int) -> None:
     assert record.row["predicted_peak_bytes"] == pytest.approx(peak, rel=0.15)
 
 
+KINDS = ("none", "full", "attention", "selective", EVERY_SECOND)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world"),
+    [
+        ("ddp checkpointing=full", 2),
+        long("single precision=bf16_mixed", 1),
+        *(
+            long(f"ddp precision={precision} checkpointing={checkpointing} {size}", 2)
+            for precision, checkpointing, size in itertools.product((*PRECISIONS, "bf16"), KINDS, ("", LARGER))
+        ),
+        long("ddp model=gpt_tiny model.adapter.double_quant=false", 2),
+        long("ddp model.tie_word_embeddings=true optimizer=sgd train.loss_chunks=2", 2),
+        long(f"cp precision=bf16_mixed {LARGER}", 2),
+        long("cp_ulysses", 2),
+        long("zero1_torch", 2),
+    ],
+)
+def test_adapters_of_packed_matrices_are_proven(results: Path, overrides: str, world: int) -> None:
+    record = run_with(results, f"world_size={world}", *f"strategy={overrides} adapter=qlora".split())
+    assert_ok(record.row)
+    config, layout = read_run_config(record.config), from_dict(Layout, record.layout)
+    widths = widths_of(config, layout)
+    planned = estimate_memory(config, layout, widths)
+    assert record.row["parameter_bytes"] == planned.parameter_bytes
+    assert record.row["optimizer_bytes"] == planned.optimizer_bytes
+    assert record.row["executed_flops"] == executed_flops_with(
+        config, layout, is_fused(config), widths.recomputes_last_projection
+    )
+    peak = record.row["peak_without_backend_bytes"]
+    scratch = ONEDNN_BYTES * (config.precision.compute == "bfloat16")
+    assert record.row["predicted_peak_bytes"] == pytest.approx(peak, rel=0.01, abs=scratch)
+
+
+ONEDNN_BYTES = 2**17 + 2**12  # that a product in bf16 takes on a CPU beside its operands, which no plan has
+
+
 def is_fused(config: RunConfig) -> bool:
     return config.model.attention == "flash" and config.model.dropout == 0
 
@@ -136,6 +174,16 @@ FAULTS = [
     (faults.whole_adapters_unreduced, "tp", "bytes a step along"),
 ]
 
+PACKED_FAULT = (faults.scales_of_one_rank, "ddp", "rank 1 changed")
+
+FURTHER_PACKED_FAULTS = [
+    (faults.base_packed_twice, "ddp", "which adapter=qlora freezes"),
+    (faults.base_in_longer_blocks, "ddp", "4 bits with scales make"),
+    (faults.base_not_packed, "ddp", "values in uint8 are not held"),
+    (faults.adapters_unreduced, "ddp", "bytes a step along"),
+    (faults.adapters_start_elsewhere, "ddp", "lora_B"),
+]
+
 # The same faults in other engines, and one that test_proof.py has without adapters.
 OF_OTHER_ENGINES = [
     (faults.frozen_weights_decayed, "ddp", "which adapter=lora freezes"),
@@ -150,6 +198,15 @@ OF_OTHER_ENGINES = [
 @pytest.mark.parametrize(("fault", "strategy", "problem"), with_larger(FAULTS, LARGER, OF_OTHER_ENGINES))
 def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
     words = f"strategy={strategy} adapter=lora world_size=2".split()
+    assert_not_proven(run_with(results, *words, entry=fault), problem)
+
+
+@pytest.mark.parametrize(
+    ("fault", "strategy", "problem"),
+    with_larger([PACKED_FAULT], LARGER, FURTHER_PACKED_FAULTS),
+)
+def test_a_fault_of_packed_matrices_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
+    words = f"strategy={strategy} adapter=qlora world_size=2".split()
     assert_not_proven(run_with(results, *words, entry=fault), problem)
 
 

@@ -31,7 +31,7 @@ PRECISIONS = (
     "fp8_mixed precision.float8_all_gather=true",
 )
 
-MODELS = ("tiny", "gpt_tiny", "moe_tiny", "tiny adapter=lora")
+MODELS = ("tiny", "gpt_tiny", "moe_tiny", "tiny adapter=lora", "tiny adapter=qlora")
 
 CHECKPOINTINGS = ("none", "full", "selective", "attention", "full checkpointing.offload_activations=true")
 

@@ -18,7 +18,6 @@ from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.quantized import quantized_base, scale_bytes
 from harness.cost_model.stage_activations import one_layer_activations
 from harness.cost_model.timing.kernels import layer_seconds
-from harness.layout.model_profile import model_profile
 from harness.layout.partition import Stage, split_into_stages
 from tests.support.campaigns import read_table
 from tests.support.commands import ROOT, compose_layout, widths_of
@@ -30,8 +29,10 @@ MATRICES = [4096 * 4096] * 2 + [1024 * 4096] * 2 + [14336 * 4096] * 3
 SIDES = [4096 + 4096] * 2 + [1024 + 4096] * 2 + [14336 + 4096] * 3
 LAYERS, RANK, TABLE, NORMS = 32, 16, 128256 * 4096, 65 * 4096
 ADAPTERS = LAYERS * RANK * sum(SIDES)
-# In bytes: a scale of one byte for 64 weights, and one of four bytes for 256 of these.
-SCALES = LAYERS * sum(size // 64 + 4 * (size // 64 // 256) for size in MATRICES)
+# In bytes: a scale of one byte for 64 weights, and one of four bytes for 256 of these; then a table of 16 values for
+# each matrix, and of 256 for its scales, with their mean.
+TABLES, TABLES_OF_SCALES = 64 * LAYERS * len(MATRICES), 1028 * LAYERS * len(MATRICES)
+SCALES = LAYERS * sum(size // 64 + 4 * (size // 64 // 256) for size in MATRICES) + TABLES + TABLES_OF_SCALES
 
 
 def plan_8b(strategy: str, world_size: int, *overrides: str) -> tuple[RunConfig, Any]:
@@ -50,7 +51,7 @@ def test_the_state_of_a_quantized_model_is_counted_by_hand(strategy: str, world_
     assert ADAPTERS == 41_943_040
     expected = 2 * (2 * TABLE + NORMS + ADAPTERS) + LAYERS * sum(MATRICES) // 2 + SCALES
     assert parameter_bytes(strategy, world_size, "precision=bf16_mixed") == expected
-    in_fp32 = 4 * LAYERS * sum(size // 64 for size in MATRICES)
+    in_fp32 = 4 * LAYERS * sum(size // 64 for size in MATRICES) + TABLES
     plain = parameter_bytes(strategy, world_size, "precision=bf16_mixed", "model.adapter.double_quant=false")
     assert plain == expected - SCALES + in_fp32
 
@@ -132,14 +133,12 @@ def test_a_layer_reads_packed_weights_and_writes_whole_ones() -> None:
 
 
 def test_packed_weights_and_scales_are_those_that_were_measured() -> None:
-    """A table of 16 values for each matrix is beside them."""
     rows = [row for row in fitcheck.rows() if row.config.model.adapter.is_quantized and "scale_bytes" in row.measured]
     assert len({row.config.model.name for row in rows}) == len(fitcheck.MODELS)
     for row in rows:
         model = row.config.model
         elements, scales = quantized_base(model, split_into_stages(model, row.layout))
-        tables = 64 * model.num_hidden_layers * len(model_profile(model).layer_matrices)
-        assert (elements // 2, scales + tables) == (row.measured["packed_bytes"], row.measured["scale_bytes"])
+        assert (elements // 2, scales) == (row.measured["packed_bytes"], row.measured["scale_bytes"])
 
 
 def test_the_table_of_adapters_is_what_plans_say() -> None:
@@ -168,11 +167,13 @@ def range_of(ratios: list[float]) -> str:
 
 
 def test_a_plan_says_that_it_is_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """8b fits a device of 24 GiB in 4 bits, and no command is offered that would run or export it."""
+    """8b fits a device of 24 GiB in 4 bits. With shards no command is offered that would run or export it."""
     plan = planned("model=8b", "adapter=qlora", "cluster=8xrtx4090", "cluster.gpus_per_node=1", "train.seq_len=2048")
+    assert plan.predictions[0].is_runnable
     assert plan.predictions[0].fits
     assert plan.predictions[0].verdict.fits == "likely"
+    words = ["model=8b", "adapter=qlora", "cluster=8xrtx4090", "precision=bf16", "strategy=fsdp_full_shard"]
+    plan = planned(*words, "train.seq_len=2048")
     assert plan.predictions[0].planned_alone == "adapter=qlora"
-    words = ("model=8b", "adapter=qlora", "cluster=8xrtx4090", "strategy=single", "world_size=1")
     assert main(["export", "--plan", *words, "--to", "nowhere"]) == 2
     assert capsys.readouterr().err.startswith("adapter=qlora is planned alone: leave it out to export")

@@ -128,8 +128,10 @@ ZERO_PLUS_PLUS = {
 }
 
 QUANTIZED = {
-    "strategy=ddp adapter=qlora": "adapter=qlora is planned and never run, as no engine here loads 4-bit weights…",
-    "strategy=zero3 adapter=qlora": "adapter=qlora is planned with strategy.engine=torch alone: choose that, or…",
+    "strategy=fsdp_full_shard adapter=qlora precision=bf16": "adapter=qlora is planned and not run with strategy=fsdp…",
+    "strategy=ddp adapter=qlora precision=fp16_mixed": "… strategy=ddp precision=fp16_mixed, as 4-bit weights were…",
+    "strategy=ddp adapter=qlora train.save=sync": "train.save=sync was not tried with adapter=qlora…",
+    "strategy=zero3 adapter=qlora": "adapter=qlora is planned and run with strategy.engine=torch alone: choose…",
     "strategy=fsdp_tp strategy.tp=2 adapter=qlora precision=bf16": "strategy.tp=2 does not cut the 4-bit…",
     "strategy=fsdp_full_shard adapter=qlora precision=bf16_mixed": "precision=bf16_mixed casts what fully_shard…",
 }

@@ -134,7 +134,7 @@ class TorchEngine:
         for name, parameter in self.parallel.parameters.items():
             master = self.parallel.master_param(name)
             if kind == "parameters":
-                yield to_shard(name, parameter.detach())
+                yield to_shard(name, parameter.detach() if parameter.requires_grad else parameter)
             elif kind == "gradients":
                 if master.grad is not None:
                     shard = to_shard(name, master.grad)
@@ -178,4 +178,5 @@ def to_shard(name: str, tensor: Tensor, state_name: str = "") -> Shard:
     """Return the shard of a tensor that this rank holds; a plain tensor is whole."""
     if isinstance(tensor, DTensor):
         return Shard(name, tensor.to_local(), tuple(tensor.shape), local_box(tensor), state_name)
-    return Shard(name, tensor, tuple(tensor.shape), tuple((0, size) for size in tensor.shape), state_name)
+    shape = tuple(getattr(tensor, "quant_state", tensor).shape)  # of what packed values stand for
+    return Shard(name, tensor, shape, tuple((0, size) for size in shape), state_name)

@@ -2,9 +2,14 @@
 
 from typing import Any
 
+import pytest
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import harness.models.quantized
+from harness.models.quantized import packed
+from harness.tensors.storage import plain_values
 from tests.support.plant import replaces
 
 
@@ -79,3 +84,37 @@ def adapters_start_elsewhere(ordinary: Any, name: str, *arguments: Any) -> Any:
     """Draw the second matrices of rank 1's adapters with other values."""
     value = ordinary(name, *arguments)
     return value * 1.01 if ".lora_B." in name else value
+
+
+@replaces("harness.models.init_weights.filled_like", of_rank=1)
+def scales_of_one_rank(ordinary: Any, *arguments: Any) -> Any:
+    """Enlarge the scales of rank 1's packed matrices."""
+    filled = ordinary(*arguments)
+    state = getattr(filled, "quant_state", None)
+    if state is not None:
+        (state.state2 or state).absmax.mul_(1.01)
+    return filled
+
+
+@replaces("harness.models.init_weights.filled_like")
+def base_packed_twice(ordinary: Any, parameter: Any, values: Any) -> Any:
+    """Pack what packed matrices stand for once more."""
+    if hasattr(parameter, "bnb_quantized"):
+        values = plain_values(packed(values, parameter.compress_statistics))
+    return ordinary(parameter, values)
+
+
+@replaces("harness.models.init_weights.filled_like")
+def base_in_longer_blocks(ordinary: Any, parameter: Any, values: Any) -> Any:
+    """Pack matrices with a scale for every 128 weights."""
+    if hasattr(parameter, "bnb_quantized"):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(harness.models.quantized, "BLOCK", 128)
+            return ordinary(parameter, values)
+    return ordinary(parameter, values)
+
+
+@replaces("harness.models.projections.quantized_linear")
+def base_not_packed(_: Any, model: Any, matrix: Any) -> Any:
+    """Leave the matrices as they are."""
+    return nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases)
