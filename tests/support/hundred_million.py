@@ -53,7 +53,7 @@ CASES = tuple(
         (4, "fp32", f"{DENSE} strategy=cp_ulysses"),
         (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 checkpointing=full"),
         (4, "fp32", f"{DENSE} strategy=zero3_hpz"),
-        (4, "fp32", f"{DENSE} strategy=fsdp_full_shard strategy.reshard_after_forward=2"),
+        (4, "fp32", f"{DENSE} strategy=fsdp_full_shard strategy.secondary_shards=2"),
         (2, "fp32", f"{DENSE} strategy=pp_zbv"),
         (3, "fp32", f"{DENSE} strategy=pp_dualpipev train.global_batch=6"),
         (2, "fp32", f"{DENSE} strategy=pp_interleaved_zero_bubble"),

@@ -17,6 +17,8 @@ MIXTURES_FROM = 20_000  # draws from this number on are of mixtures of experts: 
 
 NEWEST_FROM = 30_000  # draws from this number on have one of the newest choices: see draw_newest()
 
+TUNED_FROM = 40_000  # draws from this number on have adapters, or another optimizer than AdamW: see draw_tuned()
+
 RARE_STRATEGIES = ("3d", "fsdp_hybrid_shard", "fsdp_tp", "pp_interleaved", "tp_sp", "zero1_tp")
 
 LARGE_WORLD_STRATEGIES = ("ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "zero1", "zero2", "zero3")
@@ -155,7 +157,9 @@ def draw_real_size(seed: int, most_ranks: int) -> Overrides:
         return draw_mixture(r, most_ranks)
     if is_rare and seed < NEWEST_FROM and r.random() < 0.25:
         return draw_library_model(r)
-    if seed >= NEWEST_FROM:
+    if seed >= TUNED_FROM:
+        overrides = draw_tuned(r, most_ranks)
+    elif seed >= NEWEST_FROM:
         overrides = draw_newest(r, most_ranks)
     elif is_rare:
         overrides = draw_preset(r, most_ranks, *rare_preset(r))
@@ -327,6 +331,27 @@ def draw_mixture(r: random.Random, most_ranks: int) -> Overrides:
         "train.gradient_clipping": r.choice((0, 1.0)),
         "train.loss_chunks": r.choice((1, 1, 1, 2)),
         "train.fused_optimizer": r.random() < 0.8,
+    }
+
+
+# Strategies of adapters and of optimizers, some of which refuse some of them.
+TUNED = (
+    *("single", "ddp", "fsdp_full_shard", "fsdp_shard_grad_op", "fsdp_no_shard", "fsdp_hybrid_shard", "fsdp_tp"),
+    *("zero1", "zero1_torch", "zero2", "zero3", "tp", "tp_sp", "cp", "cp_ulysses"),
+)
+
+
+def draw_tuned(r: random.Random, most_ranks: int) -> Overrides:
+    """Return the overrides of a run with adapters, or with another optimizer than AdamW."""
+    overrides = draw_preset(r, most_ranks, r.choice(TUNED))
+    if r.random() < 0.5:
+        return overrides | {"optimizer": r.choice(("adamw_8bit", "adamw_bf16", "sgd", "muon", "muon"))}
+    rank = r.choice((1, 4, 8, 16))
+    return overrides | {
+        "adapter": r.choice(("lora", "lora", "lora", "qlora")),
+        "model.adapter.r": rank,
+        "model.adapter.lora_alpha": rank * r.choice((1, 2)),
+        "optimizer": r.choice(("adamw", "adamw", "sgd")),
     }
 
 
