@@ -141,6 +141,12 @@ class StageActivations:
         """
         return (3 + (self.shape.logits_tp > 1)) * self.logits_bytes
 
+    @cached_property
+    def forward_loss_bytes(self) -> int:
+        """The bytes at the worst moment of a loss's forward: one fp32 tensor fewer, and the narrow logits before it."""
+        narrow = self.logits_grad_bytes * (self.shape.width < FP32_BYTES)
+        return self.loss_bytes - self.logits_bytes + narrow
+
     def of_layer(self, is_recomputed: bool) -> LayerActivations:
         """Return what a layer keeps that is recomputed, or one that is not."""
         kind = "none" if not is_recomputed else "selective" if self.checkpointing.name == "selective" else "full"

@@ -18,7 +18,7 @@ def play_pass(sharding: Sharding, each: Pass) -> None:
 
 
 def play_forward(sharding: Sharding, each: Pass) -> None:
-    """Play forward up to the head, through attention's scores in the last layer."""
+    """Play forward up to the head, through attention's scores in the last layer; and the loss, if it has parts."""
     activations = each.activations
     sharding.begin(each)
     for following in reversed(sharding.played_layers(activations.stage.layers)):
@@ -32,6 +32,7 @@ def play_forward(sharding: Sharding, each: Pass) -> None:
         each.touch(temporaries=own.sums)
     sharding.forward(each, -1)
     each.put(activations=activations.before_backward)
+    each.touch(loss=activations.forward_loss_bytes * (activations.shape.loss_chunks > 1))
     sharding.end_forward(each)
 
 
