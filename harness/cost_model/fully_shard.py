@@ -9,6 +9,7 @@ from harness.cost_model.optimizer_state import OptimizerTensor, row_shards
 from harness.cost_model.shard_groups import ShardGroup, ShardGroups
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
+from harness.layout.partition import Stage
 from harness.layout.state_widths import StateKind
 
 
@@ -45,7 +46,18 @@ class FullyShard(Sharding):
         """Return a stage's parameters that stay whole, and the gradients that were reduced last."""
         groups = self.groups[index]
         whole = self.whole_groups(groups, groups.layers) * (not self.reshards and has_forwards)
-        return whole + self.reduced(self.trained[index].last_reduced) * has_gradients
+        return whole + self.retained(self.trained[index], self.stages[index]) * has_gradients
+
+    def retained(self, groups: ShardGroups, stage: Stage) -> int:
+        """Return the bytes of the flat tensor of gradients that lives until a stage's next pass reduces a group.
+
+        If every backward has a half for weights, that reduces groups in the order of modules. The first stage has
+        nothing left to reduce then, and only frees the tensor.
+        """
+        if not self.layout.splits_backward or self.layout.schedule == "dualpipev":
+            return self.reduced(groups.last_reduced)
+        last = groups.head if groups.head.elements else groups.parts_of_layer[-1]
+        return self.reduced(last) * (not stage.holds_embedding)
 
     def whole(self, group: ShardGroup) -> int:
         """Return the bytes of the gathered parameters, of which projections may be narrower."""
@@ -119,7 +131,8 @@ class FullyShard(Sharding):
     def begin(self, each: Pass) -> None:
         """Gather what the first layer waits for."""
         groups, gathers = each.groups, self.reshards or each.gathers
-        each.live["buffers_reduced"] = self.reduced(each.trained.last_reduced) * (not each.is_first)
+        has_reduced = not each.is_first and each.kind != "weights"
+        each.live["buffers_reduced"] = self.retained(each.trained, each.activations.stage) * has_reduced
         whole = 0 if gathers else self.whole_but(each, 0, has_head=True)
         each.put(buffers_root=self.whole(groups.root) * self.reshards, buffers_whole=whole)
         first = groups.root if groups.root.elements else groups.embedding
@@ -211,6 +224,15 @@ class FullyShard(Sharding):
         """Free and reduce a layer."""
         self.reshard(each, following + 1)
         self.reduce(each, each.trained.rest)
+
+    def collect(self, each: Pass) -> None:
+        """Reduce each group in the order of modules, the first layer for all, beside the gradients behind it."""
+        groups, width = each.trained, self.precision.compute_bytes
+        behind = groups.elements
+        for group, count in ((groups.root, 1), (groups.layer, groups.layers), (groups.head, 1)):
+            each.live["temporaries"] = (behind - group.elements) * width
+            self.reduce(each, group)
+            behind -= count * group.elements
 
     def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and reduce the last group. A tied matrix has two, and their sum."""

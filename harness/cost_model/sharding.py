@@ -213,6 +213,9 @@ class Sharding:
         """Reduce the gradients of a layer."""
         each.drop("temporaries_weight")
 
+    def collect(self, each: Pass) -> None:
+        """Reduce the gradients of a backward for weights alone."""
+
     def end(self, each: Pass) -> None:
         """Compute the embedding's gradient, and let it become the parameter's.
 

@@ -126,3 +126,5 @@ def play_weights(sharding: Sharding, each: Pass) -> None:
     each.phase = "backward"
     each.put(activations=at_layer, temporaries=left + grads_at_layer)
     each.put(activations=at_matrix, temporaries=activations.logits_grad_bytes + grads_at_matrix)
+    each.drop("activations", "temporaries")
+    sharding.collect(each)
