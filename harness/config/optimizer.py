@@ -51,9 +51,15 @@ class UpdateRule:
         0  # the masters' copies that torch's foreach operators make at once; a fused kernel makes none
     )
     temporary_bytes: int = 0  # for each element of the tensor that is updated, where that is one after another
+    decoding_bytes: int = 0  # for each element of one whose states are narrow, beside these
     kernels: Mapping[str, str] = field(default_factory=dict)  # fused or foreach, by the operator that shows that it ran
     # The products of a Newton-Schulz iteration and its number, for an update that needs the whole matrix.
     iterations: int = 0
+
+    def temporaries(self, elements: int, master: str) -> int:
+        """Return the bytes of temporaries while a tensor with so many elements is updated by itself."""
+        is_narrow = any(state.dtype_of(elements, master) != master for state in self.states.values())
+        return elements * (self.temporary_bytes + self.decoding_bytes * is_narrow)
 
 
 @dataclass(frozen=True)
@@ -121,10 +127,11 @@ SGD = UpdateRule(
 )
 
 
-def low_bit(name: str, state: State, update_bytes: float, temporary_bytes: int) -> UpdateRule:
+def low_bit(name: str, state: State, update_bytes: float, decoding_bytes: int = 0) -> UpdateRule:
     """Return the rule of torchao's AdamW with narrow states, which computes in fp32 with one tensor after another.
 
-    A tensor's temporaries are those of its operators one by one, as they run on a CPU; compiled ones take less.
+    A tensor's temporaries are those of its operators one by one, as they run on a CPU: six tensors in fp32 (torchao,
+    single_param_adam), and what it takes to decode 8 bits and to encode them. Compiled ones take less.
     """
     states = {"exp_avg": state, "exp_avg_sq": state}
     return UpdateRule(
@@ -136,7 +143,8 @@ def low_bit(name: str, state: State, update_bytes: float, temporary_bytes: int) 
         module=LOW_BIT,
         library="torchao",
         formula="adamw",
-        temporary_bytes=temporary_bytes,
+        temporary_bytes=6 * 4,
+        decoding_bytes=decoding_bytes,
     )
 
 
@@ -159,12 +167,12 @@ MUON = UpdateRule(
 OPTIMIZERS = {
     "adamw": OptimizerSpec(ADAMW, script="torch.optim.AdamW", trainer="adamw_torch"),
     "adamw_8bit": OptimizerSpec(
-        low_bit("AdamW8bit", EIGHT_BIT, 4 + 2 * 4 + 2 * 2 * 1 + 2, temporary_bytes=53),
+        low_bit("AdamW8bit", EIGHT_BIT, 4 + 2 * 4 + 2 * 2 * 1 + 2, decoding_bytes=29),
         flat_problem="a flat buffer has seldom a multiple of 256 elements, and torchao leaves others in 32 bits",
         script="torchao.optim.AdamW8bit",
         trainer="adamw_torch_8bit",
     ),
-    "adamw_bf16": OptimizerSpec(low_bit("AdamWBf16", State("bfloat16"), 4 + 2 * 4 + 2 * 2 * 2 + 2, temporary_bytes=24)),
+    "adamw_bf16": OptimizerSpec(low_bit("AdamWBf16", State("bfloat16"), 4 + 2 * 4 + 2 * 2 * 2 + 2)),
     "sgd": OptimizerSpec(SGD, script="torch.optim.SGD"),
     "muon": OptimizerSpec(
         ADAMW, of_matrices=MUON, flat_problem="it needs whole matrices, and a flat buffer has parts of them"

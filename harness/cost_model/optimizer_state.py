@@ -115,7 +115,7 @@ def update_temporaries(optimizer: str, tensors: Sequence[OptimizerTensor], maste
     most = 0
     for rule, own in _by_rule(optimizer, tensors):
         copies = rule.foreach_copies * (not (is_fused and rule.kernels)) * DTYPE_BYTES[master]
-        largest = max((rule.temporary_bytes * math.ceil(tensor.elements) for tensor in own), default=0)
+        largest = max((rule.temporaries(math.ceil(tensor.elements), master) for tensor in own), default=0)
         whole = [orthogonalization_bytes(tensor) for tensor in own if rule.iterations]
         together = [sum(tensor.elements for tensor in own if tensor.is_divided is divided) for divided in (True, False)]
         most = max(most, math.ceil(copies * max(together)), largest, *whole)

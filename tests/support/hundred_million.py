@@ -22,7 +22,7 @@ MIXTURE = (
 ODD_MIXTURE = MIXTURE + " model.num_experts=9 model.num_experts_per_tok=3"
 
 CASES = tuple(
-    f"{choices} precision={precision} train.global_batch={8 if world == 8 else 4} world_size={world} {STEPS}"
+    f"precision={precision} train.global_batch={8 if world == 8 else 4} world_size={world} {STEPS} {choices}"
     for world, precision, choices in (
         (2, "fp32", f"{MIXTURE} strategy=ddp"),
         (2, "fp32", f"{MIXTURE} strategy=ep"),
@@ -35,7 +35,7 @@ CASES = tuple(
         (2, "bf16_mixed", f"{ODD_MIXTURE} strategy=zero2"),
         (2, "fp32", f"{ODD_MIXTURE} strategy=zero3 checkpointing=full"),
         (2, "fp32", f"{ODD_MIXTURE} strategy=tp"),
-        (3, "fp32", f"{ODD_MIXTURE} strategy=pp_1f1b train.global_batch=3"),
+        (3, "fp32", f"{ODD_MIXTURE} strategy=pp_1f1b"),
         (2, "fp32", f"{DENSE} adapter=lora strategy=ddp"),
         (2, "fp32", f"{DENSE} adapter=lora strategy=fsdp_full_shard"),
         (2, "bf16_mixed", f"{DENSE} adapter=lora strategy=fsdp_full_shard checkpointing=full"),
@@ -51,7 +51,7 @@ CASES = tuple(
         (4, "fp32", f"{DENSE} optimizer=muon strategy=fsdp_full_shard"),
         (2, "bf16_mixed", f"{DENSE} optimizer=muon strategy=pp_1f1b"),
         (4, "fp32", f"{DENSE} strategy=cp_ulysses"),
-        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 checkpointing=full"),
+        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 strategy.data_parallel=ddp checkpointing=full"),
         (4, "fp32", f"{DENSE} strategy=zero3_hpz"),
         (4, "fp32", f"{DENSE} strategy=fsdp_full_shard strategy.secondary_shards=2"),
         (2, "fp32", f"{DENSE} strategy=pp_zbv"),
