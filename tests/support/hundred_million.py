@@ -51,7 +51,7 @@ CASES = tuple(
         (4, "fp32", f"{DENSE} optimizer=muon strategy=fsdp_full_shard"),
         (2, "bf16_mixed", f"{DENSE} optimizer=muon strategy=pp_1f1b"),
         (4, "fp32", f"{DENSE} strategy=cp_ulysses"),
-        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 strategy.data_parallel=ddp checkpointing=full"),
+        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 strategy.data_parallel=ddp strategy.dp_replicate=2 checkpointing=full"),
         (4, "fp32", f"{DENSE} strategy=zero3_hpz"),
         (4, "fp32", f"{DENSE} strategy=fsdp_full_shard strategy.secondary_shards=2"),
         (2, "fp32", f"{DENSE} strategy=pp_zbv"),
