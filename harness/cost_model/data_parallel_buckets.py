@@ -91,6 +91,20 @@ class DistributedDataParallel(Sharding):
         """Keep the old buckets."""
         each.put(buffers_old=self.old_bucket_bytes(each.activations.stage))
 
+    def head_gradient(self, each: Pass) -> None:
+        """Copy the head's 16-bit gradient to a bucket where ranks reduce it, which adds the sum so far to an fp32 copy.
+
+        The first bucket that is reduced has the head alone, unless that is small. The old buckets are freed before.
+        """
+        if not (self.is_mixed and each.is_last) or self.is_new(each) or self.is_tied:
+            super().head_gradient(each)
+            return
+        gradient = self.shape.whole_hidden_bytes + self.vocabulary_grad_bytes
+        each.put(gradients=self.computed(each, 0), temporaries=gradient)
+        if self.vocabulary_grad_bytes >= FIRST_BUCKET_BYTES:
+            each.drop("buffers_old")
+            each.touch(temporaries=gradient + self.vocabulary_grad_bytes * FP32_BYTES // self.shape.width)
+
     def enter_layer(self, each: Pass, following: int) -> None:
         """Free the old buckets in the last backward of a step, once it has filled the first new one."""
         super().enter_layer(each, following)
