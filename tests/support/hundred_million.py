@@ -21,6 +21,8 @@ MIXTURE = (
 
 ODD_MIXTURE = MIXTURE + " model.num_experts=9 model.num_experts_per_tok=3"
 
+DDP_PAIR = "strategy.data_parallel=ddp strategy.dp_replicate=2"
+
 CASES = tuple(
     f"precision={precision} train.global_batch={8 if world == 8 else 4} world_size={world} {STEPS} {choices}"
     for world, precision, choices in (
@@ -51,7 +53,7 @@ CASES = tuple(
         (4, "fp32", f"{DENSE} optimizer=muon strategy=fsdp_full_shard"),
         (2, "bf16_mixed", f"{DENSE} optimizer=muon strategy=pp_1f1b"),
         (4, "fp32", f"{DENSE} strategy=cp_ulysses"),
-        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 strategy.data_parallel=ddp strategy.dp_replicate=2 checkpointing=full"),
+        (4, "bf16_mixed", f"{DENSE} strategy=cp_ulysses strategy.cp=2 {DDP_PAIR} checkpointing=full"),
         (4, "fp32", f"{DENSE} strategy=zero3_hpz"),
         (4, "fp32", f"{DENSE} strategy=fsdp_full_shard strategy.secondary_shards=2"),
         (2, "fp32", f"{DENSE} strategy=pp_zbv"),
