@@ -65,7 +65,7 @@ def unsupported(config: "RunConfig", layout: "Layout", machine: "Machine") -> It
         elsewhere = "choose launch=simulated with a cluster of GPUs or harness plan, or false"
         if machine.device == "cpu":
             yield f"{chosen} needs an operator that DeepSpeed has for CUDA alone: {elsewhere}"
-        elif exchange_devices(config, layout):
+        elif exchange_devices(config, layout) and config.precision.reduce != "float16":
             yield (
                 f"{QUANTIZED[0]} of several nodes reads gradients as float16, and precision={config.precision.name}"
                 f" sends {config.precision.reduce}: {elsewhere}"
