@@ -8,7 +8,8 @@ that it needs these names; each is documented where it is defined:
 - build_model(model_config, stage=None): the model, or one pipeline stage of it, on the meta device.
 - base_model(model_config): the model without the adapters that its configuration has, on the meta device.
 - stages_of_rank(model_config, layout, rank): the pipeline stages of a rank.
-- materialize(model, model_config, seed, device, dtype, storage_device=None): fills the model with its initial values.
+- materialize(model, model_config, seed, device, dtype, storage_device=None, trained_dtype=None): fills the model with
+  its initial values, and leaves parameters that are filled already.
 - materialize_partitioned(model, config, deepspeed_config, device, dtype): the same for DeepSpeed's stage 3, where each
   parameter is partitioned before the next is computed.
 - initial_value(name, shape, model_config, seed, device): the initial value of one whole parameter, in fp32.
@@ -16,10 +17,11 @@ that it needs these names; each is documented where it is defined:
 
 And for what is this project's own and no call of a library:
 
-- ReplicatedParams(parts, config, device, wrap=None): fills parts of a model in 16 bit and has their fp32 masters, into
-  which gradients are summed and reduced. Its modules are the parts as `wrap` returns them. sync_context(last, part) is
-  entered around backward, master_param(name) is what the optimizer updates, sync_model_params() follows the update, and
-  collect_grads(part) the second half of a backward in two halves.
+- ReplicatedParams(parts, config, device, wrap=None): has fp32 masters with the values of parts of a model, which it
+  narrows to 16 bit and fills unless they are. Into the masters gradients are summed and reduced. Its modules are the
+  parts as `wrap` returns them. sync_context(last, part) is entered around backward, master_param(name) is what the
+  optimizer updates, sync_model_params() follows the update, and collect_grads(part) the second half of a backward in
+  two halves.
 - apply_context_parallel(model, group, sequence_chunks): attention over the keys and values of all ranks of a group.
 - exchange_heads(model, group): attention over whole sequences, of which each rank of a group computes some heads.
 - VocabularyParallelEmbedding(output): the parallel style of an embedding whose gradient is sharded as its table is.

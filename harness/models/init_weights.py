@@ -39,17 +39,20 @@ def materialize(
     device: torch.device,
     dtype: torch.dtype,
     storage_device: torch.device | None = None,
+    trained_dtype: torch.dtype | None = None,
 ) -> None:
     """Fill a model on the meta device, sharded or not, with one whole parameter in memory at a time.
 
     Values are computed on `device`, so that they are equal in every layout, and stored there or on `storage_device`.
+    Trained parameters have `trained_dtype`, if it is given, and those that are filled already stay as they are.
     Tensors are swapped in place, so that tied weights stay tied and a wrapper's references stay valid.
     """
     for name, parameter in list(model.named_parameters()):
         if not parameter.is_meta:  # an engine's own layers have their values already
             continue
         whole = initial_value(name, parameter.shape, config, seed, device)
-        local = local_part_like(parameter, whole.to(dtype)).to(storage_device or device)
+        width = trained_dtype if parameter.requires_grad and trained_dtype else dtype
+        local = local_part_like(parameter, whole.to(width)).to(storage_device or device)
         torch.utils.swap_tensors(parameter, filled_like(parameter, local))  # type: ignore[no-untyped-call]
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):

@@ -120,6 +120,20 @@ def replicated(precision: str) -> ReplicatedParams:
     return ReplicatedParams([build_model(config.model)], config, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_masters_have_the_values_that_a_model_had_before(adapter: str) -> None:
+    """A script that loads a checkpoint trains what it loaded, and not the values of the run."""
+    config = compose_config("precision=bf16_mixed", f"adapter={adapter}", "model.num_hidden_layers=1")
+    model = build_model(config.model)
+    materialize(model, config.model, config.train.seed + 1, CPU, torch.float32)
+    loaded = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    replicas = ReplicatedParams([model], config, CPU)
+    replicas.sync_model_params()
+    assert replicas.masters.keys() == {name for name in loaded if adapter == "none" or ".lora_" in name}
+    assert all(torch.equal(master, loaded[name]) for name, master in replicas.masters.items())
+    assert all(torch.equal(own, loaded[name].bfloat16()) for name, own in model.named_parameters())
+
+
 def test_one_operator_copies_all_masters() -> None:
     params = replicated("bf16_mixed")
     assert len(params.masters) > 5

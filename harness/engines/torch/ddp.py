@@ -25,7 +25,7 @@ from harness.engines.torch.grad_norm import local_part
 from harness.layout.state_widths import StateKind
 from harness.models.decoder import Decoder
 from harness.models.grouped import GroupedLinear
-from harness.models.init_weights import initial_value, local_part_like, materialize
+from harness.models.init_weights import materialize
 
 
 class ReplicatedParams:
@@ -43,13 +43,18 @@ class ReplicatedParams:
         no_sync: Callable[[DistributedDataParallel], AbstractContextManager[None]] = DistributedDataParallel.no_sync,
         experts: "DividedExperts | None" = None,
     ) -> None:
-        """Fill the parts, and wrap them; `no_sync` is the context in which a wrapper does not synchronize gradients."""
+        """Fill the parts unless they are, and wrap them.
+
+        In mixed precision the masters have the parameters' values, and the parameters are narrowed. `no_sync` is the
+        context in which a wrapper does not synchronize gradients.
+        """
         self.no_sync = no_sync
         self.experts = experts
         self.parts = parts
-        precision, seed = config.precision, config.train.seed
+        precision = config.precision
+        compute, master = getattr(torch, precision.compute), getattr(torch, precision.master)
         for part in parts:
-            materialize(part, config.model, seed, device, getattr(torch, precision.compute))
+            materialize(part, config.model, config.train.seed, device, compute, trained_dtype=master)
         self.parameters = {name: parameter for part in parts for name, parameter in part.named_parameters()}
         self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
         self.masters: dict[str, nn.Parameter] = {}
@@ -61,11 +66,11 @@ class ReplicatedParams:
         has_bucket_views = wrap is not None and not precision.is_mixed and config.strategy.gradient_as_bucket_view
         self.accumulates_in_buckets = has_bucket_views and accumulation > 1
         if precision.is_mixed:
-            for name, parameter in self.trained.items():
-                value = initial_value(name, parameter.shape, config.model, seed, device)
-                self.masters[name] = nn.Parameter(
-                    local_part_like(parameter, value.to(getattr(torch, precision.master)))
-                )
+            self.masters = {name: nn.Parameter(own.detach().to(master)) for name, own in self.trained.items()}
+            for parameter in self.parameters.values():
+                if parameter.is_floating_point() and parameter.dtype != compute:
+                    narrow = nn.Parameter(parameter.detach().to(compute), parameter.requires_grad)
+                    torch.utils.swap_tensors(parameter, narrow)  # type: ignore[no-untyped-call]
         if wrap is not None:
             for part in parts if experts is not None else ():
                 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(part, expert_names(part))  # type: ignore[no-untyped-call]
