@@ -69,7 +69,7 @@ class RankStep:
         self.sharding.step(tape)
         return tape.highest
 
-    def play(self, start: BackwardStart) -> tuple[Tape, Bytes]:
+    def play(self, start: BackwardStart) -> tuple[Pass, Bytes]:
         """Return the tape of the pass that begins its backward so, and what the rank keeps of other passes then."""
         own, index = self.sharding, start.stage
         done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
@@ -132,12 +132,8 @@ class RankStep:
 
     def most_saved(self, pp_rank: int) -> int:
         """Return the most bytes of activations and log-probabilities that are kept for backward at once."""
-        most = 0
-        for start in self.starts(pp_rank):
-            logits, (tape, others) = self.sharding.activations[start.stage].logits_bytes, self.play(start)
-            own = max(moment.parts["activations"] + logits * (moment.parts["loss"] > 0) for moment in tape.moments)
-            most = max(most, own + others["activations"] + others["loss"])
-        return most
+        passes = map(self.play, self.starts(pp_rank))
+        return max((tape.most_saved + others["activations"] + others["loss"] for tape, others in passes), default=0)
 
     def most_offloaded(self, pp_rank: int) -> int:
         """Return the most bytes of activations that are on the host at once."""

@@ -38,6 +38,14 @@ class Pass(Tape):
     is_last: bool  # whether its backward is the stage's last one of the step
     new_gradients: int = 0  # the bytes of the gradients that it allocates; 0 if it adds to those of an earlier pass
 
+    @cached_property
+    def most_saved(self) -> int:
+        """The most bytes that it keeps for its backward at once, with log-probabilities."""
+        logits = self.activations.logits_bytes
+        return max(
+            moment.live.get("activations", 0) + logits * (moment.live.get("loss", 0) > 0) for moment in self.moments
+        )
+
 
 class Sharding:
     """Ranks that keep their whole state, and reduce gradients where they lie."""

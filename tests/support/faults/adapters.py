@@ -76,7 +76,6 @@ def adapters_unreduced(ordinary: Any, wrapper: Any, module: Any, **settings: Any
 
 @replaces(
     "harness.models.init_weights.initial_value",
-    "harness.engines.torch.ddp.initial_value",
     "harness.engines.deepspeed.initialize.initial_value",
     of_rank=1,
 )
