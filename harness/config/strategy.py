@@ -41,6 +41,7 @@ class StrategyConfig:
     # The wrapper of PyTorch for data parallelism: ddp is DistributedDataParallel, fsdp is fully_shard (FSDP2).
     data_parallel: DataParallel = "none"
     # The ZeRO stage: dp_shard divides nothing (0), the optimizer state (1), also gradients (2), also parameters (3).
+    # With data_parallel=fsdp all stages divide parameters between steps, and below 3 they are whole within a step.
     zero_stage: ZeroStage = 0
     dp_replicate: Degree = 1  # The number of copies of the model, or of the group of ranks that shards it.
     # The number of ranks that divide model state by zero_stage; the data-parallel degree is dp_replicate x dp_shard.

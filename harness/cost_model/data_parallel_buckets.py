@@ -8,9 +8,9 @@ from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.tape import Tape
 from harness.layout.partition import Stage, is_expert_weight, local_numel
 
-# The sizes of DDP's buckets, by default.
+# The sizes of DDP's buckets, by default; with bucket_cap_mb the first one is as large as all others.
 FIRST_BUCKET_BYTES = 2**20
-BUCKET_MEBIBYTES = 25
+BUCKET_BYTES = 25 * 2**20
 
 
 class DistributedDataParallel(Sharding):
@@ -101,7 +101,7 @@ class DistributedDataParallel(Sharding):
             return
         gradient = self.shape.whole_hidden_bytes + self.vocabulary_grad_bytes
         each.put(gradients=self.computed(each, 0), temporaries=gradient)
-        if self.vocabulary_grad_bytes >= FIRST_BUCKET_BYTES:
+        if self.vocabulary_grad_bytes >= self.bucket_limits[0]:
             each.drop("buffers_old")
             each.touch(temporaries=gradient + self.vocabulary_grad_bytes * FP32_BYTES // self.shape.width)
 
@@ -110,7 +110,7 @@ class DistributedDataParallel(Sharding):
         super().enter_layer(each, following)
         each.put()
         head = 0 if self.is_tied else each.trained.head.elements
-        limit = FIRST_BUCKET_BYTES / self.precision.compute_bytes
+        limit = self.bucket_limits[0] / self.precision.compute_bytes
         if each.is_last and head + (following + 1) * each.trained.layer.elements >= limit:
             each.drop("buffers_old")
 
@@ -124,14 +124,20 @@ class DistributedDataParallel(Sharding):
             each.touch(gradients=0, temporaries=round(copied))
         super().end(each)
 
+    @cached_property
+    def bucket_limits(self) -> tuple[int, int]:
+        """The bytes from which on the first bucket is closed, and each other one."""
+        if mebibytes := self.config.strategy.ddp_options.get("bucket_cap_mb"):
+            return int(mebibytes) * 2**20, int(mebibytes) * 2**20
+        return FIRST_BUCKET_BYTES, BUCKET_BYTES
+
     def last_bucket_elements(self, stage: Stage) -> float:
         """Return the elements of the larger one of the two buckets that are reduced last.
 
         Buckets are filled in the order in which gradients are computed, and each is closed once it has reached its
         limit (torch.nn.parallel.distributed, _DEFAULT_FIRST_BUCKET_BYTES and bucket_cap_mb).
         """
-        cap = int(self.config.strategy.ddp_options.get("bucket_cap_mb", BUCKET_MEBIBYTES)) * 2**20
-        limit, buckets = FIRST_BUCKET_BYTES, [0.0]
+        (limit, cap), buckets = self.bucket_limits, [0.0]
         for size in reversed(self.bucket_sizes(stage)):
             if buckets[-1] * self.precision.compute_bytes >= limit:
                 limit = cap

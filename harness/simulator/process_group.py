@@ -89,20 +89,20 @@ def ddp_reducer() -> Iterator[None]:
 
 def init_with_rebuilt_buckets(init_helper: Any, ddp: Any, *arguments: Any, **keywords: Any) -> Any:
     """Create DDP's reducer with the buckets that it would rebuild after the first step."""
-    assign = partial(assign_as_rebuilt, ddp.bucket_bytes_cap)
+    first_bytes = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap  # type: ignore[attr-defined]
+    assign = partial(assign_as_rebuilt, [first_bytes, ddp.bucket_bytes_cap])
     with around(dist, "_compute_bucket_assignment_by_size", assign):
         return init_helper(ddp, *arguments, **keywords)
 
 
-def assign_as_rebuilt(bucket_bytes: int, assign: Any, parameters: list[Tensor], limits: Any, *arguments: Any) -> Any:
-    """Return the parameters of every bucket, and its limit.
+def assign_as_rebuilt(rebuilt: list[int], assign: Any, parameters: list[Tensor], limits: Any, *arguments: Any) -> Any:
+    """Return the parameters of every bucket, and its limit, where `rebuilt` are the first one's and that of all others.
 
     Until it rebuilds them DDP has all gradients in a single bucket, for which it asks by a limit of sys.maxsize.
     """
     if list(limits) != [sys.maxsize]:
         return assign(parameters, limits, *arguments)
-    first_bytes: int = dist._DEFAULT_FIRST_BUCKET_BYTES  # type: ignore[attr-defined]
-    indices, sizes = assign(parameters[::-1], [first_bytes, bucket_bytes], *arguments)
+    indices, sizes = assign(parameters[::-1], rebuilt, *arguments)
     last = len(parameters) - 1
     return [[last - index for index in bucket] for bucket in indices][::-1], sizes[::-1]  # DDP reverses both
 
