@@ -92,7 +92,7 @@ def test_the_ranks_that_are_simulated(overrides: str, world_size: int, expected:
 
 
 def request_of(strategy: str) -> StepRequest:
-    return StepRequest(*compose_layout(4, *f"strategy={strategy}".split(), *FOUR_LAYERS))
+    return StepRequest(*compose_layout(4, *FOUR_LAYERS, *f"strategy={strategy}".split()))
 
 
 def problems_of(request: StepRequest, report: RankReport) -> list[str]:
