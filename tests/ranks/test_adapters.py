@@ -45,14 +45,16 @@ LARGER = (
     " model.num_hidden_layers=6 train.seq_len=128 train.global_batch=8"
 )
 
+TWO_LAYERS = "model.num_hidden_layers=2"
+
 EVERY_SECOND = "selective checkpointing.saved_products=every_second"
 
 
 @pytest.mark.parametrize(
     ("overrides", "world"),
     [
-        ("ddp precision=bf16_mixed", 2),
-        ("fsdp_full_shard checkpointing=full", 2),
+        (f"ddp precision=bf16_mixed {TWO_LAYERS}", 2),
+        (f"fsdp_full_shard checkpointing=full {TWO_LAYERS}", 2),
         long("fsdp_shard_grad_op model.tie_word_embeddings=true model.adapter.target_modules=[q_proj,v_proj]", 2),
         long("ddp model=gpt_tiny model.adapter.target_modules=[up_proj]", 2),
         *(
@@ -63,11 +65,11 @@ EVERY_SECOND = "selective checkpointing.saved_products=every_second"
         ),
         long("zero1 precision=bf16_mixed", 2),
         long("zero2 strategy.engine=accelerate model.adapter.target_modules=[q_proj,v_proj]", 2),
-        ("zero3 precision=bf16_mixed checkpointing=full", 2),
+        (f"zero3 precision=bf16_mixed checkpointing=full {TWO_LAYERS}", 2),
         long("ddp checkpointing=attention", 2),
         long(f"zero3 checkpointing={EVERY_SECOND}", 2),
         long("tp", 2),
-        ("tp_sp precision=bf16_mixed model.adapter.target_modules=[q_proj,down_proj]", 2),
+        (f"tp_sp precision=bf16_mixed model.adapter.target_modules=[q_proj,down_proj] {TWO_LAYERS}", 2),
         long("cp", 2),
         long("zero1_torch", 2),
         *(
@@ -115,7 +117,7 @@ KINDS = ("none", "full", "attention", "selective", EVERY_SECOND)
 @pytest.mark.parametrize(
     ("overrides", "world"),
     [
-        ("ddp checkpointing=full", 2),
+        (f"ddp checkpointing=full {TWO_LAYERS}", 2),
         long("single precision=bf16_mixed", 1),
         *(
             long(f"ddp precision={precision} checkpointing={checkpointing} {size}", 2)
@@ -197,7 +199,7 @@ OF_OTHER_ENGINES = [
 
 @pytest.mark.parametrize(("fault", "strategy", "problem"), with_larger(FAULTS, LARGER, OF_OTHER_ENGINES))
 def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
-    words = f"strategy={strategy} adapter=lora world_size=2".split()
+    words = f"world_size=2 {TWO_LAYERS} strategy={strategy} adapter=lora".split()
     assert_not_proven(run_with(results, *words, entry=fault), problem)
 
 
@@ -206,7 +208,7 @@ def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: 
     with_larger([PACKED_FAULT], LARGER, FURTHER_PACKED_FAULTS),
 )
 def test_a_fault_of_packed_matrices_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
-    words = f"strategy={strategy} adapter=qlora world_size=2".split()
+    words = f"world_size=2 {TWO_LAYERS} strategy={strategy} adapter=qlora".split()
     assert_not_proven(run_with(results, *words, entry=fault), problem)
 
 

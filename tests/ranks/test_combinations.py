@@ -11,7 +11,7 @@ from harness.launcher.forkserver import start_forkserver
 from harness.layout.layout import resolve_layout
 from harness.records.schema import Record
 from tests.support import replayed_faults, row_invariants
-from tests.support.combinations import COMBINATIONS, LONG, Combination
+from tests.support.combinations import COMBINATIONS, LONG, TWO_LAYERS, Combination, data_parallel
 from tests.support.commands import assert_not_proven, assert_ok, compose_config, long, run_folder, run_with
 from tests.support.derived import check_derivations
 
@@ -175,8 +175,8 @@ TEN_MILLION = (
     *("train.seq_len=32", "train.global_batch=8", "train.micro_batch=1", "train.steps=1", "train.warmup_steps=1"),
 )
 
-# By the strategy's options: the model that all tests of ranks share, of half a million parameters, and the large one.
-OPTIONS = {"0.5M": ("checkpointing=none",), "11M": TEN_MILLION}
+# The model that tests of ranks share, of a quarter of a million parameters, and the large one.
+OPTIONS = {"0.3M": data_parallel("zero2").options, "11M": TEN_MILLION}
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_ten_million_parameters_are_proven(strategy: str, results: Path) -> None
 @pytest.mark.parametrize(
     ("strategy", "size"),
     [
-        *((strategy, "0.5M") for strategy in ("zero2", "zero3", "fsdp_full_shard")),
+        *((strategy, "0.3M") for strategy in ("zero2", "zero3", "fsdp_full_shard")),
         ("fsdp_full_shard", "11M"),
         *(long(strategy, "11M") for strategy in ("zero2", "zero3")),
     ],
@@ -222,7 +222,7 @@ def test_one_small_tensor_too_many_or_too_few_is_an_error(
 def test_padding_behind_the_last_parameter_is_no_gradient(strategy: str, results: Path) -> None:
     """Five ranks do not divide the elements of this vocabulary, so that DeepSpeed pads the last rank's partition."""
     batch = ("train.global_batch=5", "train.micro_batch=1", "train.seq_len=32", "train.steps=1", "train.warmup_steps=1")
-    overrides = (f"strategy={strategy}", "world_size=5", "model.vocab_size=257", *batch)
+    overrides = (f"strategy={strategy}", "world_size=5", "model.vocab_size=257", TWO_LAYERS, *batch)
     record = run_with(results, *overrides)
     assert_ok(record.row)
 

@@ -56,6 +56,8 @@ def test_without_deepspeed_its_strategies_are_refused_and_the_others_run(tmp_pat
 # The gradients of a step fill several of these buckets, and some of the buckets end inside a parameter.
 SMALL_BUCKETS = "strategy.options.reduce_bucket_size=20000 train.gradient_clipping=0.1 model.tie_word_embeddings=true"
 
+TWO_LAYERS = "model.num_hidden_layers=2"
+
 TWO = "strategy.tp=2 strategy.vocabulary_parallel=false"
 
 # Two replicas of a model in two parts have ZeRO shards that begin inside the rows of column-parallel matrices.
@@ -84,9 +86,9 @@ def train(run_dir: str) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        *(f"strategy={strategy} {SMALL_BUCKETS}" for strategy in ("zero1", "zero2", "zero3")),
-        "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=1000",
-        "strategy=zero1_defaults precision=bf16_mixed",
+        *(f"strategy={strategy} {SMALL_BUCKETS} {TWO_LAYERS}" for strategy in ("zero1", "zero2", "zero3")),
+        f"strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=1000 {TWO_LAYERS}",
+        f"strategy=zero1_defaults precision=bf16_mixed {TWO_LAYERS}",
         long(f"strategy=zero1_tp {FOUR_RANKS}"),
         *(long(f"{overrides} {FOUR_RANKS}") for overrides in LONG),
     ],
@@ -112,7 +114,7 @@ def test_an_unusual_layout_is_proven_and_explained(results: Path, overrides: str
             "strategy=zero2 precision=bf16_mixed strategy.options.reduce_bucket_size=20000 train.loss_chunks=16"
             " train.seq_len=256 train.global_batch=4 model.hidden_size=256 model.intermediate_size=1024"
         ),
-        "strategy=zero3 precision=bf16 model.vocab_size=65536 train.seq_len=16 train.global_batch=1",
+        f"strategy=zero3 precision=bf16 model.vocab_size=65536 train.seq_len=16 train.global_batch=1 {TWO_LAYERS}",
     ],
 )
 def test_the_peak_of_one_rank_is_planned(results: Path, overrides: str) -> None:
@@ -129,7 +131,7 @@ def test_the_peak_of_one_rank_is_planned(results: Path, overrides: str) -> None:
     "overrides",
     [
         long("strategy=zero1 precision=bf16"),
-        "strategy=zero1 precision=bf16_mixed train.global_batch=4",
+        f"strategy=zero1 precision=bf16_mixed train.global_batch=4 {TWO_LAYERS}",
         long(
             "strategy=zero2 precision=fp32 model.tie_word_embeddings=true train.global_batch=4 checkpointing=selective"
         ),
@@ -247,8 +249,8 @@ def run_accelerate(results: Path, entry: Entry, overrides: str) -> Record:
 @pytest.mark.parametrize(
     ("entry", "overrides"),
     [
-        (worker_main.main, "strategy=zero1"),
-        (accelerate_entries.sharded_on_cpu, "strategy=fsdp_full_shard"),
+        (worker_main.main, f"strategy=zero1 {TWO_LAYERS}"),
+        (accelerate_entries.sharded_on_cpu, f"strategy=fsdp_full_shard {TWO_LAYERS}"),
         *(
             long(entry, overrides)
             for entry, overrides in (

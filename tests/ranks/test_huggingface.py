@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import transformers
 
 from harness.config.command import read_run_config
 from harness.config.fingerprint import make_run_id
+from harness.config.model import HFModelInfo
 from harness.config.schema import RunConfig
 from harness.cost_model.flops import executed_flops, model_flops, takes_fused_kernel
 from harness.cost_model.memory import estimate_memory
@@ -94,11 +96,25 @@ def config_of(path: Path, *overrides: str) -> RunConfig:
     return compose_config("model=hf", f"model.path={path}", *BATCH, *overrides)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traced() -> Iterator[None]:
+    """Trace each model that tests share once: that takes a second, and the configurations of a file are many."""
+    trace, known = hf.trace_model, dict[tuple[str, ...], HFModelInfo]()
+
+    def trace_once(config: Any, attention: str, seq_len: int, path: object) -> HFModelInfo:
+        key = (config.to_json_string(), attention, str(seq_len), str(path))
+        return known.get(key) or known.setdefault(key, trace(config, attention, seq_len, path))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hf, "trace_model", trace_once)
+        yield
+
+
 @pytest.mark.parametrize("kind", MODELS)
-def test_a_model_equals_the_librarys(tmp_path: Path, kind: str) -> None:
+def test_a_model_equals_the_librarys(results: Path, kind: str) -> None:
     """Shapes are the library's, and so are the buffers that no checkpoint has: rotary frequencies, sines, scales."""
     attention = "eager" if kind == "gptj" else "flash"
-    model = config_of(folder(tmp_path, kind), f"model.attention={attention}").model
+    model = config_of(folder(results, kind), f"model.attention={attention}").model
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind]))
     assert model_profile(model).parameter_shapes == {
         name: tuple(weight.shape) for name, weight in theirs.named_parameters()
@@ -119,11 +135,11 @@ def test_a_model_equals_the_librarys(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("attention", ("flash", "eager"))
 @pytest.mark.parametrize("checkpointing", ("none", "full"))
 def test_operations_of_a_library_model_are_those_of_our_formula(
-    tmp_path: Path, attention: str, checkpointing: str
+    results: Path, attention: str, checkpointing: str
 ) -> None:
     """The library's llama does as many operations as ours, also when recomputing and in a fused kernel's backward."""
     both = (f"model.attention={attention}", f"checkpointing={checkpointing}", "strategy=single")
-    library = config_of(folder(tmp_path, "llama"), *both)
+    library = config_of(folder(results, "llama"), *both)
     same = dataclasses.replace(
         model_named("tiny"), **SIZES, intermediate_size=128, num_key_value_heads=2, attention=attention
     )
@@ -188,9 +204,9 @@ def test_a_run_is_proven(results: Path, kind: str, overrides: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*CUT, "minicpm3", "gpt_neox"])
-def test_a_plan_divides_what_the_ranks_do(tmp_path: Path, kind: str) -> None:
+def test_a_plan_divides_what_the_ranks_do(results: Path, kind: str) -> None:
     """No library's head leaves logits divided. What a formula lacks of the trace is whole on each rank."""
-    config = config_of(folder(tmp_path, kind), "strategy=tp")
+    config = config_of(folder(results, kind), "strategy=tp")
     assert model_profile(config.model).cut_tensors == CUT.get(kind, {"heads", "inner"})
     peaks = {}
     for ranks in (1, 2):
@@ -204,9 +220,9 @@ def run_with(results: Path, kind: str, *overrides: str, **entry: Entry) -> Recor
 
 
 @pytest.mark.parametrize("kind", ("llama", "qwen2", "gpt_neox"))
-def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(results: Path, kind: str) -> None:
     """The proof of shards checks this, so the claim on parameters holds, but not for a model whose layers are whole."""
-    config = config_of(folder(tmp_path, kind), "strategy=tp")
+    config = config_of(folder(results, kind), "strategy=tp")
     layout, model = resolve_layout(config.strategy, 2), config.model
     own = int(sum(local_numel(model, layout, whole_model(model)).values()))
     layers = [
@@ -220,7 +236,7 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
     assert estimate_memory(config, layout, widths, "cpu").parameter_bytes == 4 * own
 
     def verdicts(elements: int) -> list[bool]:
-        single = config_of(folder(tmp_path, kind), "strategy=single")
+        single = config_of(folder(results, kind), "strategy=single")
         sizes = ((config, layout, elements), (single, resolve_layout(single.strategy, 1), parameter_count(model)))
         records = [
             Record(
@@ -240,10 +256,10 @@ def test_a_tensor_parallel_rank_holds_its_share_of_every_layer(tmp_path: Path, k
     assert verdicts(own) == [True] and verdicts(parameter_count(model)) == [False]
 
 
-def test_the_observed_attention_kernel_decides_the_expected_operations(tmp_path: Path) -> None:
+def test_the_observed_attention_kernel_decides_the_expected_operations(results: Path) -> None:
     """The model is inspected on a CPU and run on a GPU, where a fused kernel drops and other kernels may be chosen."""
     for kind, is_fused in (("llama", True), ("gpt2", False)):
-        config = config_of(folder(tmp_path, kind), "strategy=single")
+        config = config_of(folder(results, kind), "strategy=single")
         layout, scores = (
             resolve_layout(config.strategy, 1),
             2 * 2 * 32**2 * 64 * 4,
@@ -299,7 +315,7 @@ def test_every_layout_is_proven(results: Path, kind: str, checkpointing: str, pr
         ("llama", faults.rows_not_summed, "strategy=tp", "0.69 x the"),
         ("llama", faults.layer_of_library_twice, "strategy=ddp", "a step ran"),
         ("qwen3", faults.whole_parameters_apart, "strategy=tp", "gradient deviates"),
-        ("minicpm3", faults.rotated_keys_apart, "strategy=tp", "gradient deviates"),
+        long("minicpm3", faults.rotated_keys_apart, "strategy=tp", "gradient deviates"),
     ],
 )
 def test_a_fault_is_an_error(results: Path, kind: str, fault: Entry, overrides: str, problem: str) -> None:
@@ -314,9 +330,9 @@ def test_a_router_without_a_gradient_is_an_error(results: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", MIXTURES)
-def test_a_mixture_counts_what_a_token_uses(tmp_path: Path, kind: str) -> None:
+def test_a_mixture_counts_what_a_token_uses(results: Path, kind: str) -> None:
     """By the parameters of the library's modules and by traced operations, which have each row of an expert once."""
-    model = config_of(folder(tmp_path, kind)).model
+    model = config_of(folder(results, kind)).model
     theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **MODELS[kind]))
     stacked = [each for each in theirs.parameters() if each.dim() == 3]
     idle = sum(each.numel() * (8 - 2) // 8 for each in stacked)
@@ -388,15 +404,15 @@ def test_a_published_mixture_has_its_parameters(tmp_path: Path, kind: str) -> No
         ("llama", "train.seq_len=129", "train.seq_len=129 is more than the 128 tokens"),
     ],
 )
-def test_incompatible_strategies_are_refused(tmp_path: Path, kind: str, overrides: str, reason: str) -> None:
-    config = config_of(folder(tmp_path, kind), "world_size=2", *overrides.split())
+def test_incompatible_strategies_are_refused(results: Path, kind: str, overrides: str, reason: str) -> None:
+    config = config_of(folder(results, kind), "world_size=2", *overrides.split())
     problems = list(incompatibilities(config, resolve_layout(config.strategy, config.world_size or 2)))
     assert any(problem.startswith(reason) and "choose" in problem for problem in problems), problems
 
 
-def test_a_plan_that_cannot_be_applied_is_refused(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_applied_is_refused(results: Path) -> None:
     """It has a style that is not known here, or leaves whole a table whose tied head it cuts."""
-    config = config_of(folder(tmp_path, "gemma"), "strategy=tp", "world_size=2")
+    config = config_of(folder(results, "gemma"), "strategy=tp", "world_size=2")
     info = config.model.hf_info
     assert info is not None
     for plan, reason in (
@@ -515,9 +531,9 @@ def test_text_that_has_no_causal_model_of_its_own_is_computed_as_by_the_library(
 def test_lists_with_an_entry_for_each_layer_have_as_many(tmp_path: Path) -> None:
     kinds = ["sliding_attention", "full_attention"]
     path = folder(tmp_path, "qwen3", layer_types=kinds, sliding_window=16, use_sliding_window=True)
-    for layers in (1, 2, 5):
+    for layers in (1, 3):
         info = config_of(path, f"model.num_hidden_layers={layers}").model.hf_info
-        assert info is not None and info.config["layer_types"] == (kinds * 3)[:layers]
+        assert info is not None and info.config["layer_types"] == (kinds * 2)[:layers]
 
 
 def test_a_model_without_its_library_is_a_one_line_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

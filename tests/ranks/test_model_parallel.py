@@ -30,25 +30,20 @@ from tests.support.combinations import (
     TENSOR,
     TENSOR_SIZE,
     VOCABULARY,
+    Combination,
+    model_parallel,
 )
-from tests.support.commands import assert_ok, compose, execute_run, run_folder, widths_of
+from tests.support.commands import assert_ok, compose, execute_run, long, run_folder, widths_of
 
 MOMENTS = 2 * 4  # bytes per parameter that AdamW keeps beside masters
 
-WORLDS = tuple(CHECKPOINTING)
-
-STAGES = [(world, strategy) for world in WORLDS for strategy in PIPELINES[world]]
+WHOLE_STAGES = ("pp_gpipe", "pp_1f1b")
 
 
-@pytest.fixture(scope="module")
-def records(results: Path) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """Return every record by strategy, checkpointing and world size, with its rank reports added."""
-    records = {}
-    for record in (combination.record(results) for combination in MODEL_PARALLEL):
-        key = tuple(record.row[name] for name in ("strategy", "checkpointing", "world_size"))
-        reports = run_folder(results, record).read_rank_reports(record.row["world_size"])
-        records[key] = record.to_json() | {"rank_files": reports}
-    return records
+def record_of(results: Path, combination: Combination) -> dict[str, Any]:
+    """Return the record of a combination's run, with its rank reports added."""
+    record = combination.record(results)
+    return record.to_json() | {"rank_files": run_folder(results, record).read_rank_reports(record.row["world_size"])}
 
 
 def config_of(record: dict[str, Any]) -> tuple[RunConfig, Layout]:
@@ -60,12 +55,10 @@ def sent(rank: RankReport, *operations: str) -> float:
     return sum(traffic.bytes_sent for traffic in rank.profiled.communication if traffic.operation in operations)
 
 
-@pytest.mark.parametrize(("world", "strategy"), list(itertools.product(WORLDS, TENSOR)))
-def test_tensor_parallel_sends_two_sums_a_layer_each_way(
-    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
-) -> None:
+@pytest.mark.parametrize(("world", "strategy"), [*itertools.product((2,), TENSOR), (4, "tp"), long(4, "tp_sp")])
+def test_tensor_parallel_sends_two_sums_a_layer_each_way(results: Path, world: int, strategy: str) -> None:
     """Megatron-LM sends 4 all-reduces of batch x sequence x hidden a layer, and one each for embedding and head."""
-    record = records[strategy, "none", world]
+    record = record_of(results, model_parallel(strategy, world))
     hidden = SEQUENCES * SEQ_LEN * record["config"]["model"]["hidden_size"] * 4
     formula = 2 * (world - 1) / world * TENSOR_SIZE.micro_batches * (4 * TENSOR_SIZE.layers + 2) * hidden
     for rank in record["rank_files"]:
@@ -74,12 +67,13 @@ def test_tensor_parallel_sends_two_sums_a_layer_each_way(
             assert sent(rank, "all_gather") == sent(rank, "reduce_scatter") == pytest.approx(formula / 2, rel=1e-6)
 
 
-@pytest.mark.parametrize(("world", "strategy"), STAGES)
-def test_a_pipeline_sends_boundary_activations_and_their_gradients(
-    records: dict[tuple[str, str, int], dict[str, Any]], world: int, strategy: str
-) -> None:
+@pytest.mark.parametrize(
+    ("world", "strategy"),
+    [*itertools.product((2,), PIPELINE), *itertools.product((4,), WHOLE_STAGES), long(4, "pp_zero_bubble")],
+)
+def test_a_pipeline_sends_boundary_activations_and_their_gradients(results: Path, world: int, strategy: str) -> None:
     """A pipeline sends 2 x micro-batches x boundary activations, summed over all ranks and boundaries."""
-    record = records[strategy, "none", world]
+    record = record_of(results, model_parallel(strategy, world))
     config, layout = config_of(record)
     boundary = SEQUENCES * SEQ_LEN * config.model.hidden_size * 4
     total = sum(sent(rank, "send") for rank in record["rank_files"])
@@ -87,15 +81,24 @@ def test_a_pipeline_sends_boundary_activations_and_their_gradients(
     assert all(sent(rank, "all_reduce") < 100 for rank in record["rank_files"])
 
 
-@pytest.mark.parametrize(("world", "checkpointing"), [(2, "none"), (2, "full"), (4, "none")])
+@pytest.mark.parametrize(
+    ("world", "checkpointing", "strategies"),
+    [
+        (2, "none", PIPELINE),
+        (2, "full", ("pp_1f1b",)),
+        (4, "none", WHOLE_STAGES),
+        long(2, "full", PIPELINE),
+        long(4, "none", PIPELINES[4]),
+    ],
+)
 def test_micro_batches_in_flight_show_in_the_activations(
-    records: dict[tuple[str, str, int], dict[str, Any]], world: int, checkpointing: str
+    results: Path, world: int, checkpointing: str, strategies: tuple[str, ...]
 ) -> None:
     """GPipe keeps all micro-batches on every stage, while 1F1B keeps as many as there are stages from this one on."""
+    records = {strategy: record_of(results, model_parallel(strategy, world, checkpointing)) for strategy in strategies}
     for stage in range(world):
         saved = {}
-        for strategy in PIPELINES[world]:
-            record = records[strategy, checkpointing, world]
+        for strategy, record in records.items():
             profiled = record["rank_files"][stage].profiled
             _, layout = config_of(record)
             in_flight = max_in_flight_micro_batches(layout, PIPELINE_SIZE.micro_batches, stage)
@@ -107,21 +110,18 @@ def test_micro_batches_in_flight_show_in_the_activations(
             assert saved["pp_1f1b"] == pytest.approx(saved["pp_gpipe"] * ratio, rel=0.02)
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_tensor_parallel_divides_the_activations_between_its_matrices(
-    records: dict[tuple[str, str, int], dict[str, Any]], world: int
-) -> None:
+@pytest.mark.parametrize("world", (2, long(4)))
+def test_tensor_parallel_divides_the_activations_between_its_matrices(results: Path, world: int) -> None:
     """Korthikanti et al. leave 10 of 34 sbh whole and divide 24; in this block the norms' activations stay whole.
 
     In fp32 a layer's two norms keep input, normalized input and output, h each, and a reciprocal root; attention keeps
     query, key, value, output (4h: as many key-value heads as others) and a sum a head; SwiGLU keeps four times its
     width. The loss keeps a logit a word.
     """
-    activations = {
-        strategy: records[strategy, "none", worlds]["rank_files"][0].profiled.activation_bytes
-        for strategy, worlds in {"single": 1, "tp": world, "tp_sp": world}.items()
-    }
-    model = records["single", "none", 1]["config"]["model"]
+    worlds = {"single": 1, "tp": world, "tp_sp": world}
+    records = {strategy: record_of(results, model_parallel(strategy, ranks)) for strategy, ranks in worlds.items()}
+    activations = {strategy: record["rank_files"][0].profiled.activation_bytes for strategy, record in records.items()}
+    model = records["single"]["config"]["model"]
     hidden, inner, heads = (model[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
     token, layers = 4 * SEQUENCES * SEQ_LEN, TENSOR_SIZE.layers
     divided = token * (layers * (4 * hidden + heads + 4 * inner) + VOCABULARY)
@@ -132,8 +132,10 @@ def test_tensor_parallel_divides_the_activations_between_its_matrices(
     assert activations["single"] - activations["tp_sp"] == pytest.approx(saved, rel=0.05)
 
 
-def test_the_bubble_is_recorded_beside_its_formula(records: dict[tuple[str, str, int], dict[str, Any]]) -> None:
-    for (strategy, _, world), record in records.items():
+def test_the_bubble_is_recorded_beside_its_formula(results: Path) -> None:
+    for combination in MODEL_PARALLEL:
+        strategy, world, _ = combination
+        record = record_of(results, combination)
         row, entries = record["row"], record["pipeline"]
         if strategy not in PIPELINE:
             assert row.get("pipeline_bubble") is None and entries == []
@@ -217,6 +219,15 @@ def test_no_rank_starts_with_more_than_its_share(sharded_records: list[Record]) 
             assert start_peak < 4 * row["parameters"] + widths.buffer_bytes or row["world_size"] == 2
 
 
+ON_TWO_RANKS = {  # with two micro-batches on each
+    "zero1": 1.0,
+    "zero1_defaults": 1.5,
+    "zero3": 3.0,
+    "fsdp_no_shard": 1.0,
+    "fsdp_shard_grad_op": 1.5,
+}
+
+
 def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
     """In fp32 and relative to DDP, k micro-batches send 1 (ZeRO-1), (k + 1) / 2 (ZeRO-2) or 3k / 2 (ZeRO-3)."""
     plain = rows[rows.checkpointing == "none"]
@@ -228,12 +239,9 @@ def test_volumes_are_the_papers(rows: pd.DataFrame) -> None:
         ddp = 2 * (world - 1) / world * 4 * sent.loc["ddp", "parameters"]
         assert sent.loc["ddp", "communication_bytes"] == pytest.approx(ddp, rel=0.01)
         for strategy, volume in {
-            "zero1": 1.0,
             "zero2": (k + 1) / 2,
-            "fsdp_shard_grad_op": (k + 1) / 2,
-            "zero3": 3 * k / 2,
             "fsdp_full_shard": 3 * k / 2,
-            **({"fsdp_no_shard": 1.0, "zero1_defaults": 1.5} if world == 2 else {}),
+            **(ON_TWO_RANKS if world == 2 else {}),
         }.items():
             assert ratio[strategy] == pytest.approx(volume, rel=0.05), (strategy, world)
 
@@ -264,7 +272,7 @@ def test_claims_of_the_literature_hold_or_say_why_not(sharded_records: list[Reco
     """Reasons are DeepSpeed's masters, its defaults, its second gathers, and fully_shard's shards at rest."""
     checked = claims(lines_of(sharded_records))
     kinds = {claim.claim.split(",")[0].split(":")[0] for claim in checked}
-    assert {"model state", "activations", "operations that ran"} <= kinds and len(checked) > 40
+    assert {"model state", "activations", "operations that ran"} <= kinds and len(checked) > 30
     differing = [claim for claim in checked if not claim.agrees]
     assert all(claim.reason for claim in differing), [claim for claim in differing if not claim.reason]
     assert all(claim.label.startswith(("zero", "fsdp_shard_grad_op")) for claim in differing), differing

@@ -1,6 +1,7 @@
 """Runs of launch=simulated as rows: faults that their proofs or the plan notice, and times near the planner's."""
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,8 @@ OPTIONS = ("launch=simulated", "cluster=8xh100", "tracking=none", *TWO_LAYERS)
 # More layers than the prefetched one, so that gathered parameters which stay would show.
 FOUR_LAYERS = (*TWO_LAYERS, "launch=simulated", "model.num_hidden_layers=4", "train.global_batch=4", "world_size=4")
 
+
+FSDP = "fsdp_full_shard"
 
 MOVED = "checkpointing.offload_activations=true"
 
@@ -88,13 +91,15 @@ def test_the_ranks_that_are_simulated(overrides: str, world_size: int, expected:
     assert make_plan(config, machine_of_run(config.to_dict())).ranks_alone == expected
 
 
-def problems_with(fault: str, *overrides: str) -> list[str]:
-    """Return what is wrong with rank 0 under a fault: its error, what is not proven, or a peak beyond the plan's."""
-    config, layout = compose_layout(4, *overrides, *FOUR_LAYERS)
-    module = ("tests.support.simulated_faults", fault) if fault else ("tests.support.simulated_steps",)
-    (report,) = simulate_steps([StepRequest(config, layout)], module=module)
+def request_of(strategy: str) -> StepRequest:
+    return StepRequest(*compose_layout(4, *FOUR_LAYERS, *f"strategy={strategy}".split()))
+
+
+def problems_of(request: StepRequest, report: RankReport) -> list[str]:
+    """Return what is wrong with rank 0: its error, what is not proven, or a peak beyond the plan's."""
     if report.status != "ok":
         return [report.reason]
+    config, layout = request.config, request.layout
     widths = widths_of(config, layout)
     proof = verify_simulation(config, layout, widths, [report]).parts.get("proof", {})
     planned = estimate_memory(config, layout, widths, "cuda").peak_bytes
@@ -105,29 +110,46 @@ def problems_with(fault: str, *overrides: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fault", "strategy", "problem"),
     [
-        ("tensor_on_the_host", "fsdp_full_shard", "cpu"),
+        ("tensor_on_the_host", FSDP, "cpu"),
         ("collective_on_the_wrong_group", "ddp", "along dp_replicate"),
         ("last_layer_not_offloaded", OFFLOADED, "of activations on the host, and"),
         ("offloaded_never_freed", OFFLOADED, "the peak is beyond the plan's"),
         long("last_layer_not_offloaded", f"{OFFLOADED} checkpointing=full", "of activations on the host, and"),
-        long("forgotten_free", "fsdp_full_shard", "along dp_shard"),
-        long("kept_reference", "fsdp_full_shard", "the peak is beyond the plan's"),
+        long("forgotten_free", FSDP, "along dp_shard"),
+        long("kept_reference", FSDP, "the peak is beyond the plan's"),
         long("gather_never_freed", "zero3", "the peak is beyond the plan's"),
-        ("unquantized_gathers", QUANTIZED, "along dp_shard gather"),
+        long("unquantized_gathers", QUANTIZED, "along dp_shard gather"),
         long("unexchanged_gradients", QUANTIZED, "along dp_shard reduce"),
-        ("", QUANTIZED, ""),
-        ("", "zero2 precision=fp16_mixed", ""),
-        ("", "fsdp_full_shard strategy.secondary_shards=2", ""),
-        ("", OFFLOADED, ""),
-        *(long("", f"{OFFLOADED} checkpointing={name}", "") for name in ("full", "attention", "every_n")),
-        *(long("", f"{name} {MOVED}", "") for name in ("tp", "tp_sp", "cp", "cp_ulysses", "pp_1f1b")),
-        *(long("", strategy, "") for strategy in ("ddp", "fsdp_full_shard", "zero3", "zero1 precision=fp16_mixed")),
-        *(long("", strategy, "") for strategy in ("zero3_hpz", *map(V_SHAPED.format, ("pp_zbv", "pp_dualpipev")))),
     ],
 )
-def test_faults_in_the_code_for_cuda_are_noticed_and_nothing_else(fault: str, strategy: str, problem: str) -> None:
-    problems = problems_with(fault, *f"strategy={strategy}".split())
-    assert any(problem in entry for entry in problems) if fault else not problems, problems
+def test_faults_in_the_code_for_cuda_are_noticed(fault: str, strategy: str, problem: str) -> None:
+    request = request_of(strategy)
+    (report,) = simulate_steps([request], module=("tests.support.simulated_faults", fault))
+    problems = problems_of(request, report)
+    assert any(problem in entry for entry in problems), problems
+
+
+RIGHT = (QUANTIZED, "zero2 precision=fp16_mixed", f"{FSDP} strategy.secondary_shards=2", OFFLOADED, FSDP)
+
+FURTHER = (
+    *(f"{OFFLOADED} checkpointing={name}" for name in ("full", "attention", "every_n")),
+    *(f"{name} {MOVED}" for name in ("tp", "tp_sp", "cp", "cp_ulysses", "pp_1f1b")),
+    *("ddp", "zero3", "zero1 precision=fp16_mixed", "zero3_hpz"),
+    *map(V_SHAPED.format, ("pp_zbv", "pp_dualpipev")),
+)
+
+
+@functools.cache
+def right_reports(strategies: tuple[str, ...]) -> dict[str, RankReport]:
+    """Return the report of each strategy's rank 0, all of them simulated in one process."""
+    return dict(zip(strategies, simulate_steps([*map(request_of, strategies)]), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "all_"), [*((each, RIGHT) for each in RIGHT), *(long(each, FURTHER) for each in FURTHER)]
+)
+def test_nothing_else_is_noticed(strategy: str, all_: tuple[str, ...]) -> None:
+    assert problems_of(request_of(strategy), right_reports(all_)[strategy]) == []
 
 
 def test_a_budget_is_what_tensors_may_take() -> None:
@@ -149,9 +171,8 @@ def test_a_budget_is_what_tensors_may_take() -> None:
 
 def test_a_share_that_is_not_there_is_a_problem() -> None:
     """One simulated rank shows alone that it holds its share, and nothing more."""
-    config, layout = compose_layout(4, "strategy=fsdp_full_shard", *FOUR_LAYERS)
-    widths = widths_of(config, layout)
-    (report,) = simulate_steps([StepRequest(config, layout)])
+    config, layout = request_of(FSDP).config, request_of(FSDP).layout
+    widths, report = widths_of(config, layout), right_reports(RIGHT)[FSDP]
     lost = dataclasses.replace(report, parameter_shards=report.parameter_shards[1:])
     doubled = dataclasses.replace(report, parameter_shards=[*report.parameter_shards, *report.parameter_shards])
 

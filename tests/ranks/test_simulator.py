@@ -176,17 +176,14 @@ CASES = [
     f"fsdp_full_shard x 2 model=350m precision=fp32 {TWO_LAYERS} train.global_batch=2 train.seq_len=64",
     f"ddp x 2 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2",
     "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
-    f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {SHORT}",
     f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective {SHORT}",
     f"fsdp_full_shard x 2 model=8b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {EVERY_SECOND}",
     f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
     # The head's gradients of the parts of a loss are summed in place, and those of a tied matrix.
     f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT} {FOUR_PARTS}",
-    f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT}",
     # Gradients larger than a bucket are kept one after another, as activations are freed.
     f"zero2 x 1 model=350m precision=bf16_mixed {TWO_LAYERS} {FOUR_PASSES}",
     # A tall vocabulary: what a rank owns is copied whole, a tied matrix has three gradients, and norms are in fp64.
-    f"zero1 x 5 model=tiny precision=bf16 {TALL} train.global_batch=5",
     f"zero1 x 3 model=tiny precision=bf16_mixed {TALL} train.global_batch=3",
     f"zero2 x 2 model=tiny precision=bf16 {TALL} {TIED} train.global_batch=2",
     f"ddp x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 strategy.engine=accelerate",
@@ -195,7 +192,6 @@ CASES = [
     f"fsdp_ep x 4 model=mixtral_8x7b precision=bf16_mixed {MIXTURE} train.global_batch=4",
     # Fewer experts than shards, and layers that are large beside activations.
     f"fsdp_shard_grad_op x 16 model=mixtral_8x7b precision=fp32 {MIXTURE} train.global_batch=16 checkpointing=full",
-    f"tp_sp x 2 model=qwen3_30b_a3b precision=bf16_mixed {MIXTURE} checkpointing=full",
 ]
 
 LONG_CASES = (
@@ -216,6 +212,10 @@ LONG_CASES = (
         for precision in ("fp32", "bf16_mixed")
     ]
     + [
+        f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {SHORT}",
+        f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT}",
+        f"zero1 x 5 model=tiny precision=bf16 {TALL} train.global_batch=5",
+        f"tp_sp x 2 model=qwen3_30b_a3b precision=bf16_mixed {MIXTURE} checkpointing=full",
         "single x 1 model=1b precision=fp32",
         "single x 1 model=7b precision=bf16_mixed checkpointing=full",
         "tp x 8 model=7b precision=fp32",

@@ -153,7 +153,10 @@ def test_a_compiled_run_is_counted_exactly(results: Path, strategy: str) -> None
     assert row.get("predicted_peak_bytes") is None
 
 
-SMALLEST = ("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2")
+SMALLEST = (
+    *("train.global_batch=4", "train.micro_batch=2", "train.seq_len=32", "train.steps=1", "train.warmup_steps=2"),
+    "model.num_hidden_layers=2",
+)
 
 # Bytes per parameter of parameters and optimizer at rest if nothing is sharded; a sharded engine trains its masters.
 STATE = {"bf16": (2, 4), "fp16_mixed": (2, 12), "bf16_mixed": (2, 12)}

@@ -10,7 +10,8 @@ from harness.records.rank_report import RankReport
 from harness.records.schema import Record
 from harness.runner import launch_run
 from harness.simulator.process import virtual_entry
-from tests.support.combinations import COMBINATIONS, Combination, model_parallel
+from tests.support import combinations
+from tests.support.combinations import COMBINATIONS, TWO_LAYERS, Combination, data_parallel, model_parallel
 from tests.support.commands import Entry, assert_not_proven, long, run_with
 from tests.support.faults import virtual as faults
 from tests.support.row_invariants import check_bytes
@@ -34,16 +35,14 @@ class Case(NamedTuple):
             return run_with(results, *sizes, "launch=virtual", f"simulate.rank={self.rank}", entry=entry)
 
 
-UNCHECKPOINTED = ("checkpointing=none",)
-
-EVENLY_ROUTED = ("model=moe_tiny", "model.routing=balanced")
+EVENLY_ROUTED = ("model=moe_tiny", "model.routing=balanced", TWO_LAYERS)
 
 FAST = [
-    Case(Combination("ddp", 2, UNCHECKPOINTED), 0),
-    Case(Combination("fsdp_full_shard", 2, UNCHECKPOINTED), 1),
-    Case(Combination("zero3", 2, UNCHECKPOINTED), 1),
-    Case(Combination("pp_1f1b"), 1),
-    Case(Combination("tp"), 1),
+    Case(data_parallel("ddp"), 0),
+    Case(data_parallel("fsdp_full_shard"), 1),
+    Case(data_parallel("zero3"), 1),
+    Case(model_parallel("pp_1f1b"), 1),
+    Case(model_parallel("tp"), 1),
     Case(Combination("ep", 2, EVENLY_ROUTED), 1),
 ]
 
@@ -61,7 +60,7 @@ OTHERS = [
 
 LONG = [
     Case(combination, rank)
-    for combination in (*COMBINATIONS, *OTHERS)
+    for combination in (*COMBINATIONS, *combinations.LONG, *OTHERS)
     if combination.world_size > 1
     for rank in (0, combination.world_size - 1)
 ]

@@ -46,13 +46,12 @@ class Size(NamedTuple):
 
 CHECKPOINTING = {2: ("none", "full"), 4: ("none",)}  # by world size
 
+TWO_LAYERS = "model.num_hidden_layers=2"  # enough where no pipeline divides them
+
 # --- data parallelism, by engine
 
 # DeepSpeed's own defaults, whose layouts are those of zero1 to zero3.
 DEFAULTS = ("zero1_defaults", "zero2_defaults", "zero3_defaults")
-
-# Those that share code with another strategy: the ordinary suite runs each on two ranks only, without checkpointing.
-VARIANTS = (*DEFAULTS, "zero1_torch", "fsdp_no_shard")
 
 # Each strategy of several ranks, with further overrides.
 STRATEGIES: list[tuple[str, tuple[str, ...]]] = [
@@ -61,21 +60,28 @@ STRATEGIES: list[tuple[str, tuple[str, ...]]] = [
     ("ddp", ("strategy.engine=accelerate",)),
 ]
 
-_ALL = [
-    *(Combination("single", 1, (f"checkpointing={kind}",)) for kind in CHECKPOINTING[2]),
-    *(
-        Combination(name, world_size, (*more, f"checkpointing={kind}"))
-        for world_size, kinds in CHECKPOINTING.items()
-        for kind, (name, more) in itertools.product(kinds, STRATEGIES)
-    ),
+# The ordinary suite runs each on two ranks without checkpointing, and these also under full checkpointing, and on four.
+ALSO = (("ddp", ()), ("zero2", ()), ("fsdp_full_shard", ()))
+
+
+def data_parallel(strategy: str, world_size: int = 2, checkpointing: str = "none", *more: str) -> Combination:
+    """Return the combination of a strategy of data parallelism, with further overrides."""
+    return Combination(strategy, world_size, (*more, f"checkpointing={checkpointing}", TWO_LAYERS))
+
+
+_ALL = {
+    (name, more, world_size, kind): data_parallel(name, world_size, kind, *more)
+    for world_size, kinds in CHECKPOINTING.items()
+    for kind, (name, more) in itertools.product(kinds, STRATEGIES)
+}
+
+DATA_PARALLEL = [
+    *(data_parallel("single", 1, kind) for kind in CHECKPOINTING[2]),
+    *(each for key, each in _ALL.items() if key[:2] in ALSO or key[2:] == (2, "none")),
 ]
 
-_LONG = [each for each in _ALL if each.strategy in VARIANTS and each[1:] != (2, ("checkpointing=none",))]
-
-DATA_PARALLEL = [each for each in _ALL if each not in _LONG]
-
 # DeepSpeed's settings for speed, whose layout and training are proven, and not the papers' volumes.
-TUNED = [Combination(f"zero{stage}_tuned") for stage in (1, 2, 3)]
+TUNED = [Combination(f"zero{stage}_tuned", 2, (TWO_LAYERS,)) for stage in (1, 2, 3)]
 
 # --- tensor and pipeline parallelism
 
@@ -111,27 +117,35 @@ def tied_ends(strategy: str) -> Combination:
 
 
 MODEL_PARALLEL = [
-    model_parallel(strategy, world_size, kind)
-    for world_size, kinds in CHECKPOINTING.items()
-    for kind, strategy in itertools.product(kinds, TENSOR + PIPELINES[world_size])
-] + [model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]]
+    *(model_parallel(strategy) for strategy in TENSOR + PIPELINE),
+    *(model_parallel(strategy, checkpointing="full") for strategy in ("tp_sp", "pp_1f1b")),
+    *(model_parallel(strategy, 4) for strategy in ("tp", "pp_gpipe", "pp_1f1b")),
+    *(model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]),
+]
 
-# Schedules whose stages are halved or several on a rank; those of whole stages add nothing and are long.
-TIED_ENDS = [tied_ends(name) for name in ("pp_interleaved", "pp_zero_bubble")]
+_MORE_MODEL_PARALLEL = [
+    *(model_parallel(strategy, checkpointing="full") for strategy in TENSOR + PIPELINE),
+    *(model_parallel(strategy, 4, kind) for kind in CHECKPOINTING[2] for strategy in TENSOR + PIPELINE),
+]
+
+# Schedules whose stages are several on a rank; those of whole or halved stages add nothing and are long.
+TIED_ENDS = [tied_ends("pp_interleaved")]
 
 # --- precision: the layouts in which each must mean the same
 
 PRECISION_LAYOUTS = {
     "bf16": "single,ddp,zero1,zero3,fsdp_full_shard,tp_sp,pp_zero_bubble",
     "fp16_mixed": "single,ddp,fsdp_full_shard,fsdp_shard_grad_op,tp_sp,pp_zero_bubble,zero2,zero3",
-    "bf16_mixed": "single,ddp,zero1,zero2,zero3,fsdp_full_shard,fsdp_shard_grad_op,fsdp_no_shard,tp,pp_interleaved",
+    "bf16_mixed": "single,ddp,zero2,zero3,fsdp_full_shard,tp,pp_1f1b",
 }
+
+MORE_IN_BF16 = ("zero1", "fsdp_shard_grad_op", "fsdp_no_shard", "pp_interleaved")
 
 
 def in_precision(precision: str) -> list[Combination]:
     """Return one combination for each layout of this precision."""
     return [
-        Combination(strategy, 1 if strategy == "single" else 2, (f"precision={precision}",))
+        Combination(strategy, 1 if strategy == "single" else 2, (f"precision={precision}", TWO_LAYERS))
         for strategy in PRECISION_LAYOUTS[precision].split(",")
     ]
 
@@ -139,8 +153,8 @@ def in_precision(precision: str) -> list[Combination]:
 COMBINATIONS = [*DATA_PARALLEL, *TUNED, *MODEL_PARALLEL, *TIED_ENDS, *in_precision("bf16_mixed")]
 
 LONG = [
-    *_LONG,
-    model_parallel("pp_interleaved", 4),
-    *map(tied_ends, ("pp_gpipe", "pp_1f1b")),
-    *(model_parallel(strategy, 4, "full") for strategy in TENSOR + PIPELINE),
+    *(each for each in _ALL.values() if each not in DATA_PARALLEL),
+    *(each for each in _MORE_MODEL_PARALLEL if each not in MODEL_PARALLEL),
+    *map(tied_ends, ("pp_gpipe", "pp_1f1b", "pp_zero_bubble")),
+    *(Combination(name, 2, ("precision=bf16_mixed",)) for name in MORE_IN_BF16),
 ]

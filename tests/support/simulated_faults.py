@@ -28,9 +28,9 @@ def collective_on_the_wrong_group(_: Any, whole: Any) -> Any:
     return whole["tp"].get_group()
 
 
-def forgotten_free(apply: Any, model: Any, mesh: Any, policy: Any, reshard_after_forward: bool, offload: Any) -> None:
+def forgotten_free(apply: Any, model: Any, mesh: Any, policy: Any, reshard_after_forward: bool, *others: Any) -> None:
     """Keep the gathered parameters of every layer after its forward, without telling the configuration."""
-    apply(model, mesh, policy, False, offload)
+    apply(model, mesh, policy, False, *others)
 
 
 alive: list[Any] = []
