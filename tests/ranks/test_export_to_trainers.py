@@ -369,11 +369,11 @@ def test_axolotl_saves_what_the_run_saves() -> None:
             "strategy.dp_replicate=1 strategy.dp_shard=-1",
         ),
         ("trainer", "strategy=fsdp_full_shard strategy.offload=parameters", "strategy.offload=none"),
-        ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
+        ("trainer", "strategy=fsdp_full_shard adapter=lora", "strategy=zero2"),
         ("trainer", "strategy=zero1_torch", "strategy=zero1"),
         ("trainer", "strategy=zero1 precision=bf16_mixed", "strategy=zero2"),
         ("axolotl", "strategy=ddp precision=bf16", "precision=fp32"),
-        ("axolotl", "strategy=fsdp_full_shard adapter=lora", "strategy=ddp"),
+        ("axolotl", "strategy=fsdp_full_shard adapter=lora", "strategy=zero2"),
         ("axolotl", "strategy=fsdp_full_shard precision=bf16_mixed", "precision=bf16"),
         ("axolotl", "strategy=fsdp_full_shard strategy.cp=2", "strategy.cp=1"),
         (
