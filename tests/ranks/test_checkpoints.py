@@ -37,7 +37,7 @@ def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
     [
         (f"ddp {SYNC}", 12),
         (f"ddp {SYNC} precision=bf16_mixed", 14),
-        (f"ddp {ASYNC}", 12),
+        long(f"ddp {ASYNC}", 12),
         (f"ddp {SYNC} strategy.engine=accelerate", 12),
         (f"fsdp_full_shard {SYNC}", 12),
         (f"fsdp_full_shard {ASYNC}", 12),
@@ -52,12 +52,12 @@ def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
         long(f"zero1_tp {SYNC}", None),  # both ranks have embedding and head, and write them
         long(f"pp_interleaved {SYNC} model.num_hidden_layers=4", 12),
         long(f"fsdp_ep {SYNC} {EXPERTS}", 12),
-        (f"cp_ulysses {SYNC}", 12),
-        (f"pp_zbv {SYNC} model.num_hidden_layers=4 train.micro_batch=1", 12),
+        long(f"cp_ulysses {SYNC}", 12),
+        long(f"pp_zbv {SYNC} model.num_hidden_layers=4 train.micro_batch=1", 12),
         long(f"pp_dualpipev {SYNC} model.num_hidden_layers=4 train.micro_batch=1", 12),
         long(f"pp_interleaved_zero_bubble {SYNC} model.num_hidden_layers=4", 12),
         # Of four ranks' shards of so few elements, what is written beside each weighs more.
-        (f"fsdp_full_shard {SYNC} strategy.secondary_shards=2 world_size=4", None),
+        long(f"fsdp_full_shard {SYNC} strategy.secondary_shards=2 world_size=4", None),
         long(f"fsdp_tp {SYNC} world_size=4", None),
         long(f"fsdp_tp {ASYNC} strategy.cp=2 strategy.context_parallel=ulysses world_size=4", None),
         long(f"fsdp_ep {SYNC} {EXPERTS} world_size=4 strategy.tp=2", 12),

@@ -7,7 +7,7 @@ import pytest
 from tests.support import faults
 from tests.support.commands import Entry, assert_not_proven, run_with, with_larger
 
-DROPPED = "model=gpt_tiny model.dropout=0.1"
+DROPPED = "model=gpt_tiny model.dropout=0.1 model.num_hidden_layers=2"
 
 # About five million parameters.
 LARGER = (

@@ -155,7 +155,10 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, strategy: str
 
 @pytest.mark.parametrize(
     "overrides",
-    ["ddp precision=bf16_mixed", long("single world_size=1"), long("fsdp_full_shard"), long("zero1_torch")],
+    [
+        "ddp model.num_hidden_layers=2",
+        *(long(each) for each in ("ddp precision=bf16_mixed", "single world_size=1", "fsdp_full_shard", "zero1_torch")),
+    ],
 )
 def test_a_script_saves_its_adapters_for_peft(results: Path, overrides: str) -> None:
     """They are those of the end of the training: with them, the frozen model has the loss of the step that follows."""
@@ -278,6 +281,7 @@ def test_a_plan_without_a_strategy_exports_the_fastest(tmp_path: Path, capsys: p
         "train.seq_len=4096",
         "train.global_batch=128",
         "checkpointing=none",
+        *("strategy.tp=1", "strategy.cp=1"),
         "plan.simulate=false",
     )
     assert main(["export", "--plan", *settings, "data=synthetic", "--to", str(tmp_path)]) == 0

@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import json
 import re
 import tomllib
@@ -49,6 +50,7 @@ FOUR_HEADS = "model.num_key_value_heads=4"  # whose parts of two ranks are multi
 ULYSSES = "strategy.context_parallel=ulysses"
 
 
+@functools.cache
 def small(overrides: str) -> RecordedRun:
     """Return the run of a plan of a small model on eight GPUs, in fp32 unless the overrides say otherwise."""
     return planned(*SMALL, "precision=fp32", "train.micro_batch=1", *overrides.split())

@@ -38,7 +38,7 @@ def leaving(report: RankReport) -> float:
     "strategy",
     [
         "zero3_plus_plus strategy.secondary_shards=4",
-        "cp_ulysses strategy.cp=8 strategy.data_parallel=fsdp strategy.zero_stage=3 model.num_key_value_heads=8",
+        long("cp_ulysses strategy.cp=8 strategy.data_parallel=fsdp strategy.zero_stage=3 model.num_key_value_heads=8"),
         long("fsdp_hybrid_shard strategy.dp_shard=4 strategy.dp_replicate=2"),
         long("fsdp_tp strategy.tp=2 strategy.dp_shard=4"),
         long("fsdp_full_shard strategy.secondary_shards=2"),

@@ -68,7 +68,7 @@ LONG = [
 
 @pytest.mark.parametrize("case", CASES)
 def test_offload_is_proven_and_predicted(results: Path, case: str) -> None:
-    check(results, case, world=2)
+    check(results, f"model.num_hidden_layers=2 {case}", world=2)
 
 
 @pytest.mark.long

@@ -26,8 +26,9 @@ THREE = "world_size=3 model.num_attention_heads=3 model.num_key_value_heads=1 mo
 FSDP = "strategy.data_parallel=fsdp strategy.zero_stage=3"
 
 CASES = [
-    "world_size=2 checkpointing=attention",
-    "world_size=4 checkpointing=selective model.num_key_value_heads=2",  # two heads of keys, sent twice
+    "world_size=2 checkpointing=attention model.num_hidden_layers=2",
+    # Two heads of keys, sent twice.
+    "world_size=4 checkpointing=selective model.num_key_value_heads=2 model.num_hidden_layers=2",
     long(f"world_size=4 strategy.cp=2 strategy.tp=2 {FSDP} checkpointing=full model.attention=eager"),
     *(
         long(overrides)

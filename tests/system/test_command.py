@@ -125,8 +125,8 @@ def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(harness: Harness
 
 def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run is made again only with force=true or by other code; a key that affects the result makes another run."""
-    results = tmp_path / "results"
-    assert harness("name=again", *SMALL).returncode == 0
+    results, small = tmp_path / "results", (*SMALL, "model.num_hidden_layers=2", "train.global_batch=4")
+    assert harness("name=again", *small).returncode == 0
     (run_dir,) = [path.parent for path in (results / "again").glob("*/record.json")]
     record = run_dir / "record.json"
     recorded_at = record.stat().st_mtime_ns
@@ -135,24 +135,24 @@ def test_a_recorded_run_is_not_run_again(harness: Harness, tmp_path: Path, monke
 
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.setenv("NCCL_AUTH_TOKEN", "a secret")
-    again = harness("name=again", *SMALL).stderr
+    again = harness("name=again", *small).stderr
     assert "is recorded, with another PYTORCH_ALLOC_CONF in its environment; force=true runs it again" in again
     assert record.stat().st_mtime_ns == recorded_at
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-    assert "is recorded; force=true runs it again" in harness("name=again", *SMALL).stderr
+    assert "is recorded; force=true runs it again" in harness("name=again", *small).stderr
 
     changed = json.loads(record.read_text())
     changed["versions"]["torch"] = "2.0.0"
     record.write_text(json.dumps(changed))
-    assert "stale: torch 2.0.0" in harness("name=again", *SMALL).stderr
+    assert "stale: torch 2.0.0" in harness("name=again", *small).stderr
     assert json.loads(record.read_text())["versions"]["torch"] != "2.0.0"
 
-    assert "allowed 10 noise floors and not 9" in harness("name=again", "proof.floor_multiple=9", *SMALL).stderr
+    assert "allowed 10 noise floors and not 9" in harness("name=again", "proof.floor_multiple=9", *small).stderr
 
     recorded_at = record.stat().st_mtime_ns
-    harness("name=again", "force=true", "proof.reference=false", *SMALL)
+    harness("name=again", "force=true", "proof.reference=false", *small)
     assert record.stat().st_mtime_ns > recorded_at
-    harness("name=again", "train.seed=1", "proof.reference=false", *SMALL)
+    harness("name=again", "train.seed=1", "proof.reference=false", *small)
     assert len(read_rows(results, "again")) == 2
 
 

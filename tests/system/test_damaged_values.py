@@ -123,7 +123,7 @@ def run_main(words: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[
 
 
 @pytest.mark.parametrize(
-    ("mutations", "seed"), [(20, 1), *(pytest.param(100, seed, marks=pytest.mark.long) for seed in range(2, 12))]
+    ("mutations", "seed"), [(10, 1), *(pytest.param(100, seed, marks=pytest.mark.long) for seed in range(2, 12))]
 )
 def test_no_value_ends_a_command_in_a_traceback(
     whole: Path,

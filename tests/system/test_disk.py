@@ -20,7 +20,15 @@ from tests.support.processes import TINY, start
 
 DISK_BYTES = 16 * 2**20
 
-SWEEP = ("-m", "name=sweep", "strategy=ddp,tp", "proof.reference=false", "retry=error", *TINY)
+SWEEP = (
+    "-m",
+    "name=sweep",
+    "strategy=ddp,tp",
+    "model.num_hidden_layers=2",
+    "proof.reference=false",
+    "retry=error",
+    *TINY,
+)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +109,7 @@ def test_a_disk_without_room_for_a_run_is_no_success(small_disk: Path) -> None:
     assert ended.stderr == f"no disk space is left in {place} with 2 runs left: the same command continues\n"
 
 
-@pytest.mark.parametrize("setting", ["train.seed=1", "train.micro_batch=max", long("sweep.parallel=2")])
+@pytest.mark.parametrize("setting", ["train.seed=1", long("train.micro_batch=max"), long("sweep.parallel=2")])
 def test_a_refusal_of_the_machine_is_no_success_and_leaves_with_the_run(
     tmp_path: Path, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,7 +134,7 @@ def test_a_refusal_of_the_machine_is_no_success_and_leaves_with_the_run(
 def test_a_folder_that_moves_during_a_run_is_named(tmp_path: Path) -> None:
     (results := tmp_path / "results").mkdir()
     moving = call_while_running(results, lambda: results.rename(tmp_path / "elsewhere") and None)
-    ended = run_harness(results, *SWEEP, "strategy=ddp", "train.steps=200")
+    ended = run_harness(results, *SWEEP, "strategy=ddp", "train.steps=40")
     moving.join()
     assert ended.returncode == 1
     (row,) = (record.row for record in read_all(results / "sweep").records)

@@ -21,7 +21,7 @@ from harness.records.store import read_all, write_record
 from harness.report.charts import render
 from harness.sweep.slurm.commands import SlurmResources, batch_script
 from harness.util.text import UserError
-from tests.support.commands import run_harness
+from tests.support.commands import long, run_harness
 from tests.support.example_records import records
 from tests.support.processes import TINY
 
@@ -87,7 +87,11 @@ def test_an_identifier_is_safe_short_and_unique() -> None:
 
 @pytest.mark.parametrize(
     ("groups", "settings"),
-    [(("strategy", "checkpointing", "cluster"), ()), (("strategy", "cluster"), ()), (("strategy", "cluster"), SLURM)],
+    [
+        long(("strategy", "checkpointing", "cluster"), ()),
+        (("strategy", "cluster"), ()),
+        (("strategy", "cluster"), SLURM),
+    ],
     ids=["invalid", "refused", "Slurm"],
 )
 def test_every_name_has_a_row_or_a_job(tmp_path: Path, groups: Sequence[str], settings: Sequence[str]) -> None:

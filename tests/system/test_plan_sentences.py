@@ -174,7 +174,7 @@ def test_the_text_of_a_search_follows_from_its_rows(
         (LAYOUTS[0], "strategy=zero3 checkpointing=full"),
         (LAYOUTS[5], "strategy=fsdp_hybrid_shard"),
         (LAYOUTS[3], "strategy=ddp train.micro_batch=2"),
-        (SEARCHES[0], "strategy=ddp"),
+        (f"{SEARCHES[0]} train.micro_batch=1", "strategy=ddp"),
         (SEARCHES[3], "strategy.zero_stage=3"),  # a search against one in fewer layouts, neither with one that fits
     ],
 )

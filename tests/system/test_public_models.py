@@ -13,7 +13,7 @@ from tests.support.commands import ROOT
 
 MODELS = yaml.safe_load((ROOT / "tests" / "data" / "foreign" / "models.yaml").read_text())
 
-ALWAYS = ("llama2-7b", "qwen3-0.6b")  # by formulas, and by a trace
+ALWAYS = ("llama2-7b", "gemma-2b")  # by formulas, and by a trace
 
 
 def case(model: dict[str, Any]) -> Any:

@@ -15,6 +15,7 @@ from harness.config.from_dict import flattened
 from harness.records.provenance import machine_text, origin_of_row, versions_text
 from harness.records.schema import Record
 from harness.records.store import read_runs, read_runs_csv, rows_of, write_record, write_runs_csv
+from harness.report.charts import render
 from harness.report.document import Table
 from harness.report.repeating import repeating
 from harness.report.view import View
@@ -29,6 +30,11 @@ LACKS = "their records are gone, and runs.csv alone is left"
 def cells(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render, "svgs", lambda specs: {})
 
 
 @pytest.mark.parametrize("name", ["quickstart", "memory_wall", "scaling", "simulated_70b"])

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import harness
 from harness.cli.main import main
 from harness.records.store import read_all
+from harness.report.charts import render
 from tests.support.commands import ROOT, SMALL, run_harness
 
 STRATEGIES = ("ddp", "single")  # whose peaks no thread of gloo changes that frees late
@@ -22,6 +24,13 @@ STRATEGIES = ("ddp", "single")  # whose peaks no thread of gloo changes that fre
 SWEEP = ("-m", f"strategy={','.join(STRATEGIES)}", "name=some", "repeats=2", "proof.reference=false", *SMALL)
 
 AGAIN = "REPRODUCED: nothing differs by more than 1 % and beyond the range of the repeats"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_pictures() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(render, "svgs", lambda specs: {})
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ def rows(results: Path) -> dict[str, Row]:
 
 def test_a_killed_rank_is_run_again_after_the_other_runs(harness: Harness, tmp_path: Path, plant: object) -> None:
     plant(faults.killed_once)  # type: ignore[operator]
-    done = harness(*SWEEP, "strategy=ddp,tp", "retry_pause_seconds=2")
+    done = harness(*SWEEP, "strategy=ddp,zero1_torch", "retry_pause_seconds=2")
     assert done.returncode == 0, done.stderr
     for row in rows(tmp_path / "results").values():
         assert (row["status"], row["attempts"]) == ("ok", 2) and row["earlier_ends"].startswith(KILLED)

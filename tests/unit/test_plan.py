@@ -304,7 +304,7 @@ def test_planned_rows_are_no_measurements(tmp_path: Path, capsys: Capture) -> No
 
 def test_a_config_json_of_llama_is_planned_as_the_same_model(capsys: Capture) -> None:
     own = ("model=hf", "model.path=own_7b", "cluster=eight")
-    text = " ".join(printed(capsys, *own).split())
+    text = " ".join(printed(capsys, *own, "train.micro_batch=1", "checkpointing=full").split())
     assert "These plans are of this project's own layers" in text and "Measure it" not in text and "Export it" in text
     rows = planned(capsys, *own, "strategy=zero3") + planned(capsys, "model=7b", "cluster=eight", "strategy=zero3")
     names = ("parameters", "predicted_peak_bytes", "predicted_step_seconds", "communication_bytes")
