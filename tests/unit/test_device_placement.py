@@ -158,7 +158,7 @@ def test_nn_data_parallel_is_built_over_the_devices_of_its_plan(monkeypatch: pyt
     wrapped: list[list[int]] = []
     monkeypatch.setattr(nn, "DataParallel", lambda module, device_ids: wrapped.append(device_ids) or module)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(ddp, "materialize", lambda *_: None)
+    monkeypatch.setattr(ddp, "materialize", lambda *_, **__: None)
     for overrides in (("world_size=4",), ("cluster.gpus_per_node=2",), ()):
         config, layout = compose_layout(1, "model=tiny", *DP, "train.global_batch=16", *overrides)
         mesh: Any = dict.fromkeys(AXES, SimpleNamespace(size=lambda: 1))
