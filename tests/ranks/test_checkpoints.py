@@ -39,7 +39,7 @@ def saved(results: Path, words: str, entry: Entry = worker_main.main) -> Record:
         (f"ddp {SYNC} precision=bf16_mixed", 14),
         long(f"ddp {ASYNC}", 12),
         (f"ddp {SYNC} strategy.engine=accelerate", 12),
-        (f"fsdp_full_shard {SYNC}", 12),
+        long(f"fsdp_full_shard {SYNC}", 12),
         (f"fsdp_full_shard {ASYNC}", 12),
         (f"tp {SYNC}", 12),
         (f"pp_1f1b {SYNC}", 12),

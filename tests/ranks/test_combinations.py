@@ -143,7 +143,7 @@ def test_a_compiled_product_is_proven(results: Path, overrides: str) -> None:
 def test_a_refused_pair_would_train_something_else(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused pair would run to its end without averaging its gradients, and the proof would make it an error."""
     monkeypatch.setattr(torch_engine, "unsupported", lambda *_: iter(()))
-    assert_not_proven(record_of(results, 4, "ddp_pp strategy.schedule=zero_bubble"), "gradient deviates")
+    assert_not_proven(record_of(results, 4, f"ddp_pp strategy.schedule=zero_bubble {TWO_LAYERS}"), "gradient deviates")
 
 
 ONES = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "cp": 1, "pp": 1}

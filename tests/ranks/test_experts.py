@@ -25,7 +25,7 @@ STRATEGIES = {
         *("ddp", "zero3", "tp", "pp_1f1b", "ep", "fsdp_ep"),
         *(f"ep {SHARED}", f"ep {BALANCED}"),
     ),
-    4: ("ep strategy.pp=2", "fsdp_ep strategy.zero_stage=2"),
+    4: ("fsdp_ep strategy.zero_stage=2",),
 }
 
 MORE = {
@@ -51,6 +51,7 @@ MORE = {
     3: ("fsdp_full_shard model.num_experts=2 train.global_batch=6 checkpointing=full",),  # fewer experts than shards
     4: (
         f"fsdp_ep strategy.tp=2 strategy.sequence_parallel=true {SHARED} {BALANCED}",
+        "ep strategy.pp=2",
         "fsdp_ep strategy.cp=2",
         "fsdp_ep strategy.dp_replicate=2",
         "fsdp_ep strategy.ep=2 model.num_experts=2 precision=bf16_mixed",  # fewer experts than shards

@@ -156,7 +156,7 @@ def test_a_script_that_lost_a_line_trains_otherwise(results: Path, strategy: str
 @pytest.mark.parametrize(
     "overrides",
     [
-        "ddp model.num_hidden_layers=2",
+        "single world_size=1 model.num_hidden_layers=2",
         *(long(each) for each in ("ddp precision=bf16_mixed", "single world_size=1", "fsdp_full_shard", "zero1_torch")),
     ],
 )

@@ -18,7 +18,7 @@ from torch.distributed import DistError, TCPStore
 from harness.launcher import multinode
 from harness.launcher.multinode import NodeGroup, create_token, free_port, read_token, rendezvous
 from harness.util.text import UserError
-from tests.support.commands import ROOT
+from tests.support.commands import ROOT, long
 
 NODE = """
 import sys
@@ -82,7 +82,12 @@ def test_strangers_neither_join_nor_disturb_a_job(port: int, token_file: Path) -
 
 @pytest.mark.parametrize(
     "entry",
-    [("posix", "system"), ("harness.util.text", "re"), ("harness.runner.launch_run", "launch"), ("harness", "none")],
+    [
+        ("posix", "system"),
+        ("harness.util.text", "re"),
+        long(("harness.runner.launch_run", "launch")),
+        long(("harness", "none")),
+    ],
     ids="{0[0]}.{0[1]}".format,
 )
 def test_a_node_runs_functions_of_this_package_alone(entry: tuple[str, str], port: int, token_file: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.support.random_draws import draw, listed
 from tests.support.random_runs import EXPECTED, Ending, ending, outcome
 
-RANKS, FIRST, DRAWS = 4, 16, 5
+RANKS, FIRST, DRAWS = 4, 16, 4
 
 
 @pytest.fixture(scope="module")

@@ -178,7 +178,6 @@ CASES = [
     "pp_interleaved x 2 model=7b precision=bf16_mixed model.num_hidden_layers=4 train.global_batch=2",
     f"zero2 x 2 model=1b precision=fp32 {TWO_LAYERS} train.global_batch=2 checkpointing=selective {SHORT}",
     f"fsdp_full_shard x 2 model=8b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {EVERY_SECOND}",
-    f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
     # The head's gradients of the parts of a loss are summed in place, and those of a tied matrix.
     f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT} {FOUR_PARTS}",
     # Gradients larger than a bucket are kept one after another, as activations are freed.
@@ -212,6 +211,7 @@ LONG_CASES = (
         for precision in ("fp32", "bf16_mixed")
     ]
     + [
+        f"zero3 x 4 model=7b precision=bf16_mixed {TWO_LAYERS} train.global_batch=8 checkpointing=full",
         f"zero1 x 2 model=1b precision=bf16_mixed {TWO_LAYERS} train.global_batch=2 {SHORT}",
         f"zero3 x 256 model=3b precision=bf16 {TWO_LAYERS} train.global_batch=256 {SHORT}",
         f"zero1 x 5 model=tiny precision=bf16 {TALL} train.global_batch=5",

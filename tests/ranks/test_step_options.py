@@ -91,7 +91,7 @@ def test_a_chunked_loss_is_proven_in_every_layout(results: Path, strategy: str, 
     assert_ok(row)
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "tp"))
+@pytest.mark.parametrize("strategy", (long("ddp"), "tp"))
 def test_temporaries_of_the_foreach_optimizer_are_predicted(results: Path, strategy: str) -> None:
     """The batch is so small that the peak is in the optimizer."""
     small = ("train.seq_len=16", "train.micro_batch=1", "train.global_batch=2", "train.steps=1", "train.warmup_steps=2")

@@ -118,8 +118,8 @@ def tied_ends(strategy: str) -> Combination:
 
 MODEL_PARALLEL = [
     *(model_parallel(strategy) for strategy in TENSOR + PIPELINE),
-    *(model_parallel(strategy, checkpointing="full") for strategy in ("tp_sp", "pp_1f1b")),
-    *(model_parallel(strategy, 4) for strategy in ("tp", "pp_gpipe", "pp_1f1b")),
+    model_parallel("pp_1f1b", checkpointing="full"),
+    *(model_parallel(strategy, 4) for strategy in ("pp_gpipe", "pp_1f1b")),
     *(model_parallel("single", 1, kind) for kind in CHECKPOINTING[2]),
 ]
 

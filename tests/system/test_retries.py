@@ -11,7 +11,7 @@ from harness.records.store import read_all
 from harness.runner.launch_run import RunContext
 from harness.sweep import scheduler
 from tests.support import faults
-from tests.support.commands import Entry, Harness
+from tests.support.commands import Entry, Harness, long
 from tests.support.processes import TINY, kill_one, random, start
 from tests.support.slurm_cluster import wait_for_step
 
@@ -56,7 +56,7 @@ def test_the_limit_holds_within_a_command_and_the_next_one_goes_on(
     assert row["attempts"] == 3 and row["earlier_ends"].count(KILLED) == 2
 
 
-@pytest.mark.parametrize("entry", [faults.nan_later, faults.exhausted])
+@pytest.mark.parametrize("entry", [faults.nan_later, long(faults.exhausted)])
 def test_an_error_of_the_run_is_not_run_again(entry: Entry, harness: Harness, tmp_path: Path, plant: object) -> None:
     plant(entry)  # type: ignore[operator]
     harness(*SWEEP, "strategy=ddp")

@@ -35,7 +35,7 @@ from harness.simulator.virtual_rank import RECEIVED_GRADIENT, RECEIVED_HIDDEN_ST
 from harness.worker import main as worker_main
 from harness.worker import process_group as groups
 from harness.worker.main import SystemLimitError, out_of_memory_error, perturb, with_remedy
-from tests.support.commands import compose_config
+from tests.support.commands import compose_config, long
 
 
 @pytest.fixture
@@ -371,7 +371,7 @@ def test_errors_that_lead_to_each_other_are_no_endless_loop() -> None:
     ("error", "ranks", "is_raised"),
     [
         (EXHAUSTED["CUDA's runtime (Comfy-Org/ComfyUI 14165)"], 1, False),
-        (EXHAUSTED["torch's allocator"], 1, False),
+        long(EXHAUSTED["torch's allocator"], 1, False),
         (EXHAUSTED["torch's allocator"], 2, True),
         (OTHER["an illegal access"], 1, True),
     ],
