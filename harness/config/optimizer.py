@@ -52,13 +52,16 @@ class UpdateRule:
     )
     temporary_bytes: int = 0  # for each element of the tensor that is updated, where that is one after another
     decoding_bytes: int = 0  # for each element of one whose states are narrow, beside these
+    compiled_bytes: int = 0  # for each element of one whose states are narrow, where a compiler fuses the update
     kernels: Mapping[str, str] = field(default_factory=dict)  # fused or foreach, by the operator that shows that it ran
     # The products of a Newton-Schulz iteration and its number, for an update that needs the whole matrix.
     iterations: int = 0
 
-    def temporaries(self, elements: int, master: str) -> int:
+    def temporaries(self, elements: int, master: str, is_compiled: bool) -> int:
         """Return the bytes of temporaries while a tensor with so many elements is updated by itself."""
         is_narrow = any(state.dtype_of(elements, master) != master for state in self.states.values())
+        if is_compiled:
+            return elements * self.compiled_bytes * is_narrow
         return elements * (self.temporary_bytes + self.decoding_bytes * is_narrow)
 
 
@@ -127,11 +130,12 @@ SGD = UpdateRule(
 )
 
 
-def low_bit(name: str, state: State, update_bytes: float, decoding_bytes: int = 0) -> UpdateRule:
+def low_bit(name: str, state: State, update_bytes: float, decoding_bytes: int, compiled_bytes: int) -> UpdateRule:
     """Return the rule of torchao's AdamW with narrow states, which computes in fp32 with one tensor after another.
 
     A tensor's temporaries are those of its operators one by one, as they run on a CPU: six tensors in fp32 (torchao,
-    single_param_adam), and what it takes to decode 8 bits and to encode them. Compiled ones take less.
+    single_param_adam), and what it takes to decode 8 bits and to encode them. A GPU runs them compiled: Inductor's code
+    keeps both new moments of 8 bits in fp32 between two kernels, and nothing of others (torch 2.13).
     """
     states = {"exp_avg": state, "exp_avg_sq": state}
     return UpdateRule(
@@ -145,6 +149,7 @@ def low_bit(name: str, state: State, update_bytes: float, decoding_bytes: int = 
         formula="adamw",
         temporary_bytes=6 * 4,
         decoding_bytes=decoding_bytes,
+        compiled_bytes=compiled_bytes,
     )
 
 
@@ -167,12 +172,14 @@ MUON = UpdateRule(
 OPTIMIZERS = {
     "adamw": OptimizerSpec(ADAMW, script="torch.optim.AdamW", trainer="adamw_torch"),
     "adamw_8bit": OptimizerSpec(
-        low_bit("AdamW8bit", EIGHT_BIT, 4 + 2 * 4 + 2 * 2 * 1 + 2, decoding_bytes=29),
+        low_bit("AdamW8bit", EIGHT_BIT, 4 + 2 * 4 + 2 * 2 * 1 + 2, decoding_bytes=29, compiled_bytes=8),
         flat_problem="a flat buffer has seldom a multiple of 256 elements, and torchao leaves others in 32 bits",
         script="torchao.optim.AdamW8bit",
         trainer="adamw_torch_8bit",
     ),
-    "adamw_bf16": OptimizerSpec(low_bit("AdamWBf16", State("bfloat16"), 4 + 2 * 4 + 2 * 2 * 2 + 2)),
+    "adamw_bf16": OptimizerSpec(
+        low_bit("AdamWBf16", State("bfloat16"), 4 + 2 * 4 + 2 * 2 * 2 + 2, decoding_bytes=0, compiled_bytes=0)
+    ),
     "sgd": OptimizerSpec(SGD, script="torch.optim.SGD"),
     "muon": OptimizerSpec(
         ADAMW, of_matrices=MUON, flat_problem="it needs whole matrices, and a flat buffer has parts of them"

@@ -89,8 +89,9 @@ class FullyShard(Sharding):
         It has several secondary shards, or else those of all ranks.
         """
         flat, parts = self.whole(group) * (group.shards > 1), parts if parts > 1 else group.shards
-        casts = self.is_mixed and group.shards > 1  # shards are cast to the gathered width before they are sent
-        tape.touch(buffers_gathering=flat + flat // parts * casts + flat * self.is_cpu)
+        # Shards of masters are cast to the gathered width before they are sent; frozen ones have it.
+        cast = flat * group.trained // max(1, parts * group.padded) * self.is_mixed
+        tape.touch(buffers_gathering=flat + cast + flat * self.is_cpu)
         tape.live["buffers_flat"] = flat
 
     def copy_out(self, each: Pass, group: ShardGroup, whole: int, flat_before: int = 0) -> None:

@@ -102,5 +102,5 @@ def saved_bytes(config: RunConfig, layout: Layout, device: Device, pp_rank: int)
     The second number is the most that activation offload keeps on the host; 0 without it.
     """
     stages = stages_of_pp_rank(config.model, layout, pp_rank)
-    step = RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0), device, stages))
+    step = RankStep(Sharding(config, layout, StateWidths(0, 0, 0, 0, 0), device, stages))
     return step.most_saved(pp_rank), step.most_offloaded(pp_rank)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from harness.config.model import ModelConfig
 from harness.config.optimizer import ADAMW, DTYPE_BYTES, OPTIMIZERS, UpdateRule
-from harness.config.schema import RunConfig
+from harness.config.schema import Device, RunConfig
 from harness.cost_model.shard_groups import without_data_parallelism
 from harness.layout.layout import Layout
 from harness.layout.partition import Stage, fsdp_rows, local_sizes, parameters_of_stage
@@ -107,15 +107,20 @@ def state_bytes(optimizer: str, tensors: Sequence[OptimizerTensor], master: str)
 
 
 @lru_cache(maxsize=1024)
-def update_temporaries(optimizer: str, tensors: Sequence[OptimizerTensor], master: str, is_fused: bool) -> int:
+def update_temporaries(
+    optimizer: str, tensors: Sequence[OptimizerTensor], master: str, is_fused: bool, device: Device
+) -> int:
     """Return the most bytes of temporaries of an update of these tensors, whose rules run one after another.
 
-    A rule updates experts that are divided, which lie on another device mesh, apart from all other parameters.
+    A rule updates experts that are divided, which lie on another device mesh, apart from all other parameters. What
+    updates one tensor after another is compiled on a GPU.
     """
     most = 0
     for rule, own in _by_rule(optimizer, tensors):
         copies = rule.foreach_copies * (not (is_fused and rule.kernels)) * DTYPE_BYTES[master]
-        largest = max((rule.temporaries(math.ceil(tensor.elements), master) for tensor in own), default=0)
+        largest = max(
+            (rule.temporaries(math.ceil(tensor.elements), master, device == "cuda") for tensor in own), default=0
+        )
         whole = [orthogonalization_bytes(tensor) for tensor in own if rule.iterations]
         together = [sum(tensor.elements for tensor in own if tensor.is_divided is divided) for divided in (True, False)]
         most = max(most, math.ceil(copies * max(together)), largest, *whole)

@@ -39,6 +39,7 @@ class ShardGroup:
     moved: int  # of parameters that are not divided along their first dimension, whose rows are moved in copies
     last_moved: int  # of the last of these
     projections: int = 0  # of a layer's own matrices, with their padding
+    trained: int = 0  # of parameters that are not frozen, with their padding
 
 
 @dataclass(frozen=True)
@@ -94,13 +95,15 @@ def shard_groups(model: ModelConfig, layout: Layout, stage: Stage, trained: bool
 
 @lru_cache(maxsize=2048)
 def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int, ep: int, trained: bool) -> ShardGroups:
-    # Shapes, by how much ep divides them, and whether they are a layer's own matrices.
-    groups = defaultdict[str, list[tuple[tuple[int, ...], int, bool]]](list)
+    # Shapes, by how much ep divides them, and whether they are a layer's own matrices and are trained.
+    groups = defaultdict[str, list[tuple[tuple[int, ...], int, bool, bool]]](list)
     for parameter in parameters_of_stage(model, stage, trained):
         if parameter.layer in (None, stage.first_layer):
             shape = parameter.local_shape(layout.tp, layout.vocabulary_tp, ep)
             is_projection = parameter.is_layer_matrix and ".lora_" not in parameter.name
-            groups[parameter.group].append((shape, ep if parameter.is_expert else 1, is_projection))
+            is_trained = model.adapter.trains(parameter.name)
+            own = (shape, ep if parameter.is_expert else 1, is_projection, is_trained)
+            groups[parameter.group].append(own)
     if not (groups["embedding"] and groups["head"]):
         groups["root"] = groups.pop("embedding", []) + groups.pop("head", [])
     of_layer = groups[str(stage.first_layer)]
@@ -112,19 +115,22 @@ def _shard_groups(model: ModelConfig, layout: Layout, stage: Stage, shards: int,
     return ShardGroups(embedding, layer, head, rest, experts, root, stage.layers, waiting)
 
 
-def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int, bool]], shards: int) -> ShardGroup:
+def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int, bool, bool]], shards: int) -> ShardGroup:
     sizes, padded, moved, at_rest = [math.prod(shape) for shape, *_ in shapes], list[int](), list[int](), 0
-    for shape, ep, _ in shapes:
+    for shape, ep, *_ in shapes:
         own = max(1, shards // ep)
         rows, row = fsdp_rows(shape, own)
         padded.append(-(-rows // own) * own * row)
         moved += padded[-1:] * fsdp_dim(shape, own)
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
-    own = max(1, shards // max((ep for _, ep, _ in shapes), default=1))
+    own = max(1, shards // max((ep for _, ep, *_ in shapes), default=1))
     last, largest, last_moved = sum(sizes[-1:]), max(sizes, default=0), sum(moved[-1:])
-    projections = sum(size for size, (*_, is_projection) in zip(padded, shapes, strict=True) if is_projection)
-    return ShardGroup(sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), last_moved, projections)
+    # Of a layer's own matrices, and of what is trained.
+    projections, trained = (sum(size for size, each in zip(padded, shapes, strict=True) if each[i]) for i in (2, 3))
+    return ShardGroup(
+        sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), last_moved, projections, trained
+    )
 
 
 @lru_cache(maxsize=1024)

@@ -58,6 +58,7 @@ class Sharding:
     ) -> None:
         self.config, self.layout, self.widths, self.stages = config, layout, widths, stages
         self.precision, self.is_mixed, self.is_cpu = config.precision, config.precision.is_mixed, device == "cpu"
+        self.device = device
         self.offloads, self.degree = layout.offload != "none", layout.axes_size(layout.sharding_axes)
         # Whether autograd adds one gradient of a matrix to another, as it does with those that DeepSpeed's own linear
         # function returns. Those of torch's are views, which it leaves as they are.
@@ -91,8 +92,10 @@ class Sharding:
     @cached_property
     def parameter_bytes(self) -> int:
         """The bytes of the rank's parameters between steps; every rank has all scales of quantized ones."""
-        width, (quantized, scales) = self.widths.parameters, quantized_base(self.config.model, self.stages)
-        size = width * sum(self.counts) - math.floor((width - NF4_BYTES) * quantized)
+        widths, (quantized, scales) = self.widths, quantized_base(self.config.model, self.stages)
+        trained = sum(self.counts_of("gradients")) if self.config.model.adapter.is_enabled else sum(self.counts)
+        size = widths.parameters * trained + widths.frozen * (sum(self.counts) - trained)
+        size -= math.floor((widths.frozen - NF4_BYTES) * quantized)
         return -(-size // self.shard_counts["parameters"]) + scales
 
     @cached_property
@@ -253,7 +256,7 @@ class Sharding:
     @property
     def update_bytes(self) -> int:
         """The bytes of the temporaries of the optimizer's update."""
-        return update_temporaries(*self.update, self.config.train.fused_optimizer)
+        return update_temporaries(*self.update, self.config.train.fused_optimizer, self.device)
 
     # Gradients of matrices.
 

@@ -44,6 +44,7 @@ class StackSharding(Sharding):
         width = precision.master_bytes if is_flat else precision.compute_bytes
         widths = StateWidths(
             width,
+            width,
             self.main_width or width,
             precision.master_bytes * (precision.is_mixed and not is_flat),
             gathered=precision.compute_bytes * (is_flat and (shards > 1 or precision.is_mixed)),

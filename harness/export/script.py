@@ -109,7 +109,7 @@ def facts_of(run: RecordedRun, is_accelerate: bool = False) -> dict[str, Any]:
         "has_own_masters": has_own_masters,
         "replaces_optimizer_choice": stage_1 and reduces_to_owner_rank(config),
         "partitions_while_filling": zero and layout.zero_stage == 3,
-        "filled_dtype": precision.compute if zero or has_own_masters else precision.master,
+        "has_masters": precision.is_mixed and not zero,
         "clips": config.train.gradient_clipping > 0 and not zero,
         "own_clip": own_clip,
         "has_copy": splits_tables,

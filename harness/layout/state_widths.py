@@ -20,6 +20,7 @@ class StateWidths:
     """
 
     parameters: int
+    frozen: int  # of a parameter that is not trained
     gradients: int
     masters: int  # kept beside the parameters; fp32 parameters that are their own masters do not count
     gathered: int  # of a parameter that was gathered for compute

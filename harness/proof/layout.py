@@ -9,7 +9,6 @@ from itertools import combinations, pairwise
 from harness.config.model import ModelConfig
 from harness.config.schema import RunConfig
 from harness.cost_model.deepspeed_zero import rank_partitions
-from harness.cost_model.memory import estimate_memory
 from harness.layout.layout import Layout
 from harness.layout.model_profile import model_profile
 from harness.layout.partition import (
@@ -55,65 +54,13 @@ def problems_of_state(kind: StateKind, layout: Layout, problems_of: Callable[[in
 
 def kept_shards(rank: RankReport, kind: StateKind) -> list[StateShard]:
     """Return the shards of a kind of state that a rank keeps, without gathered copies."""
-    return [shard for shard in _reported_shards(rank, kind) if shard.state_name != GATHERED]
+    return [shard for shard in reported_shards(rank, kind) if shard.state_name != GATHERED]
 
 
 def gathered_problems(ranks: Sequence[RankReport]) -> Iterator[str]:
     """Yield a problem if a rank keeps whole parameters beside its shards, which is not the papers' method."""
-    if any(shard.state_name == GATHERED for rank in ranks for shard in _reported_shards(rank, "parameters")):
+    if any(shard.state_name == GATHERED for rank in ranks for shard in reported_shards(rank, "parameters")):
         yield "parameters are still whole between steps, although the layout shards them"
-
-
-def width_problems(
-    config: RunConfig, layout: Layout, widths: StateWidths, ranks: Sequence[RankReport]
-) -> Iterator[str]:
-    """Yield where parameters, masters, moments or gradient accumulation are missing or of another width.
-
-    The widths are those that the precision has in this engine. With matrices in 4 bits a rank's parameters must have
-    the plan's bytes.
-    """
-    precision = config.precision
-    parameter = precision.compute if widths.parameters < MASTER_BYTES else precision.master
-    packed = {("", "uint8")} if config.model.adapter.is_quantized else set()
-    expected = {
-        "parameters": {("", parameter), (GATHERED, parameter)} | packed,
-        "optimizer": {("master", precision.master)} if widths.masters else set(),
-    }
-    expected["optimizer"] |= state_dtypes(config, layout, ranks)
-    for kind, allowed in expected.items():
-        reported = {(shard.state_name, shard.dtype) for rank in ranks for shard in _reported_shards(rank, kind)}
-        needed = {pair for pair in allowed if pair[0] != GATHERED}
-        for name, dtype in sorted((reported - allowed) | (needed - reported)):
-            verb = "are held but are no part of" if (name, dtype) in reported else "are not held but are part of"
-            yield f"{kind}: {name or 'values'} in {dtype} {verb} precision={precision.name} in this engine"
-    size = estimate_memory(config, layout, widths).parameter_bytes if packed else 0
-    for rank in ranks if packed else ():
-        if rank.parameter_bytes != size:
-            yield f"parameters: rank {rank.rank} holds {rank.parameter_bytes} bytes, and 4 bits with scales make {size}"
-    summed = {dtype for rank in ranks for dtype in rank.profiled.gradient_dtypes}
-    for dtype in sorted(summed - {precision.accumulate}):
-        yield (
-            f"gradients: they are accumulated in {dtype}, and precision={precision.name} accumulates in"
-            f" {precision.accumulate}"
-        )
-
-
-def state_dtypes(config: RunConfig, layout: Layout, ranks: Sequence[RankReport]) -> set[tuple[str, str]]:
-    """Return the optimizer's states with the dtypes that they must have for the tensors of these ranks.
-
-    DeepSpeed's optimizer has one tensor of all that a rank holds.
-    """
-    states, master, expected = config.optimizer.spec.states, config.precision.master, set[tuple[str, str]]()
-    for rank in ranks:
-        own = [shard for shard in rank.optimizer_shards if shard.state_name in states]
-        total = Counter[str]()
-        for shard in own:
-            total[shard.state_name] += box_numel(shard.box)
-        for shard in own:
-            elements = total[shard.state_name] if layout.uses_deepspeed_zero else box_numel(shard.box)
-            expected.add((shard.state_name, states[shard.state_name].dtype_of(elements, master)))
-    missing = states.keys() - {name for name, _ in expected}
-    return expected | {(name, states[name].dtype or master) for name in missing}
 
 
 def gradient_problems(
@@ -205,7 +152,8 @@ def largest_parameter_numel(model: ModelConfig) -> int:
     return max(map(math.prod, model_profile(model).parameter_shapes.values()))
 
 
-def _reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
+def reported_shards(rank: RankReport, kind: str) -> Sequence[StateShard]:
+    """Return the shards of a kind of state that a rank reports; of gradients, the first ones."""
     if kind == "gradients":
         return [StateShard(gradient.name, "", gradient.shape, gradient.box, "") for gradient in rank.first_gradients]
     return rank.parameter_shards if kind == "parameters" else rank.optimizer_shards

@@ -27,7 +27,6 @@ from harness.proof.layout import (
     gradient_problems,
     ownership_problems,
     placement_problems,
-    width_problems,
 )
 from harness.proof.step import (
     checkpointing_problems,
@@ -51,6 +50,7 @@ from harness.proof.training import (
     optimizer_problems,
     overflow_problems,
 )
+from harness.proof.widths import width_problems
 from harness.records.rank_report import RankReport
 from harness.records.schema import Cells, ProofEntry, RecordParts
 from harness.util.files import JsonObject

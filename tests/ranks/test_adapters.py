@@ -176,6 +176,12 @@ FAULTS = [
     (faults.whole_adapters_unreduced, "tp", "bytes a step along"),
 ]
 
+WIDE = (
+    faults.frozen_weights_as_wide_as_masters,
+    "fsdp_full_shard precision=bf16_mixed",
+    "frozen parameters: values in float32",
+)
+
 PACKED_FAULT = (faults.scales_of_one_rank, "ddp", "rank 1 changed")
 
 FURTHER_PACKED_FAULTS = [
@@ -197,7 +203,10 @@ OF_OTHER_ENGINES = [
 ]
 
 
-@pytest.mark.parametrize(("fault", "strategy", "problem"), with_larger(FAULTS, LARGER, OF_OTHER_ENGINES))
+@pytest.mark.parametrize(
+    ("fault", "strategy", "problem"),
+    [*with_larger(FAULTS, LARGER, OF_OTHER_ENGINES), WIDE, long(WIDE[0], f"{WIDE[1]} {LARGER}", WIDE[2])],
+)
 def test_a_fault_of_adapters_is_an_error(results: Path, fault: Entry, strategy: str, problem: str) -> None:
     words = f"world_size=2 {TWO_LAYERS} strategy={strategy} adapter=lora".split()
     assert_not_proven(run_with(results, *words, entry=fault), problem)

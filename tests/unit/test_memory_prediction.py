@@ -28,7 +28,7 @@ from tests.support.pairwise import pairwise
 
 WHOLLY_BF16 = PrecisionConfig("bf16", *["bfloat16"] * 4)
 
-PAPER = StateWidths(parameters=2, gradients=2, masters=4, gathered=2)  # K = 12
+PAPER = StateWidths(parameters=2, frozen=2, gradients=2, masters=4, gathered=2)  # K = 12
 
 # --- ZeRO, arXiv 1910.02054, table 1: GB a device for stages 1, 2, 3, as printed
 

@@ -311,7 +311,7 @@ def test_predicted_peak_of_a_pipeline_rank_equals_the_measured_peak(
     layout = layout_of(config, pp=3, schedule=schedule, layers_per_stage=(2, 2, 2))
     live_bytes, _ = measured_step(config, layout, pp_rank)
     stage = split_into_stages(config.model, layout)[pp_rank]
-    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, gradients=2, masters=0, gathered=2)
+    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, frozen=2, gradients=2, masters=0, gathered=2)
     memory = estimate_rank_memory(config, layout, widths, "cpu", pp_rank, [stage])
     constant_bytes = memory.parameter_bytes + memory.optimizer_bytes + memory.communication_buffer_bytes
     assert memory.peak_bytes - constant_bytes == pytest.approx(live_bytes, rel=0.05)

@@ -296,7 +296,7 @@ def test_the_highest_rank_is_among_those_that_are_compared(name: str, pp: int, m
 
 
 def test_the_stack_harness_is_the_exact_model() -> None:
-    widths = StateWidths(parameters=2, gradients=4, masters=4, gathered=2)
+    widths = StateWidths(parameters=2, frozen=2, gradients=4, masters=4, gathered=2)
     exact = estimate_memory(gpt_config("gpt_125m"), layout_of(1), widths, "cuda")
     whole = own_memory(load_stack("harness").memory, exact, layout_of(1), widths, "cuda")
     assert whole.resting_bytes < exact.peak_bytes <= whole.reserved_bytes <= whole.most_reserved_bytes

@@ -68,7 +68,7 @@ def estimate_step_time(
     hardware = rank_hardware(hardware, min(gpus_per_node, layout.world_size))
     hardware, timing = _with_stack(hardware, timing, config.train.compile)
     compute_bytes = config.precision.compute_bytes
-    widths = widths or StateWidths(compute_bytes, compute_bytes, 0, gathered=compute_bytes)
+    widths = widths or StateWidths(compute_bytes, compute_bytes, compute_bytes, 0, gathered=compute_bytes)
     micro_batches = layout.grad_accumulation_steps(config.train)
     step = StepSetting(config, layout, hardware, timing, widths, gpus_per_node)
     kinds, layer, slowdown = alike_ranks(config.model, layout, 1), layer_time(step), hardware.fitted.overlap_slowdown

@@ -26,6 +26,7 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     replaces_linear = replaces_linear_function(config, layout)  # that function saves its input only after it has run
     return StateWidths(
         compute,
+        compute,
         gradients,
         precision.master_bytes,
         gathered=compute,

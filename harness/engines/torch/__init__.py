@@ -24,10 +24,10 @@ def state_widths(config: "RunConfig", layout: "Layout") -> StateWidths:
     compute, master, gradients = precision.compute_bytes, precision.master_bytes, precision.accumulate_bytes
     padding: Padding = "rows" if layout.data_parallel == "fsdp" else "none"
     if layout.offload != "none":
-        return StateWidths(master, 0, masters=0, gathered=compute, padding=padding, host_gradients=master)
+        return StateWidths(master, compute, 0, masters=0, gathered=compute, padding=padding, host_gradients=master)
     if layout.data_parallel == "fsdp" or not precision.is_mixed:  # sharded parameters are their own masters
-        return StateWidths(master, gradients, masters=0, gathered=compute, padding=padding)
-    return StateWidths(compute, gradients, masters=master, gathered=compute)
+        return StateWidths(master, compute, gradients, masters=0, gathered=compute, padding=padding)
+    return StateWidths(compute, compute, gradients, masters=master, gathered=compute)
 
 
 def build(config: "RunConfig", layout: "Layout", mesh: "DeviceMesh", device: "torch.device", probe: "Probe") -> Engine:

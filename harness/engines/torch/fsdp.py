@@ -103,10 +103,10 @@ def shard_parts(
     storage_device, offload = device, OffloadPolicy()
     if layout.offload == "parameters":
         storage_device, offload = torch.device("cpu"), CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    master = getattr(torch, config.precision.master)
+    compute, master = getattr(torch, config.precision.compute), getattr(torch, config.precision.master)
     for part in parts:
         apply_fully_shard(part, axes, policy, layout.reshard_after_forward, offload, expert_axes)
-        materialize(part, config.model, config.train.seed, device, master, storage_device)
+        materialize(part, config.model, config.train.seed, device, compute, storage_device, master)
 
 
 class HiddenFSDPModule(nn.Module):

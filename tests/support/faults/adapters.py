@@ -117,3 +117,10 @@ def base_in_longer_blocks(ordinary: Any, parameter: Any, values: Any) -> Any:
 def base_not_packed(_: Any, model: Any, matrix: Any) -> Any:
     """Leave the matrices as they are."""
     return nn.Linear(matrix.inputs, matrix.outputs, bias=model.architecture.biases)
+
+
+@replaces("harness.engines.torch.fsdp.materialize")
+def frozen_weights_as_wide_as_masters(ordinary: Any, part: Any, *arguments: Any) -> None:
+    """Fill frozen weights in the width of masters, as a model is that was loaded in fp32."""
+    *others, master = arguments
+    ordinary(part, *others[:3], master, *others[4:], master)
