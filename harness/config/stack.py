@@ -83,6 +83,8 @@ class StackMemory:
     # The range of measured over predicted peak bytes in published measurements of this stack, 94 of 100 rows inside;
     # null means that there are none.
     measured_over_predicted: tuple[float, float] | None = None
+    # The same of mixtures of experts, whose peaks depend on where routers send tokens.
+    mixtures_over_predicted: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,9 @@ class StackTiming:
     shard_slice_seconds: NotNegative = 0.0
     # Whether gathered parameters of the next layer arrive while a layer computes, in ZeRO's stage 3.
     prefetches_parameters: bool = True
-    # Whether replicas of shards sum their gradients in every micro-batch, in stage 3; otherwise once a step.
-    reduces_replicas_every_micro_batch: bool = False
+    # Whether FSDP gathers the parameters of stage 2, and replicas sum gradients, in every micro-batch; otherwise once a
+    # step.
+    repeats_in_micro_batches: bool = False
     # Whether backward gathers the inputs of column-parallel matrices again, with sequence parallelism.
     gathers_inputs_again: bool = False
     # Whether the gradient of a column-parallel matrix's input is summed while that of its weight is computed.

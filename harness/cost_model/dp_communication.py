@@ -33,7 +33,8 @@ def sent_elements(
     narrow = config.gathered_matrix_bytes(width) / width
     key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
-    gatherings = layout.grad_accumulation_steps(config.train) if layout.zero_stage == 3 else 1
+    is_often = layout.zero_stage == 3 or (layout.zero_stage == 2 and widths.repeats_in_micro_batches)
+    gatherings = layout.grad_accumulation_steps(config.train) if is_often else 1
     return gatherings * gathered, reductions_per_step(config, layout) * reduced
 
 
@@ -102,6 +103,7 @@ def dp_bytes(
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
     reduce_bytes, reductions = config.precision.reduce_bytes, reductions_per_step(config, layout)
+    sums = layout.grad_accumulation_steps(config.train) if widths.repeats_in_micro_batches else 1
     exchanged = 0.0
     if widths.exchange_devices:
         shapes = local_shapes(config.model, layout, stage, rank or 0).values()
@@ -113,7 +115,7 @@ def dp_bytes(
         ),
         (along_shards, "reduce"): passes * ring_fraction(shards) * reduced * reduce_bytes * (layout.zero_stage > 0),
         (along_shards, "all_to_all"): exchanged,
-        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * reduced / reductions * reduce_bytes / shards,
+        (along_replicas, "reduce"): 2 * ring_fraction(replicas) * sums * reduced / reductions * reduce_bytes / shards,
     }
     return {f"{axes} {kind}": volume for (axes, kind), volume in sent.items() if axes}
 

@@ -86,9 +86,13 @@ def _row_shards(
 
 
 def state_width(config: RunConfig, widths: StateWidths, kind: StateKind) -> int:
-    """Return the bytes per element of a kind of model state; 0 where an optimizer's differ between tensors."""
-    if kind != "optimizer":
-        return widths.parameters if kind == "parameters" else widths.gradients
+    """Return the bytes per element of a kind of model state; 0 where they differ between tensors."""
+    adapter = config.model.adapter
+    if kind == "parameters":
+        is_uniform = widths.frozen == widths.parameters and not adapter.is_quantized
+        return widths.parameters * (is_uniform or not adapter.is_enabled)
+    if kind == "gradients":
+        return widths.gradients
     spec, states = config.optimizer.spec, config.optimizer.spec.states.values()
     is_uniform = spec.of_matrices is None and all(state.dtype is None for state in states)
     return (widths.masters + config.precision.master_bytes * len(states)) * is_uniform

@@ -60,8 +60,9 @@ class Prediction:
 
     @cached_property
     def widths(self) -> StateWidths:
-        """The bytes per element that the engine allocates."""
-        return self.state_widths(self.config, self.layout)
+        """The bytes per element that the engine allocates, and how often the stack sends them."""
+        repeats = self.stack.timing.repeats_in_micro_batches and self.layout.data_parallel == "fsdp"
+        return dataclasses.replace(self.state_widths(self.config, self.layout), repeats_in_micro_batches=repeats)
 
     @property
     def is_of_library(self) -> bool:
@@ -129,8 +130,10 @@ class Prediction:
     @property
     def judged_stack(self) -> StackMemory:
         """The stack with the errors on file for this model: none for a library's, and none with 4-bit weights."""
-        memory, is_unmeasured = self.stack.memory, self.is_of_library or self.config.model.adapter.is_quantized
-        return dataclasses.replace(memory, measured_over_predicted=None) if is_unmeasured else memory
+        memory, model = self.stack.memory, self.config.model
+        own = memory.mixtures_over_predicted if model.num_experts else memory.measured_over_predicted
+        is_unmeasured = self.is_of_library or model.adapter.is_quantized
+        return dataclasses.replace(memory, measured_over_predicted=None if is_unmeasured else own)
 
     @cached_property
     def time(self) -> StepTime:

@@ -78,6 +78,9 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         "stack_model": not model_profile(config.model).is_project_decoder,
         "stack_experts": config.model.num_experts > 0 and memory.kind != "harness",
         "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
+        "stack_whole_gradients": stack.timing.repeats_in_micro_batches
+        and layout.data_parallel == "fsdp"
+        and layout.pp_enabled,
         "stack_engine": memory.kind == "harness" and layout.engine != "torch",
     }
     if memory.kind != "harness":

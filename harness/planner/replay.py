@@ -99,7 +99,7 @@ def simulation_problems(prediction: Prediction) -> Iterator[str]:
 def simulate(prediction: Prediction, command: CommandConfig, log: Callable[[str], None]) -> Prediction:
     """Return a prediction with how its fullest rank ends on a simulated device, or with why it was not simulated."""
     if problem := next(simulation_problems(prediction), None):
-        return dataclasses.replace(prediction, not_simulated=problem)
+        return dataclasses.replace(prediction, not_simulated=problem.partition(": choose ")[0])
     log(say("replaying", entry=prediction))
     config, absent = shortened(prediction)
     record = execute(make_plan(config, described_machine(prediction.cluster), command), RunContext(log=log))

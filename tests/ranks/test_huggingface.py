@@ -211,7 +211,7 @@ def test_a_plan_divides_what_the_ranks_do(results: Path, kind: str) -> None:
     peaks = {}
     for ranks in (1, 2):
         layout = resolve_layout(config.strategy, ranks)
-        peaks[ranks] = estimate_memory(config, layout, StateWidths(0, 0, 0, 0), "cpu").activation_bytes
+        peaks[ranks] = estimate_memory(config, layout, StateWidths(0, 0, 0, 0, 0), "cpu").activation_bytes
     assert (peaks[2] < peaks[1]) == bool(CUT.get(kind, {"heads"}))
 
 
@@ -271,7 +271,7 @@ def test_the_observed_attention_kernel_decides_the_expected_operations(results: 
             for reported in expected:
                 profiled = {"flops": flops, "attention_kernels": [reported]}
                 ranks = [RankReport.from_json({"devices": 1, "profiled": profiled})]
-                assert any(flops_problems(config, layout, StateWidths(4, 4, 8, 4), ranks)) == (reported != kernel)
+                assert any(flops_problems(config, layout, StateWidths(4, 4, 4, 8, 4), ranks)) == (reported != kernel)
 
 
 @pytest.mark.long

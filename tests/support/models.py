@@ -114,7 +114,7 @@ FP32 = PrecisionConfig("fp32", "float32", "float32", "float32", "float32")
 
 BF16 = PrecisionConfig("bf16_mixed", "bfloat16", "float32", "float32", "float32")
 
-ADAM_FP32 = StateWidths(parameters=4, gradients=4, masters=0, gathered=4)
+ADAM_FP32 = StateWidths(parameters=4, frozen=4, gradients=4, masters=0, gathered=4)
 
 
 def model_named(name: str) -> ModelConfig:

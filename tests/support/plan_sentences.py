@@ -100,7 +100,7 @@ def decision(row: Row, is_choice: bool, tokens: float = 1e9) -> list[str]:
     """Return what a plan decides on its fastest layout, and how sure that is, as far as the row says it."""
     peak, needed_bytes = row["predicted_peak_bytes"], row["device_bytes"]
     beyond = needed_bytes - needed(row)
-    reserve = f", {size_text(beyond)} more that torch's allocator takes" if beyond else ""
+    reserve = f", up to {size_text(beyond)} that torch's allocator may not give back" if beyond else ""
     seconds = tokens * row["predicted_step_seconds"] / row["global_batch"] / row["seq_len"]
     price = row["cost_per_billion_tokens"]
     hour = price and price / row["world_size"] / (seconds * 1e9 / tokens / 3600)
@@ -304,7 +304,7 @@ def to_run(settings: Sequence[str], best: Sequence[Row]) -> list[str]:
 
 BASES = (
     "steps of this stack were measured on this device",
-    "steps of this stack and steps on this device were measured, but not both at once",
+    "steps of this stack and steps on clusters of this device were measured, but not both at once",
     "no steps were measured on this device",
     "no times are fitted to a mixture of experts",
 )

@@ -118,7 +118,7 @@ def test_the_proof_expects_the_operations_of_the_observed_kernel(
     executed = sum(counted(compose_config(*both, *counts.split())))
     problems = [
         flops_problems(
-            *(config, alone(config), StateWidths(4, 4, 8, 4)),
+            *(config, alone(config), StateWidths(4, 4, 4, 8, 4)),
             [RankReport(profiled=ProfiledStep(flops=executed, attention_kernels=[kernel]))],
         )
         for kernel in (observed, "composed" if observed in FUSED_KERNELS else "flash")

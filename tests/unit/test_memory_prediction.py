@@ -165,7 +165,7 @@ def test_predicted_peak_equals_the_measured_peak(
     with Live() as live:
         loss_function(module(tokens), tokens).backward()
     config = run(model, precision, checkpointing, micro_batch=2, global_batch=4, seq_len=seq_len)  # two micro-batches
-    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, gradients=2, masters=0, gathered=2)
+    widths = ADAM_FP32 if precision is FP32 else StateWidths(parameters=2, frozen=2, gradients=2, masters=0, gathered=2)
     at_peak = estimate_memory(config, layout_of(config, 0, 1), widths).at_peak
     transient = sum(size for name, size in at_peak.items() if name not in ("parameters", "gradients", "optimizer"))
     # The token ids come from outside. A weight's gradient lives until it is added to the sum.

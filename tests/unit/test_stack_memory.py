@@ -7,6 +7,7 @@ from itertools import groupby
 from math import inf
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from harness.config.from_dict import from_dict
@@ -26,7 +27,7 @@ from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
 from harness.util.text import UserError
-from tests.support.commands import compose_config
+from tests.support.commands import ROOT, compose_config
 from tests.support.published import DATA, megatron, memory_scores, numbered_rows
 from tests.support.published.memory_scores import (
     error,
@@ -39,6 +40,7 @@ from tests.support.published.memory_scores import (
     nanotron_rows,
     nanotron_scores,
     own_ratios,
+    ratios_of,
 )
 from tests.support.rank_memory import predict_rank_memory
 
@@ -101,13 +103,21 @@ def test_few_dense_decoders_are_left_out() -> None:
     assert len(megatron.rows()) >= 0.85 * len(dense)
 
 
-@pytest.mark.parametrize("name", ["megatron", "nanotron", "fms_acceleration", "harness"])
+@pytest.mark.parametrize("name", ["megatron", "nanotron", "fms_acceleration", "harness", "mixtures"])
 def test_the_ranges_on_file_are_those_of_the_measurements(name: str) -> None:
-    ratios = [ratio for _, ratio in (own_ratios() if name == "harness" else measured_ratios()[name])]
-    low, high = load_stack(name).memory.measured_over_predicted or (1.0, 1.0)
+    own, memory = load_stack("harness").memory, load_stack("harness" if name == "mixtures" else name).memory
+    table = {"harness": own_ratios, "mixtures": lambda: ratios_of("mixture_runs.csv")}.get(name)
+    ratios = [ratio for _, ratio in (table() if table else measured_ratios()[name])]
+    low, high = (own.mixtures_over_predicted if name == "mixtures" else memory.measured_over_predicted) or (1.0, 1.0)
     assert sum(low <= ratio <= high for ratio in ratios) / len(ratios) >= 0.9
     narrowest = interval(ratios)
     assert high - low <= narrowest[1] - narrowest[0] + 0.03
+
+
+def test_the_own_range_holds_nine_of_ten_peaks_on_gpus() -> None:
+    low, high = load_stack("harness").memory.measured_over_predicted or (1.0, 1.0)
+    rows = pd.read_csv(ROOT / "results" / "first_gpu" / "memory.csv")
+    assert (rows.peak_allocated_bytes / rows.planned_peak_bytes).between(low, high).mean() >= 0.9
 
 
 def test_a_verdict_turns_from_likely_to_tight_to_no_as_memory_shrinks() -> None:

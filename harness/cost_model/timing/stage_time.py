@@ -67,7 +67,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         reduces_beside = timing.prefetches_parameters and widths.overlaps_reduction  # both need a stream of their own
         is_recomputed = config.checkpointing.recomputes_layer(config.checkpointing.every - 1)
         hideable, gathered_again = 1 - 1 / max(1, layers), 1 + (widths.gathers_for_each_use and is_recomputed)
-        sums_each_time = timing.reduces_replicas_every_micro_batch
+        sums_each_time = widths.repeats_in_micro_batches
     else:
         tensors = layers * tensors + len(end_shapes)
         experts = len(own_experts) * layers
@@ -76,13 +76,15 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         end_gather = end_again = end_reduction = end_replica = 0.0
         gathers_beside = timing.overlaps_parameter_gather
         reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
-        hideable, gathered_again, sums_each_time = 1 - LAST_BUCKET, 0, layout.zero_stage == 2
+        hideable, gathered_again = 1 - LAST_BUCKET, 0
+        sums_each_time = layout.zero_stage == 2 or widths.repeats_in_micro_batches
     beside_backward = gathers_beside * gathered_again * again + reduces_beside * hideable * reduction
     hidden_backward = min(beside_backward, passes.backward)
     hidden_with_replicas = min(beside_backward + reduces_beside * hideable * replica, passes.backward)
     hidden_gather = min(gathers_beside * hideable * gather, passes.forward)
+    gathers_each_time = is_stage_3 or (layout.zero_stage == 2 and widths.repeats_in_micro_batches)
     sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
-        (gather + end_gather + end_again, hidden_gather, is_stage_3),
+        (gather + end_gather + end_again, hidden_gather, gathers_each_time),
         (gathered_again * again + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
         (replica + end_replica, hidden_with_replicas - hidden_backward, sums_each_time),
     )

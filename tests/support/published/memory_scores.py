@@ -144,7 +144,12 @@ def measured_ratios() -> dict[str, tuple[tuple[str, float], ...]]:
 
 def own_ratios() -> tuple[tuple[str, float], ...]:
     """Return the draw and measured over predicted peak bytes of every random run of this project on file."""
-    runs = pd.read_csv(ROOT / "results" / "random_runs.csv", dtype={"draw": str})
+    return ratios_of("random_runs.csv")
+
+
+def ratios_of(table: str) -> tuple[tuple[str, float], ...]:
+    """Return the draw and measured over predicted peak bytes of every proven run of a table of results."""
+    runs = pd.read_csv(ROOT / "results" / table, dtype={"draw": str})
     runs = runs.query("status == 'ok' and predicted_peak_bytes > 0")
     return tuple(zip(runs.draw, runs.peak_allocated_bytes / runs.predicted_peak_bytes, strict=True))
 
