@@ -19,6 +19,7 @@ from harness.planner.sentences import (
     detail_lines,
     explanation,
     misfit_sentence,
+    say,
     search_sentences,
     table_lines,
 )
@@ -123,6 +124,8 @@ def main(options: Namespace) -> int:
         from harness.foreign.overrides import import_configuration  # most plans import nothing
 
         arguments = list(import_configuration(options.foreign, settings=arguments).words)
+    if not any(word.startswith(("strategy=", "sweeps=")) for word in arguments):
+        print(say("searching"), file=sys.stderr, flush=True)
     entries = plans(arguments)
     if options.against:
         entries += plans(against_words(arguments, options.against))

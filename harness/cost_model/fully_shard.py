@@ -140,19 +140,31 @@ class FullyShard(Sharding):
         each.live["buffers_flat"] = self.whole(first) * (gathers and self.degree > 1)
 
     def forward(self, each: Pass, following: int) -> None:
-        """Gather a layer with its experts, or the head if it is a group of its own."""
+        """Gather a layer, and its experts where they are a group of their own."""
         groups = each.groups
-        layer, behind = groups.layer if following >= 0 else groups.head, groups.layers - 1 - following
-        each.live["buffers_secondary"] = self.secondary(groups.embedding.padded + behind * groups.layer.padded)
-        if layer.elements and (self.reshards or each.gathers):
-            whole = self.whole(layer) if self.reshards else self.whole_but(each, max(0, following), following < 0)
-            missing = self.whole(layer)
-            for group in groups.parts_of_layer if following >= 0 else (layer,):
-                each.live["buffers_whole"] = whole - missing
-                flat_before = each.live.get("buffers_flat", 0)
-                self.gather(each, group)
-                missing -= self.whole(group)
-                self.copy_out(each, group, whole - missing, flat_before)
+        whole = self.whole(groups.layer) if self.reshards else self.whole_but(each, following, has_head=False)
+        self.use(each, groups.parts_of_layer, whole, groups.layers - 1 - following)
+
+    def forward_head(self, each: Pass) -> None:
+        """Gather the head if it is a group of its own."""
+        groups = each.groups
+        whole = self.whole(groups.head) if self.reshards else self.whole_but(each, 0, has_head=True)
+        self.use(each, [groups.head] * (groups.head.elements > 0), whole, groups.layers)
+
+    def use(self, each: Pass, parts: Sequence[ShardGroup], whole: int, behind: int) -> None:
+        """Gather groups one after another, with which so many bytes are whole; so many layers were used before."""
+        each.live["buffers_secondary"] = self.secondary(
+            each.groups.embedding.padded + behind * each.groups.layer.padded
+        )
+        if not self.reshards and not each.gathers:
+            return
+        whole -= sum(map(self.whole, parts))
+        for group in parts:
+            each.live["buffers_whole"] = whole
+            flat_before = each.live.get("buffers_flat", 0)
+            self.gather(each, group)
+            whole += self.whole(group)
+            self.copy_out(each, group, whole, flat_before)
 
     def end_forward(self, each: Pass) -> None:
         """Free the last flat tensor and what is gathered again for backward."""

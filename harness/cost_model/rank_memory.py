@@ -12,7 +12,8 @@ from operator import add, mul
 from harness.config.model import ModelConfig
 from harness.config.schema import Device, RunConfig
 from harness.cost_model.data_parallel_buckets import DistributedDataParallel
-from harness.cost_model.deepspeed_buckets import ZeroStage2, ZeroStage3
+from harness.cost_model.deepspeed_buckets import ZeroStage2
+from harness.cost_model.deepspeed_stage_3 import ZeroStage3
 from harness.cost_model.deepspeed_zero import ZeroStage1, rank_partitions
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts

@@ -125,11 +125,20 @@ def _shard_group(shapes: Sequence[tuple[tuple[int, ...], int, bool, bool]], shar
         at_rest += padded[-1] * (ep if shards > 1 else 1)
     uneven = sum(after for before, after in zip(sizes, padded, strict=True) if after > before)
     own = max(1, shards // max((ep for _, ep, *_ in shapes), default=1))
-    last, largest, last_moved = sum(sizes[-1:]), max(sizes, default=0), sum(moved[-1:])
     # Of a layer's own matrices, and of what is trained.
     projections, trained = (sum(size for size, each in zip(padded, shapes, strict=True) if each[i]) for i in (2, 3))
     return ShardGroup(
-        sum(sizes), sum(padded), at_rest, uneven, last, largest, own, sum(moved), last_moved, projections, trained
+        elements=sum(sizes),
+        padded=sum(padded),
+        at_rest=at_rest,
+        uneven=uneven,
+        last=sum(sizes[-1:]),
+        largest=max(sizes, default=0),
+        shards=own,
+        moved=sum(moved),
+        last_moved=sum(moved[-1:]),
+        projections=projections,
+        trained=trained,
     )
 
 

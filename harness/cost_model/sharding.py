@@ -181,7 +181,10 @@ class Sharding:
         """Prepare a pass."""
 
     def forward(self, each: Pass, following: int) -> None:
-        """Make the parameters of a layer whole, or those of the head, which -1 layers follow."""
+        """Make the parameters of a layer whole, which so many others follow."""
+
+    def forward_head(self, each: Pass) -> None:
+        """Make the parameters of the head whole."""
 
     def end_forward(self, each: Pass) -> None:
         """Free what forward alone needs."""

@@ -30,7 +30,7 @@ def play_forward(sharding: Sharding, each: Pass) -> None:
             each.touch(temporaries=own.scores)
         each.put(activations=outside + own.saved)
         each.touch(temporaries=own.sums)
-    sharding.forward(each, -1)
+    sharding.forward_head(each)
     each.put(activations=activations.before_backward)
     each.touch(loss=activations.forward_loss_bytes * (activations.shape.loss_chunks > 1))
     sharding.end_forward(each)
