@@ -17,6 +17,7 @@ from torch.futures import Future
 
 from harness.config.strategy import AXES
 from harness.engines.torch import expert_parallel
+from harness.engines.torch.pipeline_parallel import TiedTable
 from harness.layout.layout import Layout
 from harness.records.heartbeat import HeartbeatWriter
 from harness.records.run_folder import RunFolder, RunSpec, read_run_spec
@@ -51,6 +52,7 @@ def join_virtual_ranks(spec: RunSpec) -> Iterator[tuple[DeviceMesh, torch.device
         pipeline_stages(),
         around(PipelineStage, "get_fwd_recv_ops", partial(receives_filled, RECEIVED_HIDDEN_STATE)),
         around(PipelineStage, "get_bwd_recv_ops", partial(receives_filled, RECEIVED_GRADIENT)),
+        around(TiedTable, "exchange", exchange_filled),
         around(schedules, "_batch_p2p", start_and_hold),
         around(dist, "reduce_scatter_tensor", scatter_own_part),
         around(expert_parallel, "all_to_all_single", receive_own_counts),
@@ -135,6 +137,13 @@ def receives_filled(size: float, create_receives: Any, stage: Any, micro_batch: 
     for operation in operations:
         fill_received(operation.tensor, size)
     return operations
+
+
+def exchange_filled(exchange: Any, table: TiedTable, sent: Tensor) -> Tensor:
+    """Return a gradient of numbers of one size in the place of that of a tied table's other end."""
+    received: Tensor = exchange(table, sent)
+    fill_received(received, RECEIVED_GRADIENT)
+    return received
 
 
 def fill_received(tensor: Tensor, size: float) -> None:

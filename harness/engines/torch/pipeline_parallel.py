@@ -106,13 +106,16 @@ class TiedTable:
         local = local_part(self.master.grad)
         if not local.numel():  # as large on the other end
             return
+        local += self.exchange(local.to(self.device)).to(local.device)
+
+    def exchange(self, sent: Tensor) -> Tensor:
+        """Send a tensor to the other end, and return what that sends."""
         peer = dist.get_global_rank(self.group, 0 if self.is_copy else self.group.size() - 1)
-        sent = local.to(self.device)
         received = torch.empty_like(sent)
         messages = [(dist.isend, sent), (dist.irecv, received)]
         for work in dist.batch_isend_irecv([dist.P2POp(way, part, peer, self.group) for way, part in messages]):
             work.wait()
-        local += received.to(local.device)
+        return received
 
 
 def stage_io_shape(config: RunConfig, layout: Layout) -> tuple[int, int, int]:
