@@ -9,7 +9,8 @@
                   |        |            +-- step.py <- stage_activations.py <- activations.py, layer_backward.py
                   |        |            |                                                      a pass as a tape.py
                   |        |            +-- sharding.py <- fully_shard.py, data_parallel_buckets.py,
-                  |        |            |                  deepspeed_zero.py <- deepspeed_buckets.py <- deepspeed_stage_3.py
+                  |        |            |                  deepspeed_zero.py <- deepspeed_buckets.py
+                  |        |            |                            <- deepspeed_stage_3.py
                   |        |                                                                what a library allocates
                   |        +-- stack_memory.py <- stack_sharding.py         other implementations, policies as data
                   |        |
