@@ -47,6 +47,18 @@ def test_the_oldest_libraries_are_the_project_s_lower_bounds() -> None:
     assert {"torch==2.11", "hydra-core==1.3.8", "deepspeed==0.19.7", "pytest-xdist==3.8"} <= {*lowest_versions()}
 
 
+def test_the_script_names_tests_that_there_are() -> None:
+    """A case is named by its overrides, which change: pytest finds none of its old name, and CI fails."""
+    script = (ROOT / ".ci" / "run").read_text()
+    (row,) = re.findall(r"row=(\S+)", script)
+    names = [
+        name.replace("$row", row) for name in re.findall(r'^ +"?((?:\$row|tests/unit)[^"\n\\]*[^"\s\\])', script, re.M)
+    ]
+    assert len(names) >= 7
+    done = run_python(ROOT, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", "--collect-only", *names)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_hook_is_a_program_of_the_development_environment() -> None:
     (local,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert local["repo"] == "local"
