@@ -124,7 +124,7 @@ def main(options: Namespace) -> int:
         from harness.foreign.overrides import import_configuration  # most plans import nothing
 
         arguments = list(import_configuration(options.foreign, settings=arguments).words)
-    if not any(word.startswith(("strategy=", "sweeps=")) for word in arguments):
+    if sys.stderr.isatty() and not any(word.startswith(("strategy=", "sweeps=")) for word in arguments):
         print(say("searching"), file=sys.stderr, flush=True)
     entries = plans(arguments)
     if options.against:
