@@ -107,7 +107,8 @@ def _least_communication(group: Group) -> str:
 
 def _certainty(group: Group) -> str:
     """Return by what rule speeds are ranked and which are not, and what is exact and proven."""
-    proven = [line.row for line in group.members if line.row.get("loss_deviation") is not None]
+    compared = [line.row for line in group.members if line.row.get("loss_deviation") is not None]
+    proven = [row for row in compared if row.get("proven_steps") != 0]  # where rounding cannot hide a fault
     return sentence(
         "certainty",
         group=group,
