@@ -63,7 +63,7 @@ def test_an_index_takes_both_distributions(distributions: Path, tmp_path: Path) 
     (source,) = distributions.glob("*.tar.gz")
     done = check(distributions)
     assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout
-    shutil.unpack_archive(source, tmp_path, filter="data")
+    shutil.unpack_archive(source, tmp_path)
     (project,) = tmp_path.glob("*/pyproject.toml")
     project.write_text(project.read_text().replace('readme = "README.md"\n', ""))
     (tmp_path / "bare").mkdir()
