@@ -18,14 +18,17 @@ from harness.config.strategy import StrategyConfig
 from harness.cost_model.fits import fit_verdict
 from harness.cost_model.memory import MemoryEstimate, estimate_memory
 from harness.cost_model.micro_batch_shape import MicroBatchShape
+from harness.cost_model.optimizer_state import OptimizerTensor, update_temporaries
 from harness.cost_model.pipeline import BackwardStart
 from harness.cost_model.rank_memory import RankStep
 from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank, stack_problems, stack_steps
 from harness.cost_model.stack_sharding import StackSharding, layer_bytes
 from harness.cost_model.tape import Bytes
+from harness.hardware.machine import described_cluster
 from harness.layout.layout import Layout, resolve_layout
 from harness.layout.model_profile import parameter_count
 from harness.layout.state_widths import StateWidths
+from harness.planner.space import predict
 from harness.util.text import UserError
 from tests.support.commands import ROOT, compose_config
 from tests.support.published import DATA, megatron, memory_scores, numbered_rows
@@ -344,3 +347,30 @@ def test_16_bit_training_has_no_masters() -> None:
     narrow = PrecisionConfig("bf16", "bfloat16", master="bfloat16", accumulate="bfloat16", reduce="bfloat16")
     memory = predict_memory(dataclasses.replace(config, precision=narrow), layout_of(1), load_stack("fms_acceleration"))
     assert memory.optimizer_bytes == 2 * memory.parameter_bytes
+
+
+@pytest.mark.parametrize(
+    ("keys", "axes"),
+    [
+        ({"zero_stage": 2, "dp_shard": 8, "data_parallel": "fsdp"}, "dp_shard gather"),
+        ({"zero_stage": 3, "dp_shard": 4, "dp_replicate": 2, "data_parallel": "fsdp"}, "dp_replicate reduce"),
+    ],
+)
+def test_torchtitan_sends_in_every_micro_batch_what_others_send_once(keys: dict[str, object], axes: str) -> None:
+    batch = ("train.global_batch=32", "train.micro_batch=1", "precision=bf16_mixed")
+    config = compose_config("strategy=single", "model=350m", "cluster=8xh100", *batch)
+    cluster, layout = described_cluster(config.cluster), layout_of(8, **keys)
+    stack = load_stack("torchtitan")
+    other = dataclasses.replace(stack, timing=dataclasses.replace(stack.timing, repeats_in_micro_batches=False))
+    once, often = (predict(config, layout, cluster, each) for each in (other, stack))
+    assert often.sent_bytes[axes] == pytest.approx(4 * once.sent_bytes[axes])
+    assert often.step_seconds > once.step_seconds and often.memory.peak_bytes == once.memory.peak_bytes
+
+
+def test_a_gpu_updates_narrow_states_in_compiled_code() -> None:
+    tensors = (OptimizerTensor(2**20),)
+    eight, sixteen = (
+        [update_temporaries(name, tensors, "float32", True, device) for device in ("cpu", "cuda")]
+        for name in ("adamw_8bit", "adamw_bf16")
+    )
+    assert (eight, sixteen) == ([53 * 2**20, 8 * 2**20], [24 * 2**20, 0])
