@@ -33,8 +33,7 @@ def sent_elements(
     narrow = config.gathered_matrix_bytes(width) / width
     key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
-    is_often = layout.zero_stage == 3 or (layout.zero_stage == 2 and widths.repeats_in_micro_batches)
-    gatherings = layout.grad_accumulation_steps(config.train) if is_often else 1
+    gatherings = layout.grad_accumulation_steps(config.train) if gathers_often(layout, widths) else 1
     return gatherings * gathered, reductions_per_step(config, layout) * reduced
 
 
@@ -158,6 +157,11 @@ def _quantized_gathered_bytes(
 def reductions_per_step(config: RunConfig, layout: Layout) -> int:
     """Return how often a step reduces each gradient: once, or in stages 2 and 3 in every micro-batch."""
     return layout.grad_accumulation_steps(config.train) if layout.zero_stage >= 2 else 1
+
+
+def gathers_often(layout: Layout, widths: StateWidths) -> bool:
+    """Return whether every micro-batch gathers parameters, and not the step alone."""
+    return layout.zero_stage == 3 or (layout.zero_stage == 2 and widths.repeats_in_micro_batches)
 
 
 def gathers(

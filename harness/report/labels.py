@@ -22,7 +22,18 @@ OTHER_OPTIONS = "other options"  # a column that only frames have: keys without 
 
 # The columns that are shown where they vary between the rows and mentioned once where they do not.
 VARYING = (
-    *("model", "parameters", "engine", "precision", "world_size", "global_batch", "seq_len", "micro_batch"),
+    *(
+        "model",
+        "adapter",
+        "adapter_rank",
+        "parameters",
+        "engine",
+        "precision",
+        "world_size",
+        "global_batch",
+        "seq_len",
+        "micro_batch",
+    ),
     *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
     *(
         "checkpointing_every",
@@ -34,7 +45,7 @@ VARYING = (
         "attention",
         "dropout",
     ),
-    *("adapter", "adapter_rank", "routing", "save", "recipe", "float8_all_gather", OTHER_OPTIONS),
+    *("routing", "save", "recipe", "float8_all_gather", OTHER_OPTIONS),
 )
 
 # Values that a label leaves out, and that are not mentioned where all rows share them.
@@ -61,7 +72,7 @@ DEFAULTS = {
 # Columns whose values need no title in front of them.
 _SELF_EXPLANATORY = (
     *("strategy", "checkpointing", "model", "engine", "precision", "optimizer", "measured_on", "launch", "schedule"),
-    OTHER_OPTIONS,
+    *("adapter", OTHER_OPTIONS),
 )
 
 _MOST_KEYS = 3  # of a configuration that a label has
@@ -140,14 +151,14 @@ def labels(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
     groups: dict[str, list[Row]] = {}
     for name, row in zip(row_labels, rows, strict=True):
         groups.setdefault(name, []).append(row)
-    differing = {name: _distinguishing(group, varying) for name, group in groups.items()}
+    differing = {name: distinguishing(group, varying) for name, group in groups.items()}
     details = [_details(row, differing[name]) for row, name in zip(rows, row_labels, strict=True)]
     row_labels = _distinguish(row_labels, details)
     row_labels = [sanitize(label) for label in _distinguish(row_labels, [row[OTHER_OPTIONS] or "" for row in rows])]
     return _distinguish(row_labels, [row["run_id"] for row in rows])
 
 
-def _distinguishing(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
+def distinguishing(rows: Sequence[Row], varying: Sequence[str]) -> list[str]:
     """Return the columns that together tell these rows apart, without those that others before them imply.
 
     Of the parallel degrees all that differ are among them if one is.

@@ -10,6 +10,7 @@ from functools import cached_property
 from harness.cost_model.timing.interval import TIE
 from harness.records.schema import Row
 from harness.report.comparability import choice_key, group_by
+from harness.report.labels import distinguishing
 from harness.report.lines import Line, compared_lines, labels_of
 from harness.report.speeds import Speed, leads, pool
 from harness.report.text import sentence
@@ -169,8 +170,10 @@ def rank(lines: Sequence[Line]) -> tuple[list[Line], list[Group]]:
     return [placed.get(line, line) for line in lines], groups
 
 
-# The columns that may distinguish a group from others.
-_TITLED = ("model", "parameters", "precision", "global_batch", "seq_len", "measured_on", "launch", "world_size")
+# The columns that may distinguish a group from others. Of the first ones those are named that do.
+_MODEL = ("model", "adapter", "parameters")
+
+_TITLED = (*_MODEL, "precision", "global_batch", "seq_len", "measured_on", "launch", "world_size")
 
 
 def _titles(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
@@ -178,8 +181,12 @@ def _titles(rows: Sequence[Row], others: Sequence[Row]) -> list[str]:
 
     A title is empty where there are no others: neither groups nor lines without a speed, which are in no group.
     """
-    differing = [name for name in _TITLED if len({row.get(name) for row in (*rows, *others)}) > 1]
+    every = (*rows, *others)
+    implied = {*_MODEL}.difference(distinguishing(every, _MODEL))
+    differing = [name for name in _TITLED if name not in implied and len({row.get(name) for row in every}) > 1]
     if len(rows) < 2 and not differing:
         return [""] * len(rows)
-    known = [{name: row[name] for name in differing if row.get(name) is not None} for row in rows]
+    known = [
+        {name: row.get(name) for name in differing if name == "adapter" or row.get(name) is not None} for row in rows
+    ]
     return [sentence("group_title", values=values) for values in known]

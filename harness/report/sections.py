@@ -99,7 +99,17 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
 
 _TERMS = (
     *("rank", "micro-batch", "activations", "checkpointing", "model state", "peak memory", "communication"),
-    *("exposed communication", "bf16_mixed", "repeats", "ranked", "certainly faster", "disturbed", "deviation", "MFU"),
+    *(
+        "exposed communication",
+        "bf16_mixed",
+        "repeats",
+        "ranked",
+        "certainly faster",
+        "bold",
+        "disturbed",
+        "deviation",
+        "MFU",
+    ),
     "bubble",
 )
 

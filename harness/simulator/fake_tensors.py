@@ -60,6 +60,7 @@ def _grouped_mm(mode: FakeTensorMode, operator: Any, *arguments: Any, **keywords
 READ_VALUES: dict[tuple[str, str], float] = {
     ("harness.engines.torch.loss_scaler", "update_and_check"): 1,  # the gradient norm
     ("harness.models.dropout_rng", "rank_local_rng"): 1,  # the seed of dropout's masks
+    ("harness.measure.dropout_masks", "report"): 0,  # how many elements a mask keeps
     # Whether a norm or a gradient is not finite, on this rank or on any.
     ("deepspeed.runtime.utils", "is_invalid_grad_norm"): 0,
     ("deepspeed.runtime.zero.stage_1_and_2", "update_offload_overflow_tracker"): 0,
@@ -78,11 +79,10 @@ _NOT_READERS = ("torch.", "harness.simulator.", "harness.measure.")  # modules t
 def _read_scalar(_: FakeTensorMode, operator: Any, tensor: Tensor) -> float:
     """Return the value that stands for a fake scalar. Raise NotImplementedError if none is listed for its reader."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_NOT_READERS):
+    while (reader := (frame.f_globals.get("__name__", ""), frame.f_code.co_name)) not in READ_VALUES:
+        if frame.f_back is None or not reader[0].startswith(_NOT_READERS):
+            raise NotImplementedError(f"{reader[1]} in {reader[0]} reads a value, which a simulation has not")
         frame = frame.f_back
-    reader = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-    if reader not in READ_VALUES:
-        raise NotImplementedError(f"{reader[1]} in {reader[0]} reads a value, which a simulation has not")
     return bool(READ_VALUES[reader]) if tensor.dtype == torch.bool else READ_VALUES[reader]
 
 

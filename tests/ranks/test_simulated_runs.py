@@ -129,7 +129,9 @@ def test_faults_in_the_code_for_cuda_are_noticed(fault: str, strategy: str, prob
     assert any(problem in entry for entry in problems), problems
 
 
-RIGHT = (QUANTIZED, "zero2 precision=fp16_mixed", f"{FSDP} strategy.secondary_shards=2", OFFLOADED, FSDP)
+DROPPED = "ddp model=gpt_tiny model.num_hidden_layers=4 model.dropout=0.1 checkpointing=full"
+
+RIGHT = (QUANTIZED, DROPPED, "zero2 precision=fp16_mixed", f"{FSDP} strategy.secondary_shards=2", OFFLOADED, FSDP)
 
 FURTHER = (
     *(f"{OFFLOADED} checkpointing={name}" for name in ("full", "attention", "every_n")),

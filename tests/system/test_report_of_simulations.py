@@ -164,7 +164,7 @@ CPUS = [on_cpu(number, "processes", micro_batch=number) for number in (1, 2)]
                 ),
             ],
             "A step of ddp micro-batch 1 takes 80 ms longer than one of ddp micro-batch 4 by the model, mainly by",
-            "in median runs",
+            "in the median run of each",
         ),
         ([on_h100(1), on_h100(2, communication_bytes=1000, micro_batch=1)], "<0.01 × its bytes sent", ""),
     ],

@@ -43,7 +43,7 @@ def random_folder(draw: random.Random) -> list[Record]:
             "attention_kernel": "flash",
             "activation_bytes": draw.choice((1, 2)) * MIB,
             "predicted_peak_bytes": draw.randint(3, 9) * MIB,
-            "proven_steps": draw.choice((6, 16, 16)),
+            "proven_steps": draw.choice((6, 16, 16)) * (number % 5 != 3),
             **({"pipeline_bubble": 0.67, "pipeline_bubble_theory": 0.5} if strategy == "pp_1f1b" else {}),
         }
         wobble = draw.choice((0.05, 0.5))
@@ -229,11 +229,12 @@ def check_certainty(text: str, oracle: Oracle) -> None:
     assert len(named) == (max(spreads.values()) > 0.001)
     for share, label in named:
         assert float(share) == pytest.approx(100 * spreads[label], abs=0.5) and spreads[label] == max(spreads.values())
-    steps = sorted({int(ok[0]["proven_steps"]) for ok in oracle.ok.values()})
-    compared = f"{'at least ' * (len(steps) > 1)}{steps[0]} steps differ by rounding alone"
-    assert re.search(
-        rf"All \d+ trained the same as the reference run \(.*\): losses and gradients of {compared}\.$", text
-    )
+    proven = [steps for ok in oracle.ok.values() if (steps := int(ok[0]["proven_steps"]))]
+    count = len(oracle.ok)
+    who = ("It" if count == 1 else f"All {count}") if len(proven) == count else f"{len(proven)} of the {count}"
+    compared = f"{'at least ' * (len({*proven}) > 1)}{min(proven, default=0)} steps differ by rounding alone"
+    sentence = rf"{who} trained the same as the reference run \(.*\): losses and gradients of {compared}\.$"
+    assert bool(re.search(sentence, text)) == ("trained the same" in text) == bool(proven)
 
 
 def check_savings(text: str, oracle: Oracle, full: str, plain: str) -> None:
@@ -289,7 +290,7 @@ PEAK_COLUMNS = {title: f"at_peak_{part}_bytes" for part, title in PEAK_TITLES.it
 
 
 def check_why(text: str, oracle: Oracle) -> None:
-    longer = rf"A step of ({NAME}) takes ([\d.]+ m?s) longer than one of ({NAME}) in median runs"
+    longer = rf"A step of ({NAME}) takes ([\d.]+ m?s) longer than one of ({NAME}) in the median run of each"
     steps = re.findall(rf"{longer}, mainly by (.+?)\.(?= [AT]|$)", text)
     assert len(steps) == text.count("A step of")
     for slow, duration, fast, reasons in steps:

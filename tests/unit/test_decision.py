@@ -236,5 +236,5 @@ def test_the_legend_of_the_comparison_is_short() -> None:
     legend = sentence("comparison_legend", baseline="ddp", known=known, are_few=True, has_best=True, has_repeats=True)
     assert len(re.findall(r"\S+", legend)) <= 60
     words = page_text([*DDP, *TP]).split("## Words")[1].split("## ")[0]
-    for term in ("model state", "communication", "deviation", "repeats", "certainly faster", "ranked"):
+    for term in ("model state", "communication", "deviation", "repeats", "certainly faster", "ranked", "bold"):
         assert f"**{term}**: " in words

@@ -1,6 +1,7 @@
 """Plans of frozen matrices in 4 bits: the bytes of state, gathers and whole matrices, and published peaks."""
 
 import dataclasses
+import statistics
 from typing import Any
 
 import pytest
@@ -149,7 +150,10 @@ def test_the_table_of_adapters_is_what_plans_say() -> None:
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     keys = [(adapter, attention) for adapter in ("qlora", "lora") for attention in ("flash", "eager")]
     assert [cells[2:] for cells in shown] == [
-        [str(len(own)), *(range_of([float(line[f"{name}_over_measured"]) for line in own]) for name in NAMES)]
+        [
+            str(len(own)),
+            *(range_of([float(line[f"{name}_mib"]) / float(line["measured_mib"]) for line in own]) for name in NAMES),
+        ]
         for own in ([line for line in lines if (line["adapter"], line["attention"]) == key] for key in keys)
     ]
 
@@ -159,8 +163,7 @@ NAMES = ("planned", "with_logits")
 
 def range_of(ratios: list[float]) -> str:
     """Return the median and the ends of some ratios."""
-    middle = sorted(ratios)[len(ratios) // 2]
-    return f"{middle:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 # --- Commands

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from harness.cost_model.dp_communication import gathers_often
 from harness.cost_model.node_groups import RankGroup, secondary_group
 from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, ring
 from harness.cost_model.timing.kernels import embedding_seconds, head_seconds
@@ -82,9 +83,8 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
     hidden_backward = min(beside_backward, passes.backward)
     hidden_with_replicas = min(beside_backward + reduces_beside * hideable * replica, passes.backward)
     hidden_gather = min(gathers_beside * hideable * gather, passes.forward)
-    gathers_each_time = is_stage_3 or (layout.zero_stage == 2 and widths.repeats_in_micro_batches)
     sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
-        (gather + end_gather + end_again, hidden_gather, gathers_each_time),
+        (gather + end_gather + end_again, hidden_gather, gathers_often(layout, widths)),
         (gathered_again * again + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
         (replica + end_replica, hidden_with_replicas - hidden_backward, sums_each_time),
     )
