@@ -159,9 +159,10 @@ REPORTS: dict[str, tuple[list[Record], tuple[str, ...], tuple[str, ...]]] = {
             "**Fastest**: ddp at 16,000 tokens/s [15,900–16,100], 1.33 × the speed of zero1, the next.",
             "**Cost**: ddp takes 20.00 MiB per rank at the peak, 1.25 × that of tp; 4.00 MiB sent per rank and step.",
             "take tp for memory: 16.00 MiB per rank at the peak, 80 % of ddp's, at 0.25 × the speed of ddp.",
-            "takes 21.3 ms longer than one of ddp in the median run of each, mainly by 10.7 ms more backward and 5.33"
-            " ms more forward. A step of tp takes 192 ms longer than one of ddp in the median run of each, mainly by 150"
-            " ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of tp, mainly by 4.00 MiB more",
+            "takes 21.3 ms longer than one of ddp in the median run of each, mainly by 10.7 ms more backward and"
+            " 5.33 ms more forward. A step of tp takes 192 ms longer than one of ddp in the median run of each,"
+            " mainly by 150 ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of tp, mainly by"
+            " 4.00 MiB more",
         ),
         (),
     ),

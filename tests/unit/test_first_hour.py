@@ -163,7 +163,7 @@ def test_the_self_test_says_how_long_it_takes(
     on_cpu = Bench(Path(), "cpu")
     print_header(on_cpu, STEPS)
     assert abs(sum(step.seconds["cpu"] for step in STEPS if not step.gpus) / took - 1) < 0.1
-    assert "2 ranks a run: about 73 s" in capsys.readouterr().out
+    assert "2 ranks a run: about 49 s" in capsys.readouterr().out
     on_gpus = Bench(Path(), "cuda")
     monkeypatch.setitem(vars(on_gpus), "machine", H100S)
     print_header(on_gpus, STEPS)
