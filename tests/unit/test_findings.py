@@ -161,8 +161,8 @@ REPORTS: dict[str, tuple[list[Record], tuple[str, ...], tuple[str, ...]]] = {
             "take tp for memory: 16.00 MiB per rank at the peak, 80 % of ddp's, at 0.25 × the speed of ddp.",
             "takes 21.3 ms longer than one of ddp in the median run of each, mainly by 10.7 ms more backward and"
             " 5.33 ms more forward. A step of tp takes 192 ms longer than one of ddp in the median run of each,"
-            " mainly by 150 ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of tp, mainly by"
-            " 4.00 MiB more",
+            " mainly by 150 ms more idle and 96 ms more backward. The peak of ddp is 4.00 MiB above that of tp,"
+            " mainly by 4.00 MiB more",
         ),
         (),
     ),
