@@ -34,7 +34,7 @@ def sent_elements(
     key = (config.model, config.checkpointing, layout, widths, stage, rank, of_experts, narrow)
     gathered, reduced = _sent_elements_once(*key)
     gatherings = layout.grad_accumulation_steps(config.train) if gathers_often(layout, widths) else 1
-    return gatherings * gathered, reductions_per_step(config, layout) * reduced
+    return gatherings * gathered, reductions_per_step(config, layout, widths) * reduced
 
 
 @lru_cache(maxsize=1024)
@@ -101,7 +101,7 @@ def dp_bytes(
     own = layout.of_experts if of_experts else layout
     shards, replicas = own.axes_size(own.sharding_axes), own.axes_size(own.replica_axes)
     along_shards, along_replicas = own.group_name(*own.sharding_axes), own.group_name(*own.replica_axes)
-    reduce_bytes, reductions = config.precision.reduce_bytes, reductions_per_step(config, layout)
+    reduce_bytes, reductions = config.precision.reduce_bytes, reductions_per_step(config, layout, widths)
     sums = layout.grad_accumulation_steps(config.train) if widths.repeats_in_micro_batches else 1
     exchanged = 0.0
     if widths.exchange_devices:
@@ -135,7 +135,7 @@ def gathered_bytes(
     if widths.quantizes_gathers:
         return _quantized_gathered_bytes(config, layout, widths, stage)
     gathered, reduced = sent_elements(config, layout, widths, stage, rank, of_experts)
-    once = reduced / (reductions_per_step(config, layout) if widths.keeps_secondary_shards else 1)
+    once = reduced / (reductions_per_step(config, layout, widths) if widths.keeps_secondary_shards else 1)
     among_few = gathered - once if layout.secondary_shards > 1 else 0.0
     return (gathered - among_few) * widths.gathered, among_few * widths.gathered
 
@@ -154,9 +154,10 @@ def _quantized_gathered_bytes(
     return among_all, among_few
 
 
-def reductions_per_step(config: RunConfig, layout: Layout) -> int:
+def reductions_per_step(config: RunConfig, layout: Layout, widths: StateWidths) -> int:
     """Return how often a step reduces each gradient: once, or in stages 2 and 3 in every micro-batch."""
-    return layout.grad_accumulation_steps(config.train) if layout.zero_stage >= 2 else 1
+    is_often = layout.zero_stage >= 2 and not widths.reduces_at_end
+    return layout.grad_accumulation_steps(config.train) if is_often else 1
 
 
 def gathers_often(layout: Layout, widths: StateWidths) -> bool:

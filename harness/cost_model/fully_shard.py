@@ -74,6 +74,11 @@ class FullyShard(Sharding):
         """Return the bytes of the flat tensor of gradients."""
         return group.padded * self.precision.reduce_bytes
 
+    @property
+    def unreduced_width(self) -> int:
+        """The bytes of an element of gradients that are about to be reduced."""
+        return self.precision.compute_bytes
+
     def whole_but(self, each: Pass, layers: int, has_head: bool) -> int:
         """Return the bytes of all groups that stay whole without so many layers and perhaps the head."""
         return self.whole_groups(each.groups, each.groups.layers - layers, has_head)
@@ -118,7 +123,7 @@ class FullyShard(Sharding):
         """
         if not group.elements:
             return
-        width, flat = self.precision.compute_bytes, self.reduced(group)
+        width, flat = self.unreduced_width, self.reduced(group)
         copies = (group.elements + group.last_moved) * width + flat + group.uneven * width * self.is_cpu
         tape.put(buffers_gradients=0, buffers_reduced=0, buffers_copies=copies)
         copies = group.last * width + flat * self.is_cpu if group.shards > 1 else flat * (self.degree > 1)

@@ -61,8 +61,11 @@ class Prediction:
     @cached_property
     def widths(self) -> StateWidths:
         """The bytes per element that the engine allocates, and how often the stack sends them."""
-        repeats = self.stack.timing.repeats_in_micro_batches and self.layout.data_parallel == "fsdp"
-        return dataclasses.replace(self.state_widths(self.config, self.layout), repeats_in_micro_batches=repeats)
+        is_own, in_pipeline = self.stack.timing.repeats_in_micro_batches, self.layout.pp_enabled
+        repeats, widths = is_own and self.layout.data_parallel == "fsdp", self.state_widths(self.config, self.layout)
+        return dataclasses.replace(
+            widths, repeats_in_micro_batches=repeats and not in_pipeline, reduces_at_end=repeats and in_pipeline
+        )
 
     @property
     def is_of_library(self) -> bool:

@@ -17,6 +17,7 @@ from harness.cost_model.deepspeed_stage_3 import ZeroStage3
 from harness.cost_model.deepspeed_zero import ZeroStage1, rank_partitions
 from harness.cost_model.fully_shard import FullyShard
 from harness.cost_model.pipeline import BackwardStart, backward_starts
+from harness.cost_model.pipelined_fully_shard import PipelinedFullyShard
 from harness.cost_model.sharding import Pass, Sharding
 from harness.cost_model.step import play_pass
 from harness.cost_model.tape import Bytes, Moment, Tape
@@ -39,7 +40,8 @@ def sharding_of(
 ) -> Sharding:
     """Return the way in which a rank with these stages shards its state."""
     kind = layout.zero_stage if layout.uses_deepspeed_zero else layout.data_parallel
-    return POLICIES.get(kind, Sharding)(config, layout, widths, device, stages)
+    policy = PipelinedFullyShard if widths.reduces_at_end else POLICIES.get(kind, Sharding)
+    return policy(config, layout, widths, device, stages)
 
 
 @dataclass(frozen=True, eq=False)

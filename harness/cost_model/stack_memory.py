@@ -80,7 +80,8 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
         "stack_whole_gradients": stack.timing.repeats_in_micro_batches
         and layout.data_parallel == "fsdp"
-        and layout.pp_enabled,
+        and layout.pp_enabled
+        and layout.zero_stage == 3,
         "stack_engine": memory.kind == "harness" and layout.engine != "torch",
     }
     if memory.kind != "harness":

@@ -261,21 +261,21 @@ def test_every_scaled_matrix_is_an_error_with_thousands_of_tokens(results: Path,
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_little_scaled_gradient_of_the_embedding_is_an_error(results: Path, strategy: str) -> None:
     record = run_with(results, f"strategy={strategy}", *MANY_TOKENS, entry=faults.embedding_gradient_scaled)
-    assert_not_proven(record, "embed_tokens.weight's first ")
+    assert_not_proven(record, "embed_tokens.weight's ")
 
 
 @pytest.mark.parametrize(
     ("fault", "overrides", "problem"),
     [
         (faults.update_scaled, "strategy=ddp", "mlp.up_proj.weight's first updates"),
-        (faults.gradient_scaled, "strategy=tp precision=bf16_mixed train.lr=1e-2", "mlp.up_proj.weight's first "),
+        (faults.gradient_scaled, "strategy=tp precision=bf16_mixed train.lr=1e-2", "mlp.up_proj.weight's "),
         *(
             long(fault, f"{layout} {precision} {SIZES[size]}", problem)
             for size in ("0.5", "11")
             for layout in ("strategy=zero2", "strategy=tp")
             for precision in ("precision=fp32", "precision=bf16_mixed")
             for fault, problem in (
-                (faults.gradient_scaled, "mlp.up_proj.weight's first "),
+                (faults.gradient_scaled, "mlp.up_proj.weight's "),
                 (faults.update_scaled, "mlp.up_proj.weight's first updates"),
             )
         ),

@@ -135,7 +135,10 @@ def test_the_page_s_errors_are_those_on_file() -> None:
 
 @pytest.mark.long
 def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
-    """The plan of the first command finds the row of 7b, that of 48 sequences another, and what is measured fits."""
+    """The plan of the first command finds the row of 7b, that of 48 sequences another, and what is measured fits.
+
+    Without a simulation the fastest is open, as its reserved memory may be too large.
+    """
     words = [words.split() for words in re.findall(r"^\| `harness ([^`]+)`", PAGE.read_text(), re.MULTILINE)[:3]]
     (row,) = (row for row in read_rows() if row["report"] == "7b_on_8_h100" and row["choice"] == "fastest")
     found, by_default = (planned(*arguments) for arguments in (words[0][1:], words[0][1:3]))
@@ -144,7 +147,8 @@ def test_the_page_s_commands_have_the_layouts_that_it_names() -> None:
     assert by_default.predictions[0].config.train.global_batch == 48
     measured = [word for word in words[2] if not word.startswith("repeats=")]
     layouts = [plan for plan in plans([*measured, "cluster=8xh100"]) if isinstance(plan, LayoutPlan)]
-    assert [entry.verdict.fits for plan in layouts for entry in plan.predictions] == ["likely"] * 4
+    fits = {entry.label(): entry.verdict.fits for plan in layouts for entry in plan.predictions}
+    assert len(fits) == 4 and fits.pop(row["layout"]) in ("likely", "tight") and {*fits.values()} == {"likely"}, fits
 
 
 @pytest.mark.parametrize(

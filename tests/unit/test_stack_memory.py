@@ -367,6 +367,22 @@ def test_torchtitan_sends_in_every_micro_batch_what_others_send_once(keys: dict[
     assert often.step_seconds > once.step_seconds and often.memory.peak_bytes == once.memory.peak_bytes
 
 
+def test_torchtitan_s_pipelines_reduce_whole_gradients_once_a_step() -> None:
+    """Its ranks have all gradients of their stages; tests/ranks/test_torch_pipelines.py measures that."""
+    batch = ("train.global_batch=32", "train.micro_batch=1", "precision=bf16_mixed")
+    config = compose_config("strategy=single", "model=350m", "cluster=8xh100", *batch)
+    keys: dict[str, Any] = {"dp_shard": 4, "data_parallel": "fsdp", "pp": 2}
+    cluster, layout = described_cluster(config.cluster), layout_of(8, zero_stage=2, **keys)
+    often, once = (predict(config, layout, cluster, load_stack(name)) for name in ("harness", "torchtitan"))
+    assert 8 * once.sent_bytes["dp_shard reduce"] == pytest.approx(often.sent_bytes["dp_shard reduce"])
+    assert once.sent_bytes["dp_shard gather"] == pytest.approx(often.sent_bytes["dp_shard gather"])
+    assert once.memory.at_peak["gradients"] == pytest.approx(4 * often.memory.gradient_bytes, rel=1e-3)
+    (problem,) = stack_problems(config, layout_of(8, zero_stage=3, **keys), load_stack("torchtitan"))
+    assert problem.endswith("choose strategy.zero_stage=2") and not [
+        *stack_problems(config, layout, load_stack("torchtitan"))
+    ]
+
+
 def test_a_gpu_updates_narrow_states_in_compiled_code() -> None:
     tensors = (OptimizerTensor(2**20),)
     eight, sixteen = (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.cost_model.dp_communication import gathers_often
+from harness.cost_model.dp_communication import gathers_often, reductions_per_step
 from harness.cost_model.node_groups import RankGroup, secondary_group
 from harness.cost_model.timing.collectives import all_reduce_seconds, gather_seconds, ring
 from harness.cost_model.timing.kernels import embedding_seconds, head_seconds
@@ -76,7 +76,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         gather, again, reduction, replica = (sum(seconds) for seconds in zip(*units, strict=True))
         end_gather = end_again = end_reduction = end_replica = 0.0
         gathers_beside = timing.overlaps_parameter_gather
-        reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction
+        reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction and not widths.reduces_at_end
         hideable, gathered_again = 1 - LAST_BUCKET, 0
         sums_each_time = layout.zero_stage == 2 or widths.repeats_in_micro_batches
     beside_backward = gathers_beside * gathered_again * again + reduces_beside * hideable * reduction
@@ -85,7 +85,11 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
     hidden_gather = min(gathers_beside * hideable * gather, passes.forward)
     sent = (  # seconds, those of them that are hidden, and whether every micro-batch has them
         (gather + end_gather + end_again, hidden_gather, gathers_often(layout, widths)),
-        (gathered_again * again + reduction + end_reduction, hidden_backward, layout.zero_stage >= 2),
+        (
+            gathered_again * again + reduction + end_reduction,
+            hidden_backward,
+            reductions_per_step(config, layout, widths) > 1,
+        ),
         (replica + end_replica, hidden_with_replicas - hidden_backward, sums_each_time),
     )
     slices = timing.shard_slice_seconds * shards * tensors if layout.zero_stage in (1, 2) and shards > 1 else 0.0
