@@ -101,7 +101,7 @@ class StackTiming:
     # Whether gathered parameters of the next layer arrive while a layer computes, in ZeRO's stage 3.
     prefetches_parameters: bool = True
     # Whether FSDP gathers the parameters of stage 2, and replicas sum gradients, in every micro-batch; otherwise once a
-    # step.
+    # step. In a pipeline such a stack has both once a step, and keeps whole gradients until then.
     repeats_in_micro_batches: bool = False
     # Whether backward gathers the inputs of column-parallel matrices again, with sequence parallelism.
     gathers_inputs_again: bool = False

@@ -18,7 +18,7 @@ from harness.cost_model.micro_batch_shape import micro_batch_shape
 from harness.cost_model.node_groups import group_of, leaving_share, secondary_group
 from harness.cost_model.pipeline import bubble_ratio
 from harness.cost_model.ring import ring_fraction
-from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank
+from harness.cost_model.stack_memory import RankMemory, own_memory, predict_highest_rank, reduces_at_end
 from harness.cost_model.timing.interval import ENDS, Basis, Factors, basis_of, changed_machine
 from harness.cost_model.timing.kernels import device_peak_flops, rank_hardware
 from harness.cost_model.timing.step_time import StepTime, estimate_step_time
@@ -61,11 +61,10 @@ class Prediction:
     @cached_property
     def widths(self) -> StateWidths:
         """The bytes per element that the engine allocates, and how often the stack sends them."""
-        is_own, in_pipeline = self.stack.timing.repeats_in_micro_batches, self.layout.pp_enabled
-        repeats, widths = is_own and self.layout.data_parallel == "fsdp", self.state_widths(self.config, self.layout)
-        return dataclasses.replace(
-            widths, repeats_in_micro_batches=repeats and not in_pipeline, reduces_at_end=repeats and in_pipeline
-        )
+        at_end = reduces_at_end(self.layout, self.stack)
+        repeats = self.stack.timing.repeats_in_micro_batches and self.layout.data_parallel == "fsdp" and not at_end
+        widths = self.state_widths(self.config, self.layout)
+        return dataclasses.replace(widths, repeats_in_micro_batches=repeats, reduces_at_end=at_end)
 
     @property
     def is_of_library(self) -> bool:

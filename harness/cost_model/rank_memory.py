@@ -75,8 +75,7 @@ class RankStep:
     def play(self, start: BackwardStart) -> tuple[Pass, Bytes]:
         """Return the tape of the pass that begins its backward so, and what the rank keeps of other passes then."""
         own, index = self.sharding, start.stage
-        done = zip(start.done, own.sums, own.gradients_at_start, strict=True)
-        gradients = [between if number else at_start for number, between, at_start in done]
+        gradients = [own.gradients_after(number, backwards) for number, backwards in enumerate(start.done)]
         place = (start.done[index] == 0, start.forwards[index] == 1, start.is_last)
         key = (index, start.kind, own.gradients[index] - gradients[index], *place)
         if key not in self.tapes:

@@ -145,6 +145,10 @@ class Sharding:
         """The bytes of each stage's gradients that exist when a step begins."""
         return [size * self.keeps_gradients for size in self.sums]
 
+    def gradients_after(self, index: int, backwards: int) -> int:
+        """Return the bytes of a stage's gradients between two passes, after so many backwards of a step."""
+        return self.sums[index] if backwards else self.gradients_at_start[index]
+
     @cached_property
     def buffer_bytes(self) -> int:
         """The bytes of the buffers that live through a step.

@@ -71,6 +71,15 @@ def own_memory(
     return RankMemory(estimate, lasting, *(in_segments(peak + share * (peak - lasting)) for share in shares))
 
 
+# Of a rank, whose parameters torch keeps whole at once (torch/distributed/pipelining/schedules.py, max_active_stages).
+MOST_WHOLE_STAGES = 3
+
+
+def reduces_at_end(layout: Layout, stack: StackConfig) -> bool:
+    """Return whether whole gradients of fully_shard add up in a pipeline's stage, which reduces them once a step."""
+    return stack.timing.repeats_in_micro_batches and layout.data_parallel == "fsdp" and layout.pp_enabled
+
+
 def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Iterator[str]:
     """Yield why a stack other than `harness` does not have this configuration, a line each."""
     memory, checkpointing = stack.memory, config.checkpointing
@@ -78,10 +87,13 @@ def stack_problems(config: RunConfig, layout: Layout, stack: StackConfig) -> Ite
         "stack_model": not model_profile(config.model).is_project_decoder,
         "stack_experts": config.model.num_experts > 0 and memory.kind != "harness",
         "stack_zero_stage": layout.zero_stage not in memory.zero_stages,
-        "stack_whole_gradients": stack.timing.repeats_in_micro_batches
-        and layout.data_parallel == "fsdp"
-        and layout.pp_enabled
-        and layout.zero_stage == 3,
+        "stack_whole_gradients": reduces_at_end(layout, stack)
+        and (
+            layout.zero_stage == 3
+            or layout.virtual_stages > MOST_WHOLE_STAGES
+            or layout.ep_enabled
+            or layout.offload != "none"
+        ),
         "stack_engine": memory.kind == "harness" and layout.engine != "torch",
     }
     if memory.kind != "harness":

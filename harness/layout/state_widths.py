@@ -42,7 +42,7 @@ class StateWidths:
     all_reduces_gradients: bool = False  # in stages 1 and 2, which by the paper reduce a gradient to its owner
     # Whether stage 2 gathers parameters, and replicas sum gradients, in every micro-batch, not once a step.
     repeats_in_micro_batches: bool = False
-    reduces_at_end: bool = False  # whole gradients of stages 2 and 3 once a step, after the last backward of a pipeline
+    reduces_at_end: bool = False  # whole gradients of a pipeline's stage once a step, after the stage's last backward
     # ZeRO++ (arXiv 2306.10209): whether parameters are gathered as 8-bit integers (qwZ), and among how many devices of
     # a node gradients are exchanged as 4-bit integers before nodes exchange their sums (qgZ), 0 where they are reduced.
     quantizes_gathers: bool = False

@@ -20,12 +20,15 @@ LARGER = (
     " model.vocab_size=8001 model.num_hidden_layers=8 train.seq_len=96"
 )
 
+V_SHAPED = "strategy.schedule=zbv strategy.virtual_stages=2 train.global_batch=32"
+
 OPTIONS = (
-    *("", "checkpointing=full train.global_batch=32", "model.tie_word_embeddings=true"),
+    *("", "checkpointing=full train.global_batch=32", "model.tie_word_embeddings=true", V_SHAPED),
     *(
-        "strategy.schedule=interleaved_1f1b strategy.virtual_stages=2",
-        "strategy.schedule=zbv strategy.virtual_stages=2",
+        f"{options} strategy.schedule=interleaved_1f1b strategy.virtual_stages=2"
+        for options in ("", "checkpointing=full")
     ),
+    "strategy.schedule=zero_bubble train.global_batch=32",
 )
 
 
@@ -59,4 +62,5 @@ def test_ranks_send_and_need_what_is_planned(results: Path, monkeypatch: pytest.
         pp_rank = layout.coordinates(report.rank)["pp"]
         own = [stages[index] for index in layout.stage_indices(pp_rank)]
         planned = estimate_rank_memory(config, layout, state_widths(config, layout), "cpu", pp_rank, own)
-        assert planned.peak_bytes == pytest.approx(report.peak_allocated_bytes, rel=0.01), report.rank
+        most = 1.05 if layout.splits_backward else 1.01  # what weights' backwards leave is planned to stay for a pass
+        assert 0.99 < planned.peak_bytes / report.peak_allocated_bytes < most, report.rank

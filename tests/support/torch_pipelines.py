@@ -17,8 +17,13 @@ def left_to_torch(*_: Any, **__: Any) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+def collected_by_torch(*_: Any) -> None:
+    """Leave gradients of a backward for weights alone where torch's pipeline puts them."""
+
+
 def pipelined_by_torch(run_dir: str) -> None:
-    """Run a rank whose whole gradients torch reduces after the last backward."""
+    """Run a rank whose whole gradients torch reduces after a stage's last backward."""
     plant(shown, "harness.engines.torch.fsdp.HiddenFSDPModule")
     plant(left_to_torch, "harness.engines.torch.fsdp.FSDPParams.sync_context")
+    plant(collected_by_torch, "harness.engines.torch.fsdp.FSDPParams.collect_grads")
     worker_main.main(run_dir)

@@ -377,10 +377,16 @@ def test_torchtitan_s_pipelines_reduce_whole_gradients_once_a_step() -> None:
     assert 8 * once.sent_bytes["dp_shard reduce"] == pytest.approx(often.sent_bytes["dp_shard reduce"])
     assert once.sent_bytes["dp_shard gather"] == pytest.approx(often.sent_bytes["dp_shard gather"])
     assert once.memory.at_peak["gradients"] == pytest.approx(4 * often.memory.gradient_bytes, rel=1e-3)
-    (problem,) = stack_problems(config, layout_of(8, zero_stage=3, **keys), load_stack("torchtitan"))
-    assert problem.endswith("choose strategy.zero_stage=2") and not [
-        *stack_problems(config, layout, load_stack("torchtitan"))
-    ]
+    stack = load_stack("torchtitan")
+    others: list[dict[str, Any]] = [{"zero_stage": 3}, {"virtual_stages": 4, "schedule": "interleaved_1f1b"}]
+    for other in others:
+        (problem,) = stack_problems(config, layout_of(8, **{"zero_stage": 2} | keys | other), stack)
+        assert "keeps whole gradients of pipelines beside fully_shard" in problem
+    assert not [*stack_problems(config, layout, stack)]
+    replicated = layout_of(16, zero_stage=2, dp_replicate=2, **keys)
+    more = dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=128))
+    exposed = [predict(each, replicated, cluster, stack).time.exposed_communication_seconds for each in (config, more)]
+    assert exposed[0]["dp_replicate"] == pytest.approx(exposed[1]["dp_replicate"])
 
 
 def test_a_gpu_updates_narrow_states_in_compiled_code() -> None:

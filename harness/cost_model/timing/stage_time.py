@@ -78,7 +78,7 @@ def rank_time(step: StepSetting, layer: MicroBatchTime, stages: Sequence[Stage])
         gathers_beside = timing.overlaps_parameter_gather
         reduces_beside = timing.overlaps_gradient_reduction and widths.overlaps_reduction and not widths.reduces_at_end
         hideable, gathered_again = 1 - LAST_BUCKET, 0
-        sums_each_time = layout.zero_stage == 2 or widths.repeats_in_micro_batches
+        sums_each_time = (layout.zero_stage == 2 and not widths.reduces_at_end) or widths.repeats_in_micro_batches
     beside_backward = gathers_beside * gathered_again * again + reduces_beside * hideable * reduction
     hidden_backward = min(beside_backward, passes.backward)
     hidden_with_replicas = min(beside_backward + reduces_beside * hideable * replica, passes.backward)
