@@ -199,7 +199,7 @@ def test_runs_side_by_side_share_no_core(harness: Harness, tmp_path: Path) -> No
     assert all(core != other for core, other in overlapping)
     too_many = harness("sweep.parallel=99", *sweep)
     assert "sweep.parallel=99 is more than the" in read_rows(tmp_path / "results", "beside").reason.dropna().iloc[-1]
-    assert too_many.returncode == 0
+    assert too_many.returncode == 1  # all are refused for one reason
 
 
 @given(
