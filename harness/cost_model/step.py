@@ -54,8 +54,9 @@ def play_head(sharding: Sharding, each: Pass) -> None:
     each.touch(loss=activations.loss_bytes, temporaries=shared_grads)
     if each.kind == "backward":
         in_product = hidden_grad + (1 + (chunks > 1)) * matrix + activations.logits_grad_bytes
-        # The gradients of the parts are summed: the sum so far, the summand, and where it is another tensor their sum.
-        summed = earlier_hidden_grads + (3 - sharding.sums_in_place) * matrix if chunks > 1 else 0
+        # The gradients of the first two parts may be summed beside both, and all others are added to that sum. If there
+        # are no others, what the head kept, of as many bytes as its gradient, is freed by then.
+        summed = 2 * hidden_grad // chunks * (chunks > 2) + (3 - sharding.sums_in_place) * matrix if chunks > 1 else 0
         each.put(temporaries=activations.logits_grad_bytes)
         if chunks == 1:
             sharding.enter_backward(each)
