@@ -19,6 +19,7 @@ from harness.planner.sentences import (
     detail_lines,
     explanation,
     misfit_sentence,
+    not_simulated_sentences,
     say,
     search_sentences,
     table_lines,
@@ -61,8 +62,7 @@ def sentences(plan: LayoutPlan) -> Iterator[str]:
     smallest = plan.result.front[-1:] if plan.result is not None else []
     for first in [*plan.predictions, *smallest][:1]:
         yield from basis_sentences(first)
-    if plan.result is not None:
-        yield from search_sentences(plan.result)
+    yield from search_sentences(plan.result) if plan.result is not None else not_simulated_sentences(plan.predictions)
 
 
 def text_lines(entries: Sequence[LayoutPlan], explains: bool) -> Iterator[str]:
@@ -129,10 +129,12 @@ def main(options: Namespace) -> int:
     entries = plans(arguments)
     if options.against:
         entries += plans(against_words(arguments, options.against))
-    if any(prediction.is_open for entry in entries if entry.result for prediction in entry.result.best):
-        from harness.planner.replay import replay_best  # it imports what runs need
+    if any(
+        layout.is_open for entry in entries for layout in (entry.result.best if entry.result else entry.predictions)
+    ):
+        from harness.planner.replay import settle  # it imports what runs need
 
-        entries = [replay_best(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]
+        entries = [settle(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]
     if page is not None:
         searches = [(entry, entry.result) for entry in entries if entry.result is not None]
         if not searches:

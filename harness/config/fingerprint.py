@@ -22,6 +22,9 @@ _NO_IDENTITY = {
     "cluster": ("name", "partition", "account", "time", "hardware"),
 }
 
+# What is said about the figures of a cluster's hardware, and its price. All else changes what a simulation finds.
+_OF_FIGURES = {"sources", "fitted_to", "datasheet_only", "price_per_device_hour", "calibrated", "notes"}
+
 # The keys of a model's trace that follow from its configuration, and are no part of a run's identity.
 _DERIVED = ("repeated_flops", "modules_in_order", "traced_layers")
 
@@ -66,7 +69,7 @@ def _rename_keys(values: Any, new_names: Mapping[str, str]) -> Any:
 def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a plain config dict that affect a run's result. Groups may be missing.
 
-    A memory budget is in bytes, however it is written.
+    A memory budget is in bytes, however it is written. Hardware is that of simulated devices; others are their own.
     """
     affecting = without_new_defaults({key: value for key, value in values.items() if key not in COMMAND_KEYS})
     for group, names in _NO_IDENTITY.items():
@@ -77,11 +80,22 @@ def result_affecting_keys(values: Mapping[str, Any]) -> dict[str, Any]:
         affecting["model"] = _rename_keys(affecting["model"], _NEW_KEYS)
         if isinstance(affecting["model"], dict) and isinstance(info := affecting["model"].get("hf_info"), Mapping):
             affecting["model"]["hf_info"] = {key: info[key] for key in info if key not in _DERIVED}
-    cluster = affecting.get("cluster")
-    if isinstance(cluster, dict) and "memory_budget" in cluster:
-        with suppress(UserError):  # the values are those of a rejected combination
-            cluster["memory_budget"] = parse_bytes(cluster["memory_budget"])
+    if isinstance(cluster := values.get("cluster"), Mapping):
+        affecting["cluster"] = _in_bytes(affecting["cluster"], "memory_budget")
+        hardware = cluster.get("hardware")
+        if values.get("launch") == "simulated" and isinstance(hardware, Mapping):
+            played = {key: value for key, value in hardware.items() if key not in _OF_FIGURES}
+            affecting["cluster"]["hardware"] = _in_bytes(played, "memory", "host_memory")
     return affecting
+
+
+def _in_bytes(values: Mapping[str, Any], *sizes: str) -> dict[str, Any]:
+    """Return the values with these sizes in bytes; those of a rejected combination may be no sizes."""
+    result = dict(values)
+    for key in values.keys() & {*sizes}:
+        with suppress(UserError):
+            result[key] = parse_bytes(values[key])
+    return result
 
 
 def without_new_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

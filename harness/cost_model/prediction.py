@@ -234,8 +234,8 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether the predicted peak itself fits a device and its host; `verdict` has how sure that is."""
-        return self.room.holds(self.memory)
+        """Whether the predicted peak itself fits a device and its host, or its simulation; `verdict` has how sure."""
+        return self.replay.is_enough if self.replay is not None else self.room.holds(self.memory)
 
     @property
     def tokens_per_second(self) -> float:

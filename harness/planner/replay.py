@@ -1,4 +1,4 @@
-"""The best layouts of a search on simulated devices, before one of them is called likely to fit. Imports no torch.
+"""The layouts of a plan on simulated devices, before one of them is called likely to fit. Imports no torch.
 
 A plan knows the bytes of tensors, and of what torch's allocator reserves beside them only a range. Where the device
 lies within that range, one rank of the layout is simulated as a run with launch=simulated is: its record is kept, and
@@ -15,6 +15,7 @@ from harness.config.schema import RunConfig
 from harness.cost_model.prediction import Prediction, Replay
 from harness.hardware.machine import described_machine
 from harness.planner.plan import LayoutPlan
+from harness.planner.row import named_preset
 from harness.planner.sentences import say
 from harness.runner.launch_run import RunContext
 from harness.runner.plan import find_problems, make_plan
@@ -25,15 +26,17 @@ from harness.runner.run import execute
 PASSES = 2
 
 
-def replay_best(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
-    """Return a search's plan in which the fastest layouts were simulated until one fits, as far as that was open.
+def settle(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
+    """Return a plan in which layouts were simulated that leave open whether they fit, fastest first until one does.
 
-    Those that do not fit are among the best no more.
+    Those that do not fit are among the best of a search no more.
     """
     command = command_of(plan)
-    if plan.result is None or not command.plan.simulate:
+    layouts = plan.result.best if plan.result is not None else plan.predictions
+    if not command.plan.simulate or not any(prediction.is_open for prediction in layouts):
         return plan
-    return with_best(plan, simulated_until_one_fits(plan.result.best, partial(simulate, command=command, log=log)))
+    simulated = simulated_until_one_fits(layouts, partial(simulate, command=command, log=log))
+    return with_best(plan, simulated) if plan.result is not None else dataclasses.replace(plan, predictions=simulated)
 
 
 def command_of(plan: LayoutPlan) -> CommandConfig:
@@ -71,12 +74,15 @@ def shortened(prediction: Prediction) -> tuple[RunConfig, int]:
     They are what a pipeline keeps of each further micro-batch, such as the buffers that it receives hidden states in. A
     simulated device has as many bytes less. Every expert has as many tokens, as the plan takes it.
     """
-    config, layout = prediction.config, prediction.layout
+    config, layout = named_preset(prediction.config), prediction.layout
     micro_batches = max(PASSES, layout.pp * (1 + layout.is_v_shaped))
     batch = layout.dp * config.train.micro_batch * micro_batches
     train = dataclasses.replace(config.train, global_batch=min(config.train.global_batch, batch))
     model = dataclasses.replace(config.model, routing="balanced") if config.model.num_experts else config.model
-    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size, train=train, model=model)
+    # Both degrees as a search has them: a preset leaves one to the world.
+    strategy = dataclasses.replace(config.strategy, dp_replicate=layout.dp_replicate, dp_shard=layout.dp_shard)
+    config = dataclasses.replace(config, strategy=strategy, train=train, model=model)
+    config = dataclasses.replace(config, launch="simulated", world_size=layout.world_size)
     absent = prediction.memory.peak_bytes - dataclasses.replace(prediction, config=config).memory.peak_bytes
     if absent <= 0:
         return config, 0

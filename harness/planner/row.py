@@ -4,6 +4,7 @@ The overrides are the nearest strategy preset, and what differs from it. Imports
 """
 
 import csv
+import dataclasses
 import io
 import shlex
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,7 @@ def planned_row(prediction: Prediction) -> Row:
     """Return the row of a prediction; nothing of it was measured."""
     config = prediction.config
     words = run_overrides(config) if prediction.is_runnable else []
-    preset = words[0].partition("=")[2] if words and config.strategy.name == SEARCH else config.strategy.name
+    preset = named_preset(config).strategy.name if words else config.strategy.name
     return {
         "status": None,
         "measured_on": None,
@@ -93,6 +94,14 @@ def run_overrides(config: RunConfig) -> list[str]:
     checkpointing = _changes("checkpointing", vars(defaults), vars(config.checkpointing))
     words = [*min(strategies, key=len), f"checkpointing={kind}", *checkpointing]
     return [*words, f"train.micro_batch={config.train.micro_batch}"]
+
+
+def named_preset(config: RunConfig) -> RunConfig:
+    """Return the configuration of a layout that a search chose under the name of its preset, and others as they are."""
+    if config.strategy.name != SEARCH:
+        return config
+    name = run_overrides(config)[0].partition("=")[2]
+    return dataclasses.replace(config, strategy=dataclasses.replace(config.strategy, name=name))
 
 
 def run_settings(planned: Sequence[str], config: RunConfig) -> str:

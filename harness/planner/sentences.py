@@ -111,6 +111,8 @@ def _slower_part(prediction: Prediction, faster: Prediction) -> str:
 
 def misfit_sentence(prediction: Prediction) -> str:
     """Return what a layout that does not fit would take and need, and what would make it fit."""
+    if prediction.replay is not None:
+        return say("refuted", entry=prediction)
     if not prediction.room.host_holds(prediction.memory):
         return say("host_misfit", entry=prediction)
     return say("misfit", entry=prediction, offers=list(itertools.islice(offers(prediction), MOST_OFFERS)))
@@ -171,9 +173,14 @@ def layout_sentences(result: SearchResult) -> Iterator[str]:
     """Yield what a word of labels stands for, which layouts a simulation refuted, and which had none and why."""
     yield from say.of({"tuned": any("tuned for speed" in prediction.label() for prediction in result.choices)})
     yield from (say("refuted", entry=prediction) for prediction in result.refuted)
-    reasons = dict.fromkeys(prediction.not_simulated for prediction in result.best)
+    yield from not_simulated_sentences(result.best)
+
+
+def not_simulated_sentences(predictions: Sequence[Prediction]) -> Iterator[str]:
+    """Yield why layouts that leave open whether they fit had no simulation."""
+    reasons = dict.fromkeys(prediction.not_simulated for prediction in predictions)
     for reason in filter(None, reasons):
-        labels = [prediction.label() for prediction in result.best if prediction.not_simulated == reason]
+        labels = [prediction.label() for prediction in predictions if prediction.not_simulated == reason]
         yield say("not_simulated", labels=labels, reason=reason)
 
 

@@ -21,7 +21,7 @@ from harness.cost_model.prediction import Prediction, Replay
 from harness.planner.plan import LayoutPlan
 from harness.planner.replay import (
     command_of,
-    replay_best,
+    settle,
     simulate,
     simulated_until_one_fits,
     simulation_problems,
@@ -117,7 +117,7 @@ def publish(results: Path | None) -> None:
         if results is None:
             plan = with_recorded_simulations(search, planned(*search.split()))
         else:
-            plan = replay_best(planned(*search.split(), f"results_dir={results}"), print)
+            plan = settle(planned(*search.split(), f"results_dir={results}"), print)
             simulated += simulated_lines(search, plan)
             likely += simulated_lines(search, with_fastest_simulated(plan))
         rows += rows_of(search, plan)

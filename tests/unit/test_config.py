@@ -90,6 +90,17 @@ def test_what_is_part_of_the_identity() -> None:
     assert result_affecting_keys(selective.to_dict())["checkpointing"] == expected
 
 
+def test_a_simulated_run_is_of_its_device() -> None:
+    """A record of a larger device does not say that a layout fits; a price, or a real run, asks for no figures."""
+    words, sizes = ("strategy=ddp", "cluster=8xh100"), ("80GiB", f"{80 * 2**30}", "40GiB")
+    figures = [*(f"cluster.hardware.memory={size}" for size in sizes), "cluster.hardware.memory_bandwidth=1e12"]
+    simulated = [run_id(compose_config(*words, "launch=simulated", *figures[:1], word)) for word in figures]
+    assert simulated[0] == simulated[1] and len(set(simulated)) == 3
+    price = "cluster.hardware.price_per_device_hour=9"
+    assert run_id(compose_config(*words, "launch=simulated", figures[0], price)) == simulated[0]
+    assert len({run_id(compose_config(*words, word)) for word in figures}) == 1
+
+
 CPU = Machine("cpu", "cpu", 1, 2, 0, (2**40,), 2)  # for two ranks, with memory for every command
 
 
