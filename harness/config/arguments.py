@@ -14,7 +14,7 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 
 from harness.config.command import NAME_RULE
-from harness.config.hydra import composing
+from harness.config.hydra import LISTS, composing
 from harness.config.locations import files_in
 from harness.config.mistakes import (
     FREE_KEYS,
@@ -38,7 +38,7 @@ from harness.util.text import UserError, join_words
 OPTIONS = re.compile(r"^(?=(strategy|tracking)\.options[.=])")
 
 # Settings of keys that take several values, without brackets: a comma there does not make a sweep.
-LISTS = re.compile(r"^(retry|stop_after)=([^\[].*)", re.DOTALL)
+UNBRACKETED = re.compile(rf"^({'|'.join(LISTS)})=([^\[].*)", re.DOTALL)
 
 # Options and keys with which Hydra reads other files than ours, so that only it knows what they have.
 OTHER_FILES = ("--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd", "hydra.searchpath")
@@ -59,7 +59,7 @@ def normalize_arguments(arguments: Sequence[str]) -> list[str]:
             raise UserError(f"{word} {_word_mistake(word, before)}")
     for word in parsed.overrides:
         words.remove(word)
-    settings = [re.sub(OPTIONS, "++", re.sub(LISTS, r"\1=[\2]", word)) for word in parsed.overrides]
+    settings = [re.sub(OPTIONS, "++", re.sub(UNBRACKETED, r"\1=[\2]", word)) for word in parsed.overrides]
     for text in settings:
         refuse_target(text, text)
     overrides = _parsed(settings)

@@ -28,6 +28,8 @@ from harness.config.model_files import names_model
 from harness.config.schema import RunConfig
 from harness.util.text import UserError, one_line
 
+LISTS = {"retry", "stop_after"}  # keys of several values, which need no brackets
+
 
 def dataclass_defaults(cls: type) -> dict[str, Any]:
     """Return a group's keys that have a default, so that the command line may set those that no YAML file mentions."""
@@ -147,6 +149,9 @@ def to_container(composed: Any) -> dict[str, Any]:
         values: dict[str, Any] = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)  # type: ignore[assignment]
     if isinstance(values.get("cluster"), dict):
         values["cluster"] = with_datasheet(values["cluster"])
+    for key in LISTS & values.keys():
+        if isinstance(values[key], str | int | float):
+            values[key] = [part.strip() for part in str(values[key]).split(",")]
     return values
 
 

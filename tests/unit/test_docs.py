@@ -10,6 +10,8 @@ from markdown.extensions.toc import slugify
 
 from harness import __version__
 from harness.cli.main import main
+from harness.config.hydra import compose_values
+from harness.sweep.queued_run import parse_stop_after
 from tests.support import reference_pages
 from tests.support.processes import ROOT, run_python
 
@@ -114,12 +116,13 @@ def test_the_readme_shows_the_answer_of_a_published_plan() -> None:
 def test_the_sweep_file_of_the_guide_is_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The planner reads the file as a run would, with every combination that the guide counts."""
+    """The planner reads the file as a run would, with the guide's number of combinations, and its time is a limit."""
     guide = (ROOT / "docs" / "guides" / "sweeps.md").read_text()
     (text,) = re.findall(r"```yaml\n(.*?)```", guide, re.DOTALL)
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "my_layouts.yaml").write_text(text)
     monkeypatch.chdir(tmp_path)
+    assert parse_stop_after(compose_values("sweeps=my_layouts")["stop_after"]).limits == {"s": 8 * 3600}
     assert main(["plan", "format=csv", "sweeps=my_layouts", "cluster=8xh100", "world_size=8"]) == 0
     rows = list(csv.DictReader(capsys.readouterr().out.splitlines()))
     assert f"here {len(rows)} configurations" in guide
