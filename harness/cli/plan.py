@@ -134,7 +134,7 @@ def main(options: Namespace) -> int:
     ):
         from harness.planner.replay import settle  # it imports what runs need
 
-        entries = [settle(entry, partial(print, file=sys.stderr, flush=True)) for entry in entries]
+        entries = settle(entries, partial(print, file=sys.stderr, flush=True))
     if page is not None:
         searches = [(entry, entry.result) for entry in entries if entry.result is not None]
         if not searches:

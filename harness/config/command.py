@@ -64,7 +64,7 @@ class SweepConfig:
 class PlanConfig:
     """The configuration of what commands do with predictions, for which the machine has to be described."""
 
-    # Whether `harness plan` simulates layouts whose prediction leaves open whether they fit, of a search the fastest.
+    # Whether `harness plan` simulates layouts whose prediction leaves open whether they fit, the fastest first.
     simulate: bool = True
     # The tokens of the whole training, such as 1e12, whose time and price a plan names; null means a billion.
     tokens: AboveZero | None = None

@@ -6,6 +6,7 @@ read by the next plan.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -26,17 +27,26 @@ from harness.runner.run import execute
 PASSES = 2
 
 
-def settle(plan: LayoutPlan, log: Callable[[str], None]) -> LayoutPlan:
-    """Return a plan in which layouts were simulated that leave open whether they fit, fastest first until one does.
+def settle(plans: Sequence[LayoutPlan], log: Callable[[str], None]) -> list[LayoutPlan]:
+    """Return plans in which layouts were simulated that leave open whether they fit, fastest first until one does.
 
-    Those that do not fit are among the best of a search no more.
+    So it is for each search, which has those that do not fit among its best no more, and for the single layouts of each
+    model.
     """
-    command = command_of(plan)
-    layouts = plan.result.best if plan.result is not None else plan.predictions
-    if not command.plan.simulate or not any(prediction.is_open for prediction in layouts):
-        return plan
-    simulated = simulated_until_one_fits(layouts, partial(simulate, command=command, log=log))
-    return with_best(plan, simulated) if plan.result is not None else dataclasses.replace(plan, predictions=simulated)
+    command = command_of(plans[0])
+    if not command.plan.simulate:
+        return list(plans)
+    until_one_fits = partial(simulated_until_one_fits, simulate=partial(simulate, command=command, log=log))
+    alone = [prediction for plan in plans if plan.result is None for prediction in plan.predictions]
+    alone.sort(key=lambda prediction: (prediction.config.model.name, prediction.step_seconds))
+    models = itertools.groupby(alone, lambda prediction: prediction.config.model.name)
+    shown = dict(zip(map(id, alone), [entry for _, group in models for entry in until_one_fits([*group])], strict=True))
+    return [
+        dataclasses.replace(plan, predictions=[shown[id(prediction)] for prediction in plan.predictions])
+        if plan.result is None
+        else with_best(plan, until_one_fits(plan.result.best))
+        for plan in plans
+    ]
 
 
 def command_of(plan: LayoutPlan) -> CommandConfig:

@@ -37,7 +37,7 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     """The device has more memory than the planned peak of the fastest, and too little for its allocator."""
     lines: list[str] = []
     before = planned(*SEARCH, f"results_dir={tmp_path}")
-    after = settle(before, lines.append)
+    (after,) = settle([before], lines.append)
     assert before.result is not None
     fastest, second = before.result.best[:2]
     assert fastest.fits and fastest.verdict.fits == "tight" and not is_served(fastest)
@@ -51,7 +51,7 @@ def test_what_a_search_calls_likely_fits_its_simulation(tmp_path: Path) -> None:
     alone = [*SEARCH, *run_overrides(fastest.config), f"results_dir={tmp_path}"]
     for memory, verdict, simulations in (("5.9GiB", "no", 0), ("6.1GiB", "likely", 1)):
         known = len([*tmp_path.glob("*/*/record.json")])
-        plan = settle(planned(*alone, f"cluster.hardware.memory={memory}"), lines.append)
+        (plan,) = settle([planned(*alone, f"cluster.hardware.memory={memory}")], lines.append)
         assert [prediction.verdict.fits for prediction in plan.predictions] == [verdict]
         assert len([*tmp_path.glob("*/*/record.json")]) - known == simulations
         assert [line.partition(",")[0] for line in decisions([plan])][:1] == [fastest.label().partition(",")[0]]
@@ -87,7 +87,7 @@ def test_a_search_says_what_it_did_not_simulate(
     """It is what refuses a run of it, or what the planner knows, or how the simulation ended."""
     monkeypatch.chdir(tmp_path)
     Path("library.json").write_text(json.dumps(LIBRARY))
-    after = settle(planned(*SEARCH, *words.split(), f"results_dir={tmp_path / 'results'}"), str)
+    (after,) = settle([planned(*SEARCH, *words.split(), f"results_dir={tmp_path / 'results'}")], str)
     assert after.result is not None and after.result.best[0].is_open
     line = next(line for line in search_sentences(after.result) if "not simulated" in line)
     assert line.startswith(after.result.best[0].label()) and reason in line

@@ -117,7 +117,7 @@ def publish(results: Path | None) -> None:
         if results is None:
             plan = with_recorded_simulations(search, planned(*search.split()))
         else:
-            plan = settle(planned(*search.split(), f"results_dir={results}"), print)
+            (plan,) = settle([planned(*search.split(), f"results_dir={results}")], print)
             simulated += simulated_lines(search, plan)
             likely += simulated_lines(search, with_fastest_simulated(plan))
         rows += rows_of(search, plan)

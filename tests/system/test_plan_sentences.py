@@ -122,7 +122,7 @@ def check_table(lines: list[str], rows: list[Row]) -> list[str]:
 
 @pytest.mark.parametrize("settings", LAYOUTS)
 def test_the_text_of_a_layout_follows_from_its_row(settings: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = settings.split()
+    words = [*settings.split(), "plan.simulate=false"]
     rows: list[Row] = json.loads("\n".join(text_of(capsys, "format=json", *words)))
     lines = check_table(text_of(capsys, "--explain", *words), rows)
     assert unexplained(lines, rows) == []
