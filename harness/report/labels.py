@@ -22,29 +22,11 @@ OTHER_OPTIONS = "other options"  # a column that only frames have: keys without 
 
 # The columns that are shown where they vary between the rows and mentioned once where they do not.
 VARYING = (
-    *(
-        "model",
-        "adapter",
-        "adapter_rank",
-        "parameters",
-        "engine",
-        "precision",
-        "world_size",
-        "global_batch",
-        "seq_len",
-        "micro_batch",
-    ),
+    *("model", "adapter", "adapter_rank", "parameters", "engine", "precision"),
+    *("world_size", "global_batch", "seq_len", "micro_batch"),
     *("measured_on", "launch", "repeat", *IMPLIED_BY_STRATEGY[1:]),
-    *(
-        "checkpointing_every",
-        "saved_products",
-        "compile",
-        "loss_chunks",
-        "optimizer",
-        "fused_optimizer",
-        "attention",
-        "dropout",
-    ),
+    *("checkpointing_every", "saved_products", "compile", "loss_chunks"),
+    *("optimizer", "fused_optimizer", "attention", "dropout"),
     *("routing", "save", "recipe", "float8_all_gather", OTHER_OPTIONS),
 )
 

@@ -99,18 +99,8 @@ def _first(view: View, part: View, fits_in: int | None) -> list[Section]:
 
 _TERMS = (
     *("rank", "micro-batch", "activations", "checkpointing", "model state", "peak memory", "communication"),
-    *(
-        "exposed communication",
-        "bf16_mixed",
-        "repeats",
-        "ranked",
-        "certainly faster",
-        "bold",
-        "disturbed",
-        "deviation",
-        "MFU",
-    ),
-    "bubble",
+    *("exposed communication", "bf16_mixed", "repeats", "ranked", "certainly faster", "bold", "disturbed"),
+    *("deviation", "MFU", "bubble"),
 )
 
 _OF_COLUMNS = {"deviation": "loss_deviation", "MFU": "mfu", "bubble": "pipeline_bubble"}  # terms that only these need
