@@ -19,7 +19,7 @@ def plan_run(settings: Sequence[str], target: Path, log: Callable[[str], None]) 
     if others:
         number = len(others) + 1
         raise UserError(f"{number} plans do not go into one folder: leave out lists of values and sweeps")
-    (plan,) = settle([plan], log)
+    (plan,) = settle([plan], log) if plan.result else [plan]
     if not plan.predictions:
         raise UserError("no layout of the search fits: choose more devices, or name a strategy")
     best = plan.predictions[0]
