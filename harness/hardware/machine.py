@@ -3,6 +3,7 @@
 Peak FLOP/s of devices are known by the exact name that CUDA reports; harness/config/devices.toml has them.
 """
 
+import ctypes
 import dataclasses
 import importlib.util
 import os
@@ -10,12 +11,14 @@ import platform
 import re
 import runpy
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -116,11 +119,28 @@ def processor_name() -> str | None:
 
 def is_built_for_gpus() -> bool:
     """Return whether the installed torch is a build for GPUs, by the file that states its version."""
+    versions = _torch_versions()
+    return versions is None or versions.get("cuda") is not None or versions.get("hip") is not None
+
+
+def lacks_driver() -> bool:
+    """Return whether the installed torch is a build for CUDA, and the driver's library that it loads is not there."""
+    versions = _torch_versions()
+    if sys.platform != "linux" or versions is None or versions.get("cuda") is None:
+        return False
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return True
+    return False
+
+
+def _torch_versions() -> dict[str, Any] | None:
+    """Return what torch's file says of its build without importing torch; None where importing says what is wrong."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
-        return True  # importing it says what is wrong
-    versions = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
-    return versions.get("cuda") is not None or versions.get("hip") is not None
+        return None
+    return runpy.run_path(str(Path(spec.origin).with_name("version.py")))
 
 
 @cache

@@ -27,6 +27,7 @@ from harness.hardware.machine import (
     described_cluster,
     described_machine,
     is_built_for_gpus,
+    lacks_driver,
     usable_cores,
 )
 from harness.util.redact import keys_holding_secrets
@@ -227,9 +228,9 @@ def detect_machine(cluster: ClusterConfig) -> Machine:
 def count_gpus() -> tuple[int, bool]:
     """Return how many GPUs torch counts, and whether it is built for AMD's.
 
-    A build for CPUs sees none, which its version tells without the second that importing it takes.
+    A build for CPUs sees none, nor one for CUDA without a driver: that is known without the second of importing torch.
     """
-    if "torch" not in sys.modules and not is_built_for_gpus():
+    if "torch" not in sys.modules and (not is_built_for_gpus() or lacks_driver()):
         return 0, False
     import torch
 
